@@ -55,7 +55,7 @@ def _main(argv: list[str] | None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         options, tasks = read_command(argv)
-        source = find_model(options.model, options.label)
+        source = find_model(options.model, options.label, options.average)
         output = Path(options.output) if options.output else source.default_output
         foreign = source.runs_own_code and not options.trust_remote_code
         refuse(
@@ -121,6 +121,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help="what to evaluate")
     add("--model", metavar="MODEL", help="a run, a checkpoint, or a directory in the format of transformers")
+    add("--average", action="store_true", help="take the averaged weights of a run with train.average")
     add("--output", metavar="DIR", help="where results go (default: RUN/evaluation/STEP or evaluations/NAME)")
     add("--label", metavar="NAME", help="how results call the model (default: the directory's name)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it computes (default: a GPU, if any)")
@@ -244,7 +245,8 @@ def _export(source: Source, directory: Path, dtype: str) -> None:
 
     remove(directory)
     try:
-        export(source.path, directory, dtype, tokenizer=None if source.info.has_tokenizer else NO_TOKENIZER)
+        tokenizer = None if source.info.has_tokenizer else NO_TOKENIZER
+        export(source.path, directory, dtype, tokenizer=tokenizer, average=source.average)
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{source.given} cannot be evaluated: {error}") from None
 

@@ -23,7 +23,7 @@ CASES = [
     (tp, stage, what, precision)
     for tp in (1, 2)
     for stage in (0, 1, 2, 3)
-    for what in ("loss", "gradient")
+    for what in ("loss", "gradient", "spike")
     # ZeRO 0 keeps no fp32 weights beside bf16; tensor parallelism is above the precision.
     for precision in (("fp32",) if stage == 0 or tp == 2 else ("fp32", "bf16"))
 ]
@@ -71,6 +71,11 @@ def trial(tp, stage, what, precision="fp32", **zero):
     if what == "loss":
         # A tensor-parallel group sees one loss; else rank 1 alone meets the bad one.
         result = e.train_step(batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0), 1e-2)
+    elif what == "spike":  # on rank 1 alone, in one step
+        answers, judged = iter([rank == 1]), []
+        e.leave_out(lambda loss, norm: judged.append((loss, norm)) or next(answers, False))
+        result = e.train_step(batches(e, 10), 1e-2)
+        assert judged == [(result.loss, result.grad_norm)]
     else:
         parameter = e.names[REPLICATED if what == "replicated" else "gpt.decoder.layers.1.mlp.linear_fc1.weight"]
         handle = parameter.register_hook(lambda g: g * math.inf if rank == 1 else g)

@@ -45,6 +45,7 @@ def cases(data):
         # The first steps have as many micro-batches as two, or four, stages.
         "ramp": [option("train.batch_ramp", "{from: 2, over_samples: 8}")],
         "deep_ramp": [option("model.num_layers", 8), option("train.batch_ramp", "{from: 4, over_samples: 8}")],
+        "muon": [option("optimizer.kind", "muon")],
         "zero0": [option("deepspeed.zero_stage", 0), option("model.tie_embeddings", "true")],
     }
 

@@ -16,7 +16,7 @@ from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
 from megatron_tape.data.batches import Batches
 from megatron_tape.model.names import kind_of
 from megatron_tape.run.judging import read_attempts
-from megatron_tape.training import engine
+from megatron_tape.training import engine, trainer
 from megatron_tape.training.step_clock import StepClock
 from pretrain import train
 
@@ -35,7 +35,7 @@ def assert_close(rows, expected, steps=STEPS):
     """Assert that a run's figures are another's."""
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row, other in zip(rows, expected):
-        for key in ("loss", "grad_norm", "validation_loss"):
+        for key in ("loss", "grad_norm", "z_loss", "validation_loss", "validation_loss_average"):
             assert (key in row) == (key in other)
             if key in other:
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
@@ -75,6 +75,12 @@ def run(folder, name, *overrides, expect=0, trains=None):
 
 def option(section_key, value):
     return f"--{section_key}={value}"
+
+
+Z_LOSS = option("optimizer.z_loss", 0.01)
+AVERAGE = option("train.average", "{kind: ema, decay: 0.8}")
+MUON = option("optimizer.kind", "muon")
+SPIKES = "{action: %s, window: 3, threshold: 300, limit: 1}"
 
 
 def tp(size):
@@ -119,13 +125,17 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
             rows[f"tp{size}_zero{stage}"] = run(folder, f"equal-{size}-{stage}", prefix, tp(size), zero(stage))
     last = sizes[-1]
     blend = option("data.prefix", f"[0.3,{data}/a,0.7,{data}/b]")
-    accumulate = [option("train.global_batch_size", 8)]
+    accumulate = [option("train.global_batch_size", 8), AVERAGE]
     between = sizes == (1, 2)  # on two processes, not all that one and four do
     if not between:
         rows["blend"] = run(folder, "blend", blend, tp(last))
         rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
     rows["ramp"] = run(folder, "ramp", prefix, tp(last), *ramp())
+    # On four processes, two tensor-parallel ones share each matrix, of which ZeRO gives parts to two others.
+    of_muon = {1: [("muon", 1, 0)], 2: [("muon", 2, 0), ("muon_zero2", 1, 2)], 4: [("muon", 2, 1)]}
+    for name, size, stage in of_muon[dist.get_world_size()]:
+        rows[name] = run(folder, name, prefix, MUON, AVERAGE, tp(size), zero(stage))
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3))[between:]:
         rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
@@ -164,7 +174,7 @@ def context_runs(folder, data, size):
         name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
     rows["said_of_groups"] = [message for message in said if "context-parallel" in message]
-    accumulate = [option("train.global_batch_size", 8)]
+    accumulate = [option("train.global_batch_size", 8), AVERAGE]
     rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
     if size == 2:
         rows["context_packed"] = run(folder, "context-packed", prefix, cp(2), zero(2), *packed(data))
@@ -178,12 +188,13 @@ def many_samples():
 
 
 def ramp():
-    """Steps of 4, 4, 8 and 12 sequences."""
-    return [option("train.global_batch_size", 12), option("train.batch_ramp", "{from: 4, over_samples: 16}")]
+    """Steps of 4, 4, 8 and 12 sequences; the weights of the last three are averaged."""
+    last = option("train.average", "{kind: last, count: 3, every: 1}")
+    return [last, option("train.global_batch_size", 12), option("train.batch_ramp", "{from: 4, over_samples: 16}")]
 
 
 def generated():
-    return [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}")]
+    return [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}"), Z_LOSS]
 
 
 def evaluated(data):
@@ -197,7 +208,7 @@ def evaluated(data):
 
 
 def packed(data):
-    return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json")]
+    return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json"), Z_LOSS]
 
 
 def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, interval=2, trains=None):
@@ -216,6 +227,47 @@ def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, in
     continued = run(folder, name, *(then or overrides), *settings, trains=trains)
     states = {"whole_state": last, "continued_state": checksums(folder, name, steps)}
     return {"whole": whole, "continued": continued, **states}
+
+
+@contextlib.contextmanager
+def spikes(step, times):
+    """Make the gradient a thousand times larger in these ones of all the times that this step is trained."""
+    train_step, scaled, seen = engine.Engine.train_step, engine._scaled, []
+
+    def changed(self, batches, lr, number=0):
+        seen.extend([number] * (number == step))
+        spike = number == step and len(seen) in times
+        with mock.patch.object(engine, "_scaled", lambda loss: scaled(1000 * loss) if spike else scaled(loss)):
+            return train_step(self, batches, lr, number)
+
+    with mock.patch.object(engine.Engine, "train_step", changed):
+        yield
+
+
+def spike_runs(folder, prefix):
+    """Runs of 8 steps with a spike in the sixth, saved after every second."""
+    results, eight = {}, {"steps": 8, "interval": 2}
+
+    def settings(action):
+        return [prefix, option("train.spikes", SPIKES % action)]
+
+    with spikes(6, (1, 2)):
+        results["spike_skip"] = resumed_run(folder, "spike-skip", *settings("skip"), tp(2), zero(1), at=4, **eight)
+    with spikes(6, (1,)):
+        results["spike_rewind"] = resumed_run(folder, "spike-rewind", *settings("rewind"), zero(3), at=6, **eight)
+    # What a rewind does, by hand: from the fourth step on, with the data after the sixth.
+    checkpoint = option("checkpoint.resume", f"{folder}/spike-rewind/checkpoints/step-00000004")
+    build = trainer.Trainer._build
+
+    def elsewhere(self):
+        self.samples = 6 * 4
+        build(self)
+
+    with mock.patch.object(trainer.Trainer, "_build", elsewhere):
+        results["rewound"] = run(folder, "rewound", prefix, zero(3), checkpoint, option("train.steps", 8))
+    records = Path(folder, "spike-rewind", "attempts").glob("*/spikes.jsonl")
+    results["spike_records"] = [json.loads(line) for path in records for line in path.read_text().splitlines()]
+    return results
 
 
 def checksums(folder, name, step):
@@ -237,7 +289,7 @@ def frozen_runs(folder, prefix):
     }
     # Begins at step 3 with the weights of another run, which a third layout saved.
     begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
-    alone = [prefix, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
+    alone = [prefix, AVERAGE, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
     first = {"at": 3, "interval": 1, "trains": trains}
     results["adapters"] = resumed_run(folder, "adapters", *alone, tp(2), zero(3), **first)
     return results
@@ -277,7 +329,7 @@ def main(folder, data, what):
         for stage in (0, 1, 2, 3):
             name = f"tp{tensor_size}_zero{stage}"
             results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
-    bf16 = [prefix, zero(2), option("train.precision", "bf16")]
+    bf16 = [prefix, zero(2), option("train.precision", "bf16"), AVERAGE]
     in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
     results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)
     results["offload"] = resumed_run(folder, "offload", prefix, zero(2), OFFLOAD)
@@ -289,13 +341,23 @@ def main(folder, data, what):
     results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
     results["ramp_offload"] = resumed_run(folder, "ramp-offload", prefix, zero(2), OFFLOAD, *ramp())
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
-    before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
+    before, after = [prefix, AVERAGE, tp(1), zero(1)], [prefix, AVERAGE, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
+    muon = [prefix, MUON, AVERAGE]
+    results["muon"] = resumed_run(folder, "muon", *muon, tp(1), zero(2))
+    results["muon_another_layout"] = resumed_run(folder, "muon-other", *muon, zero(1), then=[*muon, tp(2), zero(0)])
     before, after = [prefix, cp(2), zero(2)], [prefix, tp(2), zero(3)]
     results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
     results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)
     with gathering_all():
-        results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, *hierarchy(2))
+        results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, AVERAGE, *hierarchy(2))
     results["slow"] = slow_rank(folder, prefix)
+    results["begins_average"] = resumed_run(folder, "begins-average", prefix, then=[prefix, AVERAGE])
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
-    return results | frozen_runs(folder, prefix)
+    results |= frozen_runs(folder, prefix) | spike_runs(folder, prefix)
+    # The last one, as processes leave their groups after an error.
+    with spikes(6, (1, 2)):
+        again = [prefix, option("train.spikes", SPIKES % "rewind"), option("train.steps", 8)]
+        arguments = ["--config", str(RECIPE), f"--logging.directory={folder}/spike-twice", *again]
+        results["spike_twice"] = {"status": train.main(arguments), "rows": rows(Path(folder, "spike-twice"))}
+    return results

@@ -120,6 +120,7 @@ def add_export(add: Callable) -> None:
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory; none (default: the run's)")
+    add("--average", action="store_true", help="take the averaged weights of a run with train.average")
     trained = (
         "write only what was trained, in peft's format, for a run that trained LoRA layers, embeddings, norms or "
         "TAPE's matrices alone; without this, LoRA layers are merged into the model"

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
+from megatron_tape.errors import CheckpointError
 from megatron_tape.io.records import read_record
 from megatron_tape.io.safetensors import Place
+from megatron_tape.model.names import AVERAGE
 
 INDEX = "index.json"
 _TENSORS = re.compile(r"tensors-tp(\d{2,})-\w+\.safetensors")
@@ -44,6 +46,13 @@ def shard_of(name: str) -> int | None:
 def read_index(checkpoint: Path) -> dict[str, dict[str, Place]]:
     """Read `index.json`. Raises ValueError in one sentence if it is malformed."""
     return read_record(checkpoint / INDEX, Index)["files"]
+
+
+def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:
+    """Raise CheckpointError if a checkpoint, whose index this is, holds no average of the weights."""
+    if not any(key.startswith(f"{AVERAGE}/") for places in index.values() for key in places):
+        fix = "leave out --average, or train with train.average"
+        raise CheckpointError(str(checkpoint), "holds no average of the weights", fix)
 
 
 def share(sizes: Mapping[str, int], ranks: int, most: int | None = None) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Find the checkpoint that a path, a setting or another checkpoint means. Imports no torch."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from megatron_tape.checkpoint.directories import MANIFEST, Source, State
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_yaml
+from megatron_tape.model.names import AVERAGE
 
 IMPORTED = "base"
 """Where a run that extends a model of transformers keeps its import, within the run's directory."""
@@ -78,6 +80,12 @@ def check_whole(path: Path, deep: bool = True) -> None:
     elif (path / "config.json").is_file():
         fix = "import it first: tools/convert_checkpoint.py from-hf"
     raise CheckpointError(subject, problem, fix)
+
+
+def model_digest(checkpoint: Path, average: bool = False) -> str:
+    """Return a SHA-256 of the model in a complete checkpoint, or of its averaged weights."""
+    of_all = digest(checkpoint / MANIFEST)["sha256"]
+    return hashlib.sha256(f"{of_all} {AVERAGE}".encode()).hexdigest() if average else of_all
 
 
 def source_record(checkpoint: Path) -> Source:

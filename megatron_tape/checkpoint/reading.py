@@ -24,6 +24,7 @@ from megatron_tape.checkpoint.index import INDEX, read_index, readers, shard_of
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest
 from megatron_tape.io.safetensors import Place
+from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -151,6 +152,8 @@ class Reader:
         Raises CheckpointError if the checkpoint does not hold it.
         """
         layout = self._layout
+        if key not in self._places and key.startswith(f"{AVERAGE}/"):  # the run kept none so far: it begins here
+            key = key.replace(AVERAGE, "weight", 1)
         if key not in self._places:
             if self._left_out is None:
                 raise self._unusable(f"holds no {key}")

@@ -57,7 +57,15 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     Also raises it if it is of a context extension and the run is not, or the reverse, or if it extends another model or
     trains other parameters.
     """
-    sections = read_state(path)["config"]
+    state = read_state(path)
+    sections = state["config"]
+    kind = sections.get("optimizer", {}).get("kind", "adamw")
+    refuse(
+        state["optimizer_steps"] > 0 and kind != config.optimizer.kind,
+        ("optimizer.kind", "checkpoint.resume"),
+        f"is {config.optimizer.kind}, but {path} was trained with {kind}, whose moments are others",
+        f"set it to {kind}, or begin another run with these weights (pretrain.extend_context)",
+    )
     base, extends = sections.get("extension", {}).get("from"), config.extension.from_ is not None
     refuse(
         base is not None and not extends,

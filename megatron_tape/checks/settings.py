@@ -21,6 +21,7 @@ from megatron_tape.config.schema import (
     blend,
     split_shares,
 )
+from megatron_tape.config.steering import average_of, spikes_of
 from megatron_tape.config.values import check_section, clashes, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
@@ -78,6 +79,17 @@ def _validate_optimizer(config: RunConfig) -> None:
         for kind in getattr(optimizer, key):
             refuse(kind not in kinds, f"optimizer.{key}", f"names the kind {kind}", f"choose from {', '.join(kinds)}")
     clashes(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
+    if optimizer.kind == "muon":
+        clash, deepspeed = functools.partial(clashes, config), config.deepspeed
+        why = "which cuts the matrices that Muon needs whole"
+        clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 0, 1 or 2", why)
+        clash(deepspeed.offload_optimizer, "optimizer.kind deepspeed.offload_optimizer", "set that to false")
+        without = "all" not in config.extension.trains
+        clash(without, "optimizer.kind extension.trains", "set it to adamw", "so no matrix of Muon's is trained")
+    if config.train.spikes is not None:
+        spikes_of(config.train.spikes)
+    if config.train.average is not None:
+        average_of(config.train.average, config.train.steps)
 
 
 def _validate_schedule(config: RunConfig) -> None:

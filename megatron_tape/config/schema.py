@@ -157,8 +157,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW."""
+    """AdamW, or Muon for matrices and AdamW for the rest."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon updates the matrices of attention and the MLP with orthogonalized momentum (0.95, Nesterov's), scaled so
+    that it takes AdamW's learning rates and weight decay; embeddings, the output layer, norms, biases and the
+    parameters of the positional encoding get AdamW. Not with ZeRO 3 or offload_optimizer."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
@@ -182,6 +186,9 @@ class OptimizerConfig:
     """Added to the denominator."""
     clip_grad: NotNegative = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
+    z_loss: NotNegative = 0.0
+    """Also minimize so much times the mean of log(sum(exp(logits)))^2, which keeps logits from growing; such as 1e-4.
+    It is logged as z_loss, and is part of neither loss nor validation_loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +327,17 @@ class TrainConfig:
     """Global batches per evaluation."""
     max_bad_steps: Count = 5
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+    spikes: dict[str, int | float | str] | None = None
+    """Look for steps whose loss or gradient norm is far above that of the last updates, and do something about them:
+    {action: skip, window: 100, threshold: 6, limit: 10}, of which all but action are these by default. action is warn;
+    skip, which leaves the update out; or rewind, which goes back to the newest checkpoint and passes over the data
+    since then. A spike is threshold standard deviations above the median of the last window updates; limit is how many
+    may be skipped, or how often the run may go back, before it ends. null does not look."""
+    average: dict[str, int | float | str] | None = None
+    """Also keep an average of the weights, in fp32 and divided as the optimizer's state is: {kind: ema, decay: 0.999},
+    a moving average, or {kind: last, count: 10, every: 100}, the mean of the weights of 10 steps, a hundred apart, the
+    last of which is the last of the run. It is saved, evaluated as validation_loss_average, and exported with
+    --average. null keeps none."""
     garbage_interval: Count = 100
     """Steps between two collections of Python's garbage, which all ranks make together."""
     profile: dict[str, list[int] | bool] | None = None

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
-from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
+from megatron_tape.checkpoint.index import check_average, read_index
+from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint, model_digest
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict, model_dict
 from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import ModelInfo
@@ -17,6 +18,7 @@ from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_record
+from megatron_tape.model.names import AVERAGE
 from megatron_tape.position import ENCODINGS, encoding_of, model_config
 from megatron_tape.synthetic import GENERATORS
 
@@ -37,11 +39,13 @@ class Source:
     """Whether the directory brings Python files that transformers has to run, other than this project's."""
     given: str = ""
     """How the user named it."""
+    average: bool = False
+    """Whether the averaged weights of a checkpoint are meant."""
 
     def digest(self, progress: Callable[[int], None] = lambda bytes_read: None) -> str:
         """Return the SHA-256 of the weights and settings: of a checkpoint's manifest, or of the directory's files."""
         if self.checkpoint:
-            return digest(self.path / MANIFEST)["sha256"]
+            return model_digest(self.path, self.average)
         whole, done = hashlib.sha256(), 0
         for file in self.files():
             found = digest(file, lambda bytes_read: progress(done + bytes_read))  # noqa: B023
@@ -60,8 +64,10 @@ class Source:
         )
 
 
-def find_model(given: str, label: str | None = None) -> Source:
+def find_model(given: str, label: str | None = None, average: bool = False) -> Source:
     """Return the model that `given` names: a run, its checkpoints, one step, or a directory in transformers' format.
+
+    With `average` it has the averaged weights of the run.
 
     Only sizes of a checkpoint's files are compared. Raises ConfigError for what cannot be evaluated.
     """
@@ -76,12 +82,13 @@ def find_model(given: str, label: str | None = None) -> Source:
         raise ConfigError("--model", f"{given} is an adapter", fix)
     try:
         in_transformers_format = (path / "config.json").is_file() and not (path / MANIFEST).exists()
-        found = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label)
+        found = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label, average)
     except NoCheckpoint as error:
         fix = "or give a directory in the format of transformers, with config.json and .safetensors"
         raise ConfigError("--model", f"{given} cannot be evaluated: {error}", fix) from None
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{given} cannot be evaluated: {error}") from None
+    refuse(average and not found.checkpoint, "--average", "is for runs and their checkpoints", "leave it out")
     return replace(found, given=given)
 
 
@@ -170,9 +177,11 @@ def _training_data(source: Source) -> dict[str, Any]:
     return {key: data[key] for key in ("prefix", "generator", "examples") if data.get(key)}
 
 
-def _from_checkpoint(path: Path, label: str | None) -> Source:
+def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
     path = find_checkpoint(path, deep=False)
-    state = read_state(path)
+    state, suffix = read_state(path), f"-{AVERAGE}" if average else ""
+    if average:
+        check_average(path, read_index(path))
     try:
         model = model_config(**state["config"]["model"])
     except TypeError as error:
@@ -184,9 +193,9 @@ def _from_checkpoint(path: Path, label: str | None) -> Source:
     places = [own] if given is None else [own, Path(given) if Path(given).is_dir() else Path(given).parent]
     foreign = any(map(_tokenizer_runs_code, places))
     facts = {"settings": state["config"], "step": state["step"]}
-    output = run / "evaluation" / path.name if run != path else Path("evaluations") / name
-    info = _info(model, label or name, given is not None or own.is_dir())
-    return Source(path, info, True, facts, output, foreign)
+    output = run / "evaluation" / f"{path.name}{suffix}" if run != path else Path("evaluations") / f"{name}{suffix}"
+    info = _info(model, label or f"{name}{suffix}", given is not None or own.is_dir())
+    return Source(path, info, True, facts, output, foreign, average=average)
 
 
 def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:

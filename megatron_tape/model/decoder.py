@@ -16,6 +16,10 @@ class OutputLayer(ColumnParallelLinear):
 
     fused = False
     """Whether Liger's kernels compute the loss."""
+    z_loss = 0.0
+    """The factor of the z-loss, whose gradient is part of the loss's in training."""
+    z_losses: Tensor | float = 0.0
+    """The sum of the z-losses of forward passes with a gradient, until the engine takes it."""
 
     def forward(
         self,
@@ -25,11 +29,17 @@ class OutputLayer(ColumnParallelLinear):
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits (S, B, V) and no bias or, for labels (B, S), what `linear_cross_entropy` returns."""
+        """Return logits (S, B, V) and no bias or, for labels (B, S), the loss and each token's loss (B, S)."""
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
-        return linear_cross_entropy(input_, weight, labels, loss_weights, self.tp_group, self.fused)
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
+        loss, losses, of_z = linear_cross_entropy(
+            input_, weight, labels, loss_weights, self.tp_group, self.fused, z_loss=z_loss
+        )
+        if z_loss:
+            self.z_losses = self.z_losses + of_z
+        return loss, losses
 
 
 class StretchOfLayers(torch.nn.ModuleList):

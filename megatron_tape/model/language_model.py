@@ -75,7 +75,7 @@ class LanguageModel(torch.nn.Module):
     `model.initialization.initialize_weights` or a checkpoint fills it.
     With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
     With `selective_recompute`, layers that `config` recomputes do not compute attention again. With `fused_loss`,
-    Liger's kernels compute the loss.
+    Liger's kernels compute the loss; its gradient includes that of `z_loss` times the mean of log(sum(exp(logits)))^2.
 
     Given other `layers` than all, it is a stretch of the model in a pipeline stage: it gets from `set_input_tensor`
     what the stretch before it returned, and returns (s, B, `sent_width`) for the next one.
@@ -91,6 +91,7 @@ class LanguageModel(torch.nn.Module):
         selective_recompute: bool = False,
         fused_loss: bool = False,
         layers: range | None = None,
+        z_loss: float = 0.0,
     ):
         super().__init__()
         self.layers = range(model.num_layers) if layers is None else layers
@@ -112,7 +113,7 @@ class LanguageModel(torch.nn.Module):
                 pg_collection=groups,
             )
         if self.is_last:
-            self.gpt.output_layer.fused = fused_loss
+            self.gpt.output_layer.fused, self.gpt.output_layer.z_loss = fused_loss, z_loss
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
         self.selective_recompute = selective_recompute
@@ -134,6 +135,13 @@ class LanguageModel(torch.nn.Module):
     def embedding(self) -> torch.nn.Module | None:
         """The embedding of tokens, if it begins with it."""
         return self.gpt.embedding if self.is_first else None
+
+    def take_z_loss(self) -> Tensor | float:
+        """Return the sum of the z-losses of the forward passes in training since the last call; 0 without them."""
+        if not self.is_last:
+            return 0.0
+        found, self.gpt.output_layer.z_losses = self.gpt.output_layer.z_losses, 0.0
+        return found
 
     def sent_width(self, layer: int) -> int:
         """Return how many numbers of one token a stretch of layers that begins with `layer` is sent."""

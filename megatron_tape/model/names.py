@@ -10,6 +10,8 @@ POSITION = "position."
 """Prefix of a positional encoding's parameters within a layer, here and in Hugging Face's names."""
 OUTPUT = "lm_head.weight"
 """Hugging Face's name of the output layer's matrix."""
+AVERAGE = "average"
+"""What checkpoints call the average of a weight, as `weight` is the weight itself and `exp_avg` one of its moments."""
 PLAIN = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",

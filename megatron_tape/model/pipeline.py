@@ -132,6 +132,10 @@ class Pipeline(nn.Module):
         """See `LanguageModel.token_positions`."""
         return self.stretches[0].token_positions(tokens, random)
 
+    def take_z_loss(self) -> Tensor | float:
+        """See `LanguageModel.take_z_loss`; 0 except in the last stage."""
+        return self.stretches[-1].take_z_loss()
+
     def position_updates(self) -> list[LayerPosition]:
         """Return this stage's modules that rewrite the position state."""
         return [update for stretch in self.stretches for update in stretch.position_updates()]

@@ -25,10 +25,13 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
     first: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, and each token's loss (B, S), which has no gradient.
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, each token's loss (B, S), and the z-loss.
 
     The loss is the mean of the tokens' cross-entropies or, with `weights_BS`, their weighted sum, in float32 or more.
+    The z-loss is `z_loss` times the same mean or sum of the squares of log(sum(exp(logits))) (PaLM, section 5). It is
+    not part of the loss, but its gradient is part of the loss's; it and the tokens' losses have none of their own.
     The ranks of `group` each hold an equal part of the vocabulary, in order of rank, and get the same loss. If s is
     less than S, each holds an equal stretch of the tokens, too. They get the gradient of `hidden_sBC` summed over the
     group.
@@ -41,19 +44,19 @@ def linear_cross_entropy(
     if first is None:
         first = 0 if one else group.rank() * weight_VC.shape[0]
     return _LinearCrossEntropy.apply(
-        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, fused, first, gradient
+        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, fused, first, z_loss, gradient
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, weights, group, fused, first, gradient):
+    def forward(ctx, hidden, weight, labels, weights, group, fused, first, z_loss, gradient):
         sharded_tokens = hidden.shape[0] < labels.shape[1]
         whole = _gathered(hidden, group) if sharded_tokens else hidden
         of_hidden, of_weight = (gradient and needed for needed in ctx.needs_input_grad[:2])
         by_token = labels.T.flatten()
         factors = None if weights is None else weights.T.flatten().to(_wide(hidden))
-        sums = _Sums(whole.flatten(0, 1), weight, by_token, factors, group, fused, first)
+        sums = _Sums(whole.flatten(0, 1), weight, by_token, factors, group, fused, first, z_loss)
         losses, d_hidden, d_weight = sums.run(of_hidden, of_weight)
         if d_hidden is not None:
             d_hidden = d_hidden.view_as(whole)
@@ -64,14 +67,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight)
         loss = losses.mean() if factors is None else (losses * factors).sum()
         losses = losses.view(labels.T.shape).T.contiguous()
-        ctx.mark_non_differentiable(losses)
-        return loss, losses
+        ctx.mark_non_differentiable(losses, sums.z_loss)
+        return loss, losses, sums.z_loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_loss, _):
+    def backward(ctx, d_loss, *_):
         # In place, as both are as large as the gradients; autograd then refuses a second backward pass.
-        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 6)
+        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 7)
 
 
 class _Sums:
@@ -86,6 +89,7 @@ class _Sums:
         group: dist.ProcessGroup | None,
         fused: bool,
         first: int,
+        z_loss: float,
     ):
         self._hidden, self._weight, self._labels, self._group = hidden_NC, weight_VC, labels_N, group
         N, wide = hidden_NC.shape[0], _wide(hidden_NC)
@@ -99,6 +103,7 @@ class _Sums:
         own = labels_N - first
         self._elsewhere = (own < 0) | (own >= weight_VC.shape[0])
         self._own = own.masked_fill(self._elsewhere, 0)
+        self._z_factor, self.z_loss = z_loss, torch.zeros((), dtype=wide, device=hidden_NC.device)
 
     def run(self, of_hidden: bool, of_weight: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the losses (N,) and, where asked for, the gradients of the hidden states and of the weight."""
@@ -124,7 +129,7 @@ class _Sums:
         return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
     def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses (n,), the exponentials, in the place of wide logits, and their sums."""
+        """Return the losses (n,), the exponentials, in the place of wide logits, and their divisors in the gradient."""
         largest = logits_nV.amax(-1).to(self._factors.dtype)
         if self._group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
@@ -138,7 +143,13 @@ class _Sums:
         both = torch.stack([of_label, sums])
         if self._group is not None:
             dist.all_reduce(both, group=self._group)
-        return both[1].log() - both[0], found, both[1]
+        losses, sums = both[1].log() - both[0], both[1]
+        if self._z_factor:
+            log_z = both[1].log() + largest
+            self.z_loss += self._z_factor * (self._factors[chunk] * log_z.square()).sum()
+            # Its gradient is 2 `z_loss` log_z times the softmax, to which these sums scale the exponentials.
+            sums = sums / (1 + 2 * self._z_factor * log_z)
+        return losses, found, sums
 
     def _d_logits(self, exponentials_nV: Tensor, sums: Tensor, chunk: slice) -> Tensor:
         """Return the gradient of the logits, in the place of their exponentials."""

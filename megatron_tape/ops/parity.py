@@ -294,7 +294,7 @@ def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device) ->
 
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
         found = [
-            linear_cross_entropy(hidden, weight, given, weights, fused=fused, first=first)[0]
+            linear_cross_entropy(hidden, weight, given, weights, fused=fused, first=first, z_loss=0.1)[0]
             for given, first in ((labels % vocabulary, 0), (labels, vocabulary))
         ]
         return [torch.stack(found)]

@@ -23,7 +23,7 @@ class State:
     gradients: int
     """Gradients of the trained parameters, summed over the micro-batches."""
     optimizer: int
-    """Adam's two moments of the trained parameters and, except under ZeRO 0, a copy of them, all in fp32."""
+    """The moments of the trained parameters, their average and, except under ZeRO 0, a copy, all in fp32."""
     buffers: int = 0
     """Buckets of gradients and, at stage 3, the weights gathered at any one time, and hierarchical_partition's copy."""
     bucket_copy: int = 0
@@ -88,13 +88,14 @@ def zero_state(plan: Plan) -> State:
     weights = width * (-(-plan.elements // plan.replicas) if stage == 3 else plan.elements)
     if stage == 0:
         # The update takes square roots of the second moments.
-        return State(weights, gradients=4 * trained, optimizer=8 * trained, update=4 * trained)
+        return State(weights, gradients=4 * trained, optimizer=_moments(plan, 1), update=4 * trained)
     share = -(-trained // plan.replicas)
+    state = _moments(plan, plan.replicas) + 4 * share
     gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32
     bucket = settings.reduce_bucket_size
     if settings.scatters_gradients:
         # ZeRO copies the weights even if they already are fp32.
-        return State(weights, gradients, 12 * share, *_scattering(plan), update=8 * share - gradients)
+        return State(weights, gradients, state, *_scattering(plan), update=8 * share - gradients)
     # A bucket is reduced from a copy in the precision in which it is sent; ZeRO 3 fills it in that precision already.
     # With `overlap_comm` ZeRO 1 and 2 fill one bucket while they reduce the other.
     bucket_width = {1: 4, 2: width, 3: plan.gradient_width}[stage]
@@ -106,14 +107,20 @@ def zero_state(plan: Plan) -> State:
             buffers += width * -(-plan.elements // plan.hierarchy)
     if not settings.offload_optimizer:
         # The update takes an fp32 copy of the gradients, and square roots.
-        return State(weights, gradients, 12 * share, buffers, copy, update=8 * share + bucket_width * bucket)
+        return State(weights, gradients, state, buffers, copy, update=8 * share + bucket_width * bucket)
     if stage == 3:
-        return State(weights, 0, 0, buffers, copy, host=(12 + 4 + 4) * share)
+        return State(weights, 0, 0, buffers, copy, host=state + (4 + 4) * share)
     widest = max(plan.model.vocab_size, 2 * plan.model.ffn_hidden_size)
     largest = width * plan.model.hidden_size * widest // plan.tensor_size
     # On the host: the state, its gradients, weights that are copied back, gradients summed over micro-batches.
-    host = (12 + 4 + 2 * width) * share + largest
+    host = state + (4 + 2 * width) * share + largest
     return State(weights, gradients if stage == 1 else 0, 0, buffers + largest, copy, host=host)
+
+
+def _moments(plan: Plan, ranks: int) -> int:
+    """Return the bytes of a rank's moments, and of what `train.average` keeps, if they are divided over `ranks`."""
+    of_weight = 8 if plan.config.train.average is None else 12
+    return of_weight * -(-plan.trained_elements // ranks) - 4 * -(-plan.muon_elements // ranks)
 
 
 def _scattering(plan: Plan) -> tuple[int, int]:
@@ -129,11 +136,11 @@ def _scattering(plan: Plan) -> tuple[int, int]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the size of one checkpoint: fp32 weights (without frozen ones, if they are left out) and moments."""
+    """Return the size of one checkpoint: fp32 weights (without frozen ones, if they are left out) and state."""
     stages = plan.of_stages()
     trained = sum(stage.trained_elements for stage in stages)
     frozen = 4 * (sum(stage.elements for stage in stages) - trained) * plan.config.checkpoint.frozen
-    return plan.tensor_size * (12 * trained + frozen)
+    return plan.tensor_size * (sum(_moments(stage, 1) for stage in stages) + 4 * trained + frozen)
 
 
 def checkpoints_bytes(plan: Plan) -> int:

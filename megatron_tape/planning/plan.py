@@ -178,3 +178,9 @@ class Plan:
     def trained_elements(self) -> int:
         """Elements of those that are trained."""
         return parameter_count(self.model, self.extension, self.trained_parts, self.tensor_size, self.held)
+
+    @cached_property
+    def muon_elements(self) -> int:
+        """Elements of those that Muon updates, which have one moment."""
+        parts = {"matrices"} & set(self.trained_parts) if self.config.optimizer.kind == "muon" else ()
+        return parameter_count(self.model, self.extension, parts, self.tensor_size, self.held)

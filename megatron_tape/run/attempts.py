@@ -9,6 +9,7 @@ imports torch.
 """
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterable
@@ -164,6 +165,11 @@ class Attempt:
 
     def heartbeat(self, **facts: Any) -> None:
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
+
+    def record_spike(self, **facts: Any) -> None:
+        """Add a line to `spikes.jsonl`."""
+        with open(self.directory / "spikes.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
 
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()

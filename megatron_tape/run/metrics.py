@@ -31,6 +31,7 @@ TAGS = {
     "tflops_per_second": "speed/tflops_per_second",
     "mfu": "speed/mfu",
     "validation_loss": "validation/loss",
+    "validation_loss_average": "validation/loss_average",
     "validation_perplexity": "validation/perplexity",
 }
 # TensorBoard sorts groups of tags by name and opens the first two. These names put the losses first; under their other

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_tape.config.monitoring import profile_of
+from megatron_tape.config.steering import spikes_of
 from megatron_tape.training.gradient_norms import GradientNorms
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training, register
 from megatron_tape.training.position_norms import PositionNorms
 from megatron_tape.training.profiling import Profiling
+from megatron_tape.training.spikes import SpikeHook
 from megatron_tape.training.step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -21,11 +23,17 @@ if TYPE_CHECKING:
 
 
 class ValidationLoss(Hook):
-    """The mean loss of `train.eval_steps` global batches of the validation split."""
+    """The mean loss of `train.eval_steps` global batches of the validation split, also of averaged weights."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
-        return HookResult(scalars={"validation_loss": trainer.engine.evaluate(batches)})
+        found = {"validation_loss": self._loss(trainer)}
+        if trainer.engine.averages:
+            with trainer.engine.averaged():
+                found["validation_loss_average"] = self._loss(trainer)
+        return HookResult(scalars=found)
+
+    def _loss(self, trainer: Training) -> float:
+        return trainer.engine.evaluate(trainer.watch.each("evaluating", trainer.batches.evaluation()))
 
 
 class Sample(Hook):
@@ -79,6 +87,8 @@ for _name, _kind in {
 
 
 def hooks_of(config: RunConfig) -> dict[str, Hook]:
-    """Return the hooks of every run, and those that `train.evaluations` names, in their order."""
-    always = {"step_times": StepTimes(), "profile": Profiling(profile_of(config.train.profile))}
-    return always | {name: HOOKS[name]() for name in config.train.evaluations}
+    """Return the hooks of every run, what looks for spikes, and what `train.evaluations` names, in their order."""
+    found: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(profile_of(config.train.profile))}
+    if config.train.spikes is not None:
+        found["spikes"] = SpikeHook(spikes_of(config.train.spikes))
+    return found | {name: HOOKS[name]() for name in config.train.evaluations}

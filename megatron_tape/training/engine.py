@@ -16,14 +16,18 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.pipeline import TIED
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_3, zero_shares
+from megatron_tape.training.average import WeightAverage
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
+from megatron_tape.training.muon import MOMENTUM_BUFFER, Matrices, is_matrix
 from megatron_tape.training.optimizer import build_optimizer
 from megatron_tape.training.step_clock import (
     BACKWARD,
@@ -41,11 +45,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; `skipped` when its loss or gradient was not finite and nothing was updated."""
+    """What one optimizer step did; `skipped` when its loss or gradient was not finite, or `leaves_out` said so."""
 
     loss: float
     grad_norm: float
     skipped: bool
+    z_loss: float | None = None
+    """What `optimizer.z_loss` adds to the loss whose gradient is taken; `loss` is without it."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the gradient are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
@@ -128,6 +139,9 @@ class Engine:
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
         self.layout = layout
         self._seed = config.train.seed
+        self._has_z_loss = config.optimizer.z_loss > 0
+        self._average = None
+        self._uses_muon = config.optimizer.kind == "muon"
         self.zero_stage = config.deepspeed.zero_stage
         self.clock = StepClock(layout.device)
         self.module = model.to(layout.device)
@@ -147,6 +161,12 @@ class Engine:
         # Called in a step alone, and with ZeRO from within the backward pass.
         averaging = self.clock.phase(COMMUNICATION)(self.deepspeed_engine.allreduce_gradients)
         self.deepspeed_engine.allreduce_gradients = averaging
+        if config.train.average is not None:
+            self._average = WeightAverage(config.train, self.adam, self._masters(), self._update_weights)
+        if self._uses_muon:
+            zero = self.deepspeed_engine.optimizer if self.zero_stage else None
+            dtype = next(model.parameters()).dtype
+            self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, zero)
         if self.zero_stage == 3:
             zero_3.replace_loops_over_ranks(self.clock.waiting)
             zero_3.gather_for_whole_layers(model)
@@ -163,6 +183,38 @@ class Engine:
         if self._tied is not None:
             self._tied.start(layout.device)
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
+        self._total = torch.zeros((), device=layout.device)
+        """The sum of the losses of a step's micro-batches so far."""
+        self._norm_left_out: float | None = None
+
+    def leave_out(self, judge: Callable[[float, float], bool]) -> None:
+        """Make no update from now on where `judge` returns true for the loss and the gradient norm on any rank.
+
+        The norm of such a step is reported to DeepSpeed as infinite, so that it cleans up as after one that is.
+        """
+
+        def leaves_out(norm: float) -> bool:
+            if not math.isfinite(norm) or not self.layout.any_rank(judge(self._mean_loss(), norm)):
+                return False
+            self._norm_left_out = norm
+            return True
+
+        optimizer = self.deepspeed_engine.optimizer
+        if self.zero_stage == 0:
+            optimizer.leaves_out = leaves_out
+            return
+        groups_of_norms = self.zero_stage == 3  # of which DeepSpeed takes the norm itself
+        name = "_get_norm_groups" if groups_of_norms else "scaled_global_norm"
+        of_deepspeed = getattr(optimizer, name)
+
+        def changed() -> Any:
+            found = of_deepspeed()
+            norm = combine_grad_norm_groups(found) if groups_of_norms else found
+            if not leaves_out(float(norm)):
+                return found
+            return [*found, torch.full_like(norm, math.inf)] if groups_of_norms else torch.full_like(norm, math.inf)
+
+        setattr(optimizer, name, changed)
 
     def set_batch_size(self, sequences: int) -> None:
         """Take so many sequences over all ranks from the next step on."""
@@ -180,22 +232,59 @@ class Engine:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed_engine.train()
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
-        total = run(itertools.islice(batches, self.micro_batches), step)
+        self._total, self._norm_left_out = torch.zeros((), device=self.layout.device), None
+        run(itertools.islice(batches, self.micro_batches), step)
         with self.clock.phase(COMMUNICATION):
-            loss = self.layout.tokens.average(total / self.micro_batches).item()
+            loss = self._mean_loss()
+        z_loss = self._z_loss() if self._has_z_loss else None
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
         self.optimizer_steps += not skipped
-        return StepResult(loss, math.nan if skipped and math.isfinite(norm) else norm, skipped)
+        if self.averages:
+            self._average.add(step)
+        norm = math.nan if skipped and math.isfinite(norm) else norm
+        return StepResult(loss, norm if self._norm_left_out is None else self._norm_left_out, skipped, z_loss)
 
-    def _run(self, batches: Iterable[Batch], step: int) -> Tensor:
-        """Compute the gradients and update; return the sum of the losses."""
-        total = torch.zeros((), device=self.layout.device)
+    @property
+    def averages(self) -> bool:
+        """Whether there is an average of the weights."""
+        return self._average is not None and self.optimizer_steps > 0
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model have the averaged weights in the block, in which it is only evaluated."""
+        return self._average.in_place()
+
+    def _update_weights(self) -> None:
+        """Let the model have the weights of `_masters`, as after a step."""
+        zero = self.deepspeed_engine.optimizer
+        if self.zero_stage in (1, 2):
+            zero.update_lp_params()
+        elif self.zero_stage == 3:
+            zero_3.update_weights(zero)
+        if self._tied is not None:
+            self._tied.share()
+
+    def _masters(self) -> list[Tensor]:
+        """Return the fp32 tensors that the optimizer updates, of which each rank has its share."""
+        if self.zero_stage == 0:
+            return list(self.trained.values())
+        zero = self.deepspeed_engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self.zero_stage == 3 else zero.single_partition_of_fp32_groups
+
+    def _mean_loss(self) -> float:
+        return self.layout.tokens.average(self._total / self.micro_batches).item()
+
+    def _z_loss(self) -> float:
+        of_stage = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
+        return self.layout.tokens.average(self.layout.from_last_stage(of_stage) / self.micro_batches).item()
+
+    def _run(self, batches: Iterable[Batch], step: int) -> None:
+        """Compute the gradients, adding up the losses, and update."""
         for batch in self.clock.each(DATA, batches):
             with self.clock.phase(FORWARD):
                 loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
-                total += loss.detach()
+                self._total += loss.detach()
             with self.clock.phase(BACKWARD):
                 self.deepspeed_engine.backward(_scaled(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
@@ -204,9 +293,8 @@ class Engine:
                 self._show_gradients()
             with self.clock.phase(OPTIMIZER):
                 self.deepspeed_engine.step()
-        return total
 
-    def _run_pipeline(self, batches: Iterable[Batch], step: int) -> Tensor:
+    def _run_pipeline(self, batches: Iterable[Batch], step: int) -> None:
         """Do the same with Megatron's schedule, which calls the model itself.
 
         DeepSpeed's hooks stay in place: gradients are added up as elsewhere, and averaged beside the last backward
@@ -220,6 +308,7 @@ class Engine:
         with self.clock.phase(COMMUNICATION):
             if tied_trains and (gradient := self._tied.gradient()) is not None:
                 self._scattered.add_to_late(gradient) if self.zero_stage else self.names[TIED].grad.add_(gradient)
+            self._total = self.layout.from_last_stage(total)
             engine.allreduce_gradients()
             self._replicated.sum()
         self._show_gradients()
@@ -229,7 +318,6 @@ class Engine:
                 engine.optimizer.clear_backward_seen_flag()
             if tied_trains:
                 self._tied.share()
-        return self.layout.from_last_stage(total)
 
     def _show_gradients(self) -> None:
         if self.before_update is not None:
@@ -285,7 +373,7 @@ class Engine:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 shares.append(zero_shares.Share(key, shape, cut[name], owner(key), held))
             elif owner(key) == me:
-                whole = self.adam.state[parameter][kind] if kind in MOMENTS else parameter
+                whole = parameter if kind == "weight" else self.adam.state[parameter][kind]
                 state[key] = whole.detach().to("cpu", torch.float32).clone().contiguous()
         for key, tensor in zero_shares.to_owners(shares, self.layout.groups.dp_cp, self.layout.device):
             state[key] = tensor.to("cpu").contiguous()
@@ -302,12 +390,13 @@ class Engine:
     def _state_keys(self, frozen: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.names.items():
             if frozen or name in self.trained:
-                for key in self.keys_of(name, self.optimizer_steps):
+                for key in self._keys_of(name, name in self.trained):
                     yield f"{key}/{name}", parameter
 
-    def keys_of(self, name: str, optimizer_steps: int) -> tuple[str, ...]:
-        """Return what the state holds of a parameter after `optimizer_steps`: `weight` and, if trained, moments."""
-        return ("weight", *(MOMENTS if optimizer_steps and name in self.trained else ()))
+    def _keys_of(self, name: str, trained: bool) -> tuple[str, ...]:
+        """Return what the state holds of a parameter: `weight` and, if it is trained and was updated, moments."""
+        moments = self._moments(self._uses_muon and is_matrix(name)) if trained and self.optimizer_steps else ()
+        return ("weight", *moments)
 
     def load_training_state(
         self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Iterable[str] | None = None
@@ -322,7 +411,7 @@ class Engine:
         if optimizer_steps:
             self._make_moments(optimizer_steps)
         for name in self.trained if names is None else names:
-            for key in ("weight", *(MOMENTS if optimizer_steps else ())):
+            for key in self._keys_of(name, trained=True):
                 if (value := read(f"{key}/{name}")) is not None:
                     self._set(self.trained[name], key, value)
         zero_3.drop_copies(self.module)
@@ -339,20 +428,20 @@ class Engine:
 
     def _make_moments(self, steps: int) -> None:
         """Create Adam's state, which torch creates only at the first step, and link it with ZeRO."""
-        zero = self.deepspeed_engine.optimizer
-        if self.zero_stage == 0:
-            tensors = list(self.trained.values())
-        elif self.zero_stage == 3:
-            tensors = zero.fp32_partitioned_groups_flat
-        else:
-            tensors = zero.single_partition_of_fp32_groups
         fused = self.adam.defaults.get("fused", False)
-        for tensor in tensors:
-            self.adam.state[tensor] = {
-                "step": torch.tensor(float(steps), device=tensor.device if fused else "cpu"),
-                **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in MOMENTS},
-            }
+        of_muon = {tensor for group in self.adam.param_groups if group.get("muon") for tensor in group["params"]}
+        for tensor in self._masters():
+            keys = self._moments(tensor in of_muon)
+            state = {key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in keys}
+            if tensor not in of_muon:
+                state["step"] = torch.tensor(float(steps), device=tensor.device if fused else "cpu")
+            self.adam.state[tensor] = state
         self._show_moments()
+
+    def _moments(self, of_muon: bool) -> tuple[str, ...]:
+        """Return what the optimizer's state has of a tensor; the average is kept there, since it is divided as well."""
+        moments = (MOMENTUM_BUFFER,) if of_muon else MOMENTS
+        return moments if self._average is None else (*moments, AVERAGE)
 
     def _show_moments(self) -> None:
         """Let ZeRO 1 and 2 find Adam's state by parameter.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
@@ -45,6 +45,8 @@ class Training(Protocol):
     batches: Batches
     model: LanguageModel
     engine: Engine
+    progress: dict[str, Any]
+    """JSON that is saved with a checkpoint, and is there again when the run continues; to be replaced, not changed."""
     writer: MetricsWriter | None
     """None except on rank 0."""
     step: int
@@ -58,7 +60,7 @@ class Training(Protocol):
 
 
 class Hook:
-    """Does nothing. A hook may keep state between the calls, but none that a resumed run would miss."""
+    """Does nothing. A hook keeps what a resumed run would miss in `trainer.progress`."""
 
     def before_step(self, trainer: Training, step: int) -> None:
         """Prepare for training step `step`; `trainer.logs(step)` and `trainer.evaluates(step)` say what follows it."""

@@ -49,6 +49,7 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
             selective_recompute=recompute == "selective",
             fused_loss=fused_loss,
             layers=layers,
+            z_loss=config.optimizer.z_loss,
         )
         if config.extension.adds_lora:
             add_lora(model, config.model, config.extension)

@@ -1,4 +1,4 @@
-"""AdamW for DeepSpeed's ZeRO, and a variant for runs without ZeRO."""
+"""AdamW, or Muon with it, for DeepSpeed's ZeRO, and a variant for runs without ZeRO."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import share_shape
+from megatron_tape.training.muon import AdamWAndMuon, is_matrix
 
 
 def parameter_groups(
@@ -19,7 +20,9 @@ def parameter_groups(
     largest: float = math.inf,
     gather_stages: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> list[dict]:
-    """Group the trained parameters by `weight_decay` and `lr_scale`; parameters with weight decay come first.
+    """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, whether it updates them (`muon`).
+
+    Parameters with weight decay come first.
 
     Groups of more than `largest` elements are divided, in the order of the model. All pipeline stages have the same
     groups, as ZeRO makes a collective of all of them for each; what a stage has no parameter for holds a zero.
@@ -27,7 +30,7 @@ def parameter_groups(
     A parameter's attribute `decay`, if it has one, says whether it decays, unless `config.weight_decay_of` has a value
     for it alone. Otherwise matrices decay, and vectors decay only if there is a value for their kind.
     """
-    groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -36,15 +39,16 @@ def parameter_groups(
         if decays is None:
             decays = len(share_shape(parameter)) > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
-        groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale), []).append(parameter)
+        by_muon = config.kind == "muon" and is_matrix(name)
+        groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale, by_muon), []).append(parameter)
     parts = {key: _parts(parameters, largest) for key, parameters in groups.items()}
     for counts in gather_stages({key: len(found) for key, found in parts.items()}):
         for key, count in counts.items():
             found = parts.setdefault(key, [])
             found += [[model.add_empty()] for _ in range(count - len(found))]
     return [
-        {"params": part, "weight_decay": weight_decay, "lr_scale": lr_scale}
-        for (_, weight_decay, lr_scale), found in sorted(parts.items(), key=lambda item: item[0])
+        {"params": part, "weight_decay": weight_decay, "lr_scale": lr_scale} | ({"muon": True} if by_muon else {})
+        for (_, weight_decay, lr_scale, by_muon), found in sorted(parts.items(), key=lambda item: item[0])
         for part in found
     ]
 
@@ -73,8 +77,8 @@ def _own_name(name: str) -> str | None:
     return f"position.{name.rpartition('.')[2]}" if kind_of(name) == "position" else None
 
 
-class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm and skips a step whose norm is not finite.
+class ClippingAdamW(AdamWAndMuon):
+    """An optimizer that clips by the global norm and skips a step whose norm is not finite.
 
     ZeRO's optimizers do both themselves; DeepSpeed without ZeRO only clips, and would write NaN into every weight.
     DeepSpeed's engine reads `overflow` and `_global_grad_norm`, as it does with its own optimizers.
@@ -87,6 +91,8 @@ class ClippingAdamW(torch.optim.AdamW):
         self._group = layout.mpu.get_model_parallel_group()
         self.overflow = False
         self._global_grad_norm = 0.0
+        self.leaves_out: Callable[[float], bool] = lambda norm: False
+        """Whether to skip a step with this gradient norm, which is finite."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -99,7 +105,7 @@ class ClippingAdamW(torch.optim.AdamW):
             dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()
         self._global_grad_norm = norm.item()
-        self.overflow = not math.isfinite(self._global_grad_norm)
+        self.overflow = not math.isfinite(self._global_grad_norm) or self.leaves_out(self._global_grad_norm)
         if self.overflow:
             return None
         if parameters and 0 < self._clip < self._global_grad_norm:
@@ -112,7 +118,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer to hand to `deepspeed.initialize`.
 
-    With a GPU and offloading to the host, it is DeepSpeed's CPU Adam (compiled on first use); otherwise torch's AdamW.
+    With a GPU and offloading to the host, it is DeepSpeed's CPU Adam (compiled on first use); otherwise torch's AdamW,
+    with Muon for matrices if `config.kind` says so.
     """
     largest = zero.reduce_bucket_size if zero.scatters_gradients else math.inf
     groups = parameter_groups(model, config, largest, layout.gather_stages)
@@ -125,4 +132,4 @@ def build_optimizer(
     adam["fused"] = True
     if zero.zero_stage == 0:
         return ClippingAdamW(groups, config.clip_grad, layout, **adam)
-    return torch.optim.AdamW(groups, **adam)
+    return AdamWAndMuon(groups, **adam)

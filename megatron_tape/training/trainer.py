@@ -1,6 +1,7 @@
 """Trains all or some parameters of a model, from the newest checkpoint or from the start to the last step."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -38,6 +39,7 @@ from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Hook, HookResult, joined
 from megatron_tape.training.model_building import build_model, dtype_of
 from megatron_tape.training.schedule import learning_rate
+from megatron_tape.training.spikes import FOUND, Rewind
 from megatron_tape.training.step_clock import SAVE
 from megatron_tape.training.step_times import utilization
 from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
@@ -108,8 +110,7 @@ class Trainer:
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
         self._build()
         try:
-            with garbage_kept():
-                stopped = self._train()
+            stopped = self._train_past_spikes()
         except TrainingStopped:  # on every rank alike
             self.saves.finish()
             raise
@@ -124,6 +125,31 @@ class Trainer:
             self.watch.record_end(INTERRUPTED, reason)
         self._leave_together()
         return reason
+
+    def _train_past_spikes(self) -> str | None:
+        while True:
+            with garbage_kept(), contextlib.suppress(Rewind):
+                return self._train()
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Return to the newest checkpoint, or to the start, but not to its place in the data."""
+        self.saves.finish()
+        if self.writer is not None:
+            self.writer.close()
+        found, saved = self.progress[FOUND], self.saves.any_complete
+        self.micro_batches.close()
+        self.model = self.engine = self.saves = self.hooks = None
+        gc.collect()  # before another model gets memory
+        self.watch.progress("reading the checkpoint")
+        if saved or self.checkpoint is not None:
+            # Until a save renames them, there may be later checkpoints than the one that the run was to resume.
+            resume = "auto" if saved else str(self.checkpoint.path)
+            checkpoint = dataclasses.replace(self.config.checkpoint, resume=resume)
+            self.checkpoint = open_to_resume(dataclasses.replace(self.config, checkpoint=checkpoint), self.layout)
+        self.step = 0 if self.checkpoint is None else self.checkpoint.step
+        self._build()
+        self.progress = self.progress | {FOUND: found}
 
     def _leave_together(self) -> None:
         """Wait for the other ranks: a process that ends closes connections that they may still be using."""
@@ -266,9 +292,10 @@ class Trainer:
         return None
 
     def _count_bad_steps(self, result: StepResult) -> None:
-        bad_steps = self.progress["bad_steps"] + 1 if result.skipped else 0
+        bad = result.skipped and not result.finite
+        bad_steps = self.progress["bad_steps"] + 1 if bad else 0
         self.progress = {**self.progress, "bad_steps": bad_steps}
-        if not result.skipped:
+        if not bad:
             return
         figures = (self.step, result.loss, result.grad_norm, bad_steps)
         logger.warning("step %d skipped: loss %s, gradient norm %s (%d in a row)", *figures)
@@ -290,6 +317,8 @@ class Trainer:
             "tflops_per_second": (flops := speed * flops_per_token(self.config.model, self.config.extension)) / 1e12,
             **utilization(flops, self.config, self.layout),
         }
+        if result.z_loss is not None:
+            own["z_loss"] = result.z_loss
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
         found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]

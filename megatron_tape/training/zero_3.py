@@ -44,6 +44,16 @@ def drop_copies(model: torch.nn.Module) -> None:
             parameter.ds_secondary_tensor = None
 
 
+def update_weights(zero: stage3.DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Let the model have the fp32 weights of `zero`, which it has after a step, when these have been exchanged."""
+    zero._partition_all_parameters()
+    for group in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+    zero.invalidate_secondary_tensor()
+
+
 def gather_for_whole_layers(model: torch.nn.Module) -> None:
     """Let ZeRO 3 gather the encoding's parameters with each layer.
 

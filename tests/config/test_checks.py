@@ -79,6 +79,8 @@ def test_a_malformed_split_is_refused(split):
         (1, {"data__tokenizer": None, "logging__sample_tokens": 0}),
         (1, {"data__reset_attention_mask": True, "data__long_documents": {"minimum": 8192, "share": 1}}),
         (1, {"data__reset_attention_mask": True, "deepspeed__offload_optimizer": True}),
+        (1, {"optimizer__kind": "muon", "deepspeed__zero_stage": 2, "train__spikes": {"action": "skip", "window": 9},
+             "train__average": {"kind": "last", "count": 3, "every": 49}}),
         (1, {"optimizer__clip_grad": 0.0, "optimizer__weight_decay": 0.0, "optimizer__min_lr": 1e-4}),
         (1, {**GENERATED, "data__generator": {"task": "addition", "digits": 9}, "data__split": "1,0,0",
              "logging__sample_tokens": 0}),
@@ -186,6 +188,13 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("schedule.decay_steps", {"schedule__decay_steps": 50}),
         ("optimizer.min_lr", {"optimizer__min_lr": 0.1}),
         ("optimizer.lr", {"optimizer__lr": float("nan")}),
+        ("optimizer.kind", {"optimizer__kind": "muon", "deepspeed__zero_stage": 3}),
+        ("optimizer.kind", {"optimizer__kind": "muon", "deepspeed__offload_optimizer": True}),
+        ("optimizer.kind", {"optimizer__kind": "muon", "extension__trains": ["tape", "norms"]}),
+        ("train.spikes.action", {"train__spikes": {"action": "stop"}}),
+        ("train.spikes.window", {"train__spikes": {"window": 2}}),
+        ("train.spikes.size", {"train__spikes": {"size": 100}}),
+        ("train.average.count", {"train__average": {"kind": "last", "count": 3, "every": 50}}),
         ("optimizer.beta2", {"optimizer__beta2": 1.0}),
         ("optimizer.weight_decay_of", {"optimizer__weight_decay_of": {"tape": 0.0}}),
         ("optimizer.weight_decay_of.position", {"optimizer__weight_decay_of": {"position": -0.1}}),
@@ -282,7 +291,7 @@ POSITIVE = [
     "logging interval",
 ]
 NOT_NEGATIVE = ["optimizer__min_lr", "optimizer__weight_decay", "optimizer__clip_grad", "schedule__warmup_steps"]
-NOT_NEGATIVE += ["train__seed", "data__num_workers", "logging__sample_tokens"]
+NOT_NEGATIVE += ["optimizer__z_loss", "train__seed", "data__num_workers", "logging__sample_tokens"]
 
 
 @pytest.mark.parametrize(

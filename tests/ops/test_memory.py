@@ -24,10 +24,13 @@ def labels_of(vocabulary=V, length=S):
     return torch.randint(vocabulary, (B, length), generator=torch.Generator().manual_seed(1))
 
 
-def plain(hidden, weight, labels, weights=None):
-    """Return the loss, and the losses by token, from the logits of all tokens."""
-    losses = F.cross_entropy((hidden @ weight.T).permute(1, 2, 0), labels, reduction="none")
-    return losses.mean() if weights is None else (losses * weights).sum(), losses
+def plain(hidden, weight, labels, weights=None, z_loss=0.0):
+    """Return the loss, the losses by token, and the z-loss, from the logits of all tokens."""
+    logits = hidden @ weight.T
+    losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+    squares = logits.logsumexp(-1).square().T
+    of_z = z_loss * (squares.mean() if weights is None else (squares * weights).sum())
+    return losses.mean() if weights is None else (losses * weights).sum(), losses, of_z
 
 
 class Largest(TorchDispatchMode):
@@ -43,23 +46,26 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("tokens", [1, 4, S * B, 100])
-def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, weighted):
+def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, z_loss, weighted):
     monkeypatch.setattr(chunks, "LOGITS", tokens * V + 3)
     hidden, weight, labels = draw(S, B, C), draw(V, C, seed=2), labels_of()
     weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
-    loss, by_token = linear_cross_entropy(hidden, weight, labels, weights)
-    expected, of_tokens = plain(hidden, weight, labels, weights)
+    loss, by_token, of_z = linear_cross_entropy(hidden, weight, labels, weights, z_loss=z_loss)
+    expected, of_tokens, expected_of_z = plain(hidden, weight, labels, weights, z_loss)
     torch.testing.assert_close(by_token, of_tokens.detach())
-    assert not by_token.requires_grad
+    torch.testing.assert_close(of_z, expected_of_z.detach())
+    assert not by_token.requires_grad and not of_z.requires_grad
     # Its gradient can be computed only once.
     ours = [3.0 * loss, *torch.autograd.grad(3.0 * loss, (hidden, weight))]
-    torch.testing.assert_close(ours, [3.0 * expected, *torch.autograd.grad(3.0 * expected, (hidden, weight))])
+    together = 3.0 * (expected + expected_of_z)
+    torch.testing.assert_close(ours, [3.0 * expected, *torch.autograd.grad(together, (hidden, weight))])
 
 
 @pytest.mark.parametrize("tokens", [4, 100])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted):
+@pytest.mark.parametrize("weighted, z_loss", [(False, 0.0), (True, 0.3)])
+def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted, z_loss):
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(chunks, "LOGITS", tokens * V)
     weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
@@ -68,8 +74,8 @@ def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted):
         hidden, weight = (draw(*shape, dtype=torch.float32).to(DEVICE).detach() for shape in ((S, B, C), (V, C)))
         inputs = hidden.requires_grad_(), weight.requires_grad_()
         given = None if weights is None else weights.to(DEVICE)
-        loss, by_token = linear_cross_entropy(*inputs, labels_of().to(DEVICE), given, fused=fused)
-        found.append((loss.detach(), by_token, *torch.autograd.grad(3.0 * loss, inputs)))
+        loss, by_token, of_z = linear_cross_entropy(*inputs, labels_of().to(DEVICE), given, fused=fused, z_loss=z_loss)
+        found.append((loss.detach(), by_token, of_z, *torch.autograd.grad(3.0 * loss, inputs)))
     for ours, plain_torch in zip(*found):
         torch.testing.assert_close(ours, plain_torch, rtol=1e-5, atol=1e-6)
 
@@ -137,7 +143,7 @@ def test_rounding_in_bf16_is_at_most_that_of_whole_logits(monkeypatch):
     theirs = [x.grad.double() for x in narrow]
     narrow = [x.detach().requires_grad_() for x in narrow]
     monkeypatch.setattr(chunks, "LOGITS", 5 * vocabulary)
-    loss, _ = linear_cross_entropy(*narrow, labels)
+    loss, *_ = linear_cross_entropy(*narrow, labels)
     loss.backward()
     assert loss.dtype == torch.float32 and [x.grad.dtype for x in narrow] == [torch.bfloat16] * 2
     for x, plain_gradient, of_exact in zip(narrow, theirs, exact):
@@ -151,7 +157,7 @@ def test_the_logits_of_more_than_a_chunk_never_exist(monkeypatch, gradient):
     hidden, weight, labels = draw(S, B, C), draw(vocabulary, C), labels_of(vocabulary)
     monkeypatch.setattr(chunks, "LOGITS", tokens * vocabulary)
     with Largest() as largest, torch.set_grad_enabled(gradient):
-        loss, _ = linear_cross_entropy(hidden, weight, labels)
+        loss, *_ = linear_cross_entropy(hidden, weight, labels)
         assert loss.requires_grad == gradient
         if gradient:
             loss.backward()
@@ -162,14 +168,14 @@ def test_a_loss_that_is_not_finite_makes_every_gradient_so():
     hidden, weight = draw(S, B, C), draw(V, C)
     with torch.no_grad():
         hidden[2, 1, 0] = float("inf")
-    loss, _ = linear_cross_entropy(hidden, weight, labels_of())
+    loss, *_ = linear_cross_entropy(hidden, weight, labels_of())
     (loss * float("nan")).backward()
     assert not loss.isfinite() and hidden.grad.isnan().all() and weight.grad.isnan().all()
 
 
 def test_a_second_backward_pass_is_refused():
     hidden, weight = draw(S, B, C), draw(V, C)
-    loss, _ = linear_cross_entropy(hidden, weight, labels_of())
+    loss, *_ = linear_cross_entropy(hidden, weight, labels_of())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

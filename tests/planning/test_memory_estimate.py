@@ -36,6 +36,19 @@ def test_state_is_sharded_as_the_zero_stage_says(stage, precision, expected):
     assert state(stage, precision) == expected
 
 
+@pytest.mark.parametrize("stage, divided", [(0, 1), (1, 4), (2, 4)])
+def test_muon_has_one_moment_of_a_matrix_and_an_average_is_as_large_as_one(stage, divided):
+    layout = [ONE, f"--deepspeed.zero_stage={stage}", "--train.precision=fp32"]
+    average, muon = "--train.average={kind: ema}", "--optimizer.kind=muon"
+    plain, averaged, both = (of_recipe(4, *layout, *more) for more in ([], [average], [average, muon]))
+    matrices = parameter_count(plain.model, parts=["matrices"])
+    found = [memory(plan).optimizer for plan in (plain, averaged, both)]
+    assert found[1] - found[0] == pytest.approx(4 * plain.elements / divided, abs=8)
+    assert found[1] - found[2] == pytest.approx(4 * matrices / divided, abs=8)
+    assert checkpoint_bytes(averaged) - checkpoint_bytes(plain) == 4 * plain.elements
+    assert checkpoint_bytes(averaged) - checkpoint_bytes(both) == 4 * matrices
+
+
 @pytest.mark.parametrize("stage, expected", [(1, [2, 4, 0]), (2, [2, 0, 0]), (3, [0.5, 0, 0])])
 def test_an_offloaded_optimizer_is_on_the_host(stage, expected):
     *on_gpu, host = state(stage, "bf16", "--deepspeed.offload_optimizer=true")

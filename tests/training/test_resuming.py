@@ -11,11 +11,13 @@ def resumed(tmp_path_factory):
     return run_group("training_cases", 2, write_all(tmp_path_factory.mktemp("data")), "resume")
 
 
+STEERED = ["spike_skip", "spike_rewind", "muon"]
 FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
 
 
 @pytest.mark.parametrize(
-    "case", [*LAYOUTS, "context_parallel", "hierarchical", "bf16", "offload", "ramp_offload", "workers", *FROZEN]
+    "case",
+    [*LAYOUTS, "context_parallel", "hierarchical", "bf16", "offload", "ramp_offload", "workers", *FROZEN, *STEERED],
 )
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
@@ -40,6 +42,34 @@ def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is
     assert slow["stragglers"] == [straggler]
 
 
+def test_a_continued_run_may_begin_to_average(resumed):
+    averages = [row.get("validation_loss_average") for row in resumed["begins_average"]["continued"]]
+    assert averages[:3] == [None] * 3 and averages[3] is not None
+    without = [{k: v for k, v in row.items() if "average" not in k} for row in resumed["begins_average"]["continued"]]
+    assert without_speed(without) == without_speed(resumed["begins_average"]["whole"])
+
+
+def test_the_update_of_a_spike_is_left_out(resumed):
+    rows = resumed["spike_skip"]["whole"]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[5]["grad_norm"] > 100 * rows[4]["grad_norm"]
+    assert abs(rows[6]["loss"] - rows[4]["loss"]) < 0.5
+
+
+def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spike(resumed):
+    rows, by_hand = (without_speed(found) for found in (resumed["spike_rewind"]["whole"], resumed["rewound"]))
+    assert [row["tokens"] // 16 for row in rows] == [4, 8, 12, 16, 28, 32, 36, 40]
+    assert rows[4:] == by_hand
+    (record,) = resumed["spike_records"]
+    assert (record["step"], record["action"], record["number"]) == (6, "rewind", 1)
+
+
+def test_more_spikes_than_the_limit_end_the_run(resumed):
+    assert resumed["spike_twice"]["status"] == 1
+    # From step 1 on, with the data behind the first spike: nothing had been saved.
+    assert [row["tokens"] // 16 for row in resumed["spike_twice"]["rows"]] == [28, 32, 36, 40, 44]
+
+
 def test_saving_changes_nothing(resumed):
     assert without_speed(resumed["unsaved"]) == without_speed(resumed["bf16"]["whole"])
 
@@ -47,7 +77,7 @@ def test_saving_changes_nothing(resumed):
 OTHER_LAYOUTS = ["another_layout", "from_context_to_tensor_parallel", "from_tensor_to_context_parallel"]
 
 
-@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated", "ramp"])
+@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated", "ramp", "muon_another_layout"])
 def test_a_run_continues_under_another_layout(resumed, case):
     assert_close(resumed[case]["continued"], resumed[case]["whole"], RESUMED_STEPS)
 

@@ -48,6 +48,17 @@ def test_groups_that_ranks_cannot_divide_are_named_in_the_log(equal):
     ]
 
 
+@pytest.mark.parametrize("size, variant", [(2, "muon"), (2, "muon_zero2"), (4, "muon")])
+def test_muon_under_every_layout_equals_one_process(equal, size, variant):
+    assert_close(equal[size][variant], equal[1]["muon"])
+
+
+def test_muon_learns_in_another_way(equal):
+    muon, adamw = equal[1]["muon"], equal[1]["tp1_zero0"]
+    assert muon[0]["loss"] == adamw[0]["loss"] and muon[-1]["loss"] != adamw[-1]["loss"]
+    assert muon[-1]["loss"] < muon[0]["loss"] - 0.3
+
+
 @pytest.mark.parametrize("size, variant", [(2, "packed"), (2, "generated"), (4, "generated")])
 def test_variants_with_shared_sequences_equal_one_process(equal, size, variant):
     assert_close(equal[size][f"context_{variant}"], equal[1][variant])
@@ -129,6 +140,14 @@ def test_bf16_stays_near_fp32(equal, size):
     for row, exact in zip(equal[size]["bf16"], equal[1]["tp1_zero0"]):
         assert math.isclose(row["loss"], exact["loss"], rel_tol=0.02)
         assert row["loss"] != exact["loss"]
+
+
+@pytest.mark.parametrize("variant", ["packed", "generated"])
+def test_the_z_loss_is_logged_beside_the_loss_and_falls(equal, variant):
+    rows = equal[1][variant]
+    assert rows[-1]["z_loss"] < rows[0]["z_loss"]
+    assert 0.01 * math.log(64) ** 2 == pytest.approx(rows[0]["z_loss"], rel=0.2), "logits are small at first"
+    assert "z_loss" not in equal[1]["accumulation"][0]
 
 
 def test_the_loss_falls(equal):

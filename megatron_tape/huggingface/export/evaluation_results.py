@@ -7,21 +7,23 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import MANIFEST
+from megatron_tape.checkpoint.locate import model_digest
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Results, read_results, results_file
-from megatron_tape.io.files import digest
+from megatron_tape.model.names import AVERAGE
 
 _SHOWN = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
 _FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/]+/)+")
 
 
-def find_results(checkpoint: Path, given: Sequence[str | Path] = ()) -> list[Results]:
+def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bool = False) -> list[Results]:
     """Return the results of a checkpoint in the directories or files `given`, or where its evaluation writes them.
+
+    With `average` those of its averaged weights.
 
     Raises FileError if those given cannot be read or are of another model.
     """
-    of_model = digest(checkpoint / MANIFEST)["sha256"]
+    of_model = model_digest(checkpoint, average)
     found = []
     for place in map(Path, given):
         if not results_file(place).is_file():
@@ -32,7 +34,8 @@ def find_results(checkpoint: Path, given: Sequence[str | Path] = ()) -> list[Res
             raise FileError(str(place), problem, f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}")
         found.append(results)
     # As in evaluation.model_source: of a run, `evaluation/STEP` beside its checkpoints.
-    own = results_file(checkpoint.parent.parent / "evaluation" / checkpoint.name)
+    step = f"{checkpoint.name}-{AVERAGE}" if average else checkpoint.name
+    own = results_file(checkpoint.parent.parent / "evaluation" / step)
     if given or not own.is_file():
         return found
     try:

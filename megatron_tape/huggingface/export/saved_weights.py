@@ -14,18 +14,18 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.index import read_index, shard_of
+from megatron_tape.checkpoint.index import check_average, read_index, shard_of
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.io.records import check_shape
-from megatron_tape.model.names import WRAPPED
+from megatron_tape.model.names import AVERAGE, WRAPPED
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
 from megatron_tape.position import model_config
 
-_WEIGHT = f"weight/{WRAPPED}"
+_WEIGHT, _AVERAGE = f"weight/{WRAPPED}", f"{AVERAGE}/{WRAPPED}"
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class SavedWeights:
         return unshard(parts, how)
 
 
-def open_weights(path: Path) -> SavedWeights:
-    """Open the step directory `path`, which `find_checkpoint` returned.
+def open_weights(path: Path, average: bool = False) -> SavedWeights:
+    """Open the step directory `path`, which `find_checkpoint` returned; with `average`, for its averaged weights.
 
-    Raises CheckpointError if its parameters do not fit the model that its settings describe.
+    Raises CheckpointError if its parameters do not fit the model that its settings describe, or are not averaged.
     """
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
@@ -96,10 +96,14 @@ def open_weights(path: Path) -> SavedWeights:
         raise CheckpointError(str(path), f"is of another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
     shapes: list[dict[str, list[int]]] = [{} for _ in range(size)]
-    for file, places in read_index(path).items():
-        for key, place in places.items():
-            if key.startswith(_WEIGHT):
-                rank, name = shard_of(file), key.removeprefix(_WEIGHT)
+    index = read_index(path)
+    held = [(key, file, place) for file, places in index.items() for key, place in places.items()]
+    if average:
+        check_average(path, index)
+    for kind in (_WEIGHT, _AVERAGE) if average else (_WEIGHT,):  # frozen parameters have no average
+        for key, file, place in held:
+            if key.startswith(kind):
+                rank, name = shard_of(file), key.removeprefix(kind)
                 files[rank][name], shapes[rank][name] = (path / file, key), place["shape"]
     source = find_source(path, state)
     if source is not None:

@@ -47,6 +47,7 @@ def export_adapter(
     max_shard_size: int = 5_000_000_000,
     tokenizer: str | None = None,
     base: str | Path | None = None,
+    average: bool = False,
 ) -> None:
     """Write what a run trained into the new directory `output`, for `PeftModel.from_pretrained`.
 
@@ -56,7 +57,7 @@ def export_adapter(
     existing `base` is another model.
     """
     with atomic_directory(output) as directory:
-        saved = open_exportable(checkpoint)
+        saved = open_exportable(checkpoint, average)
         if other := [name for name in saved.trained if kind_of(name) not in KINDS]:
             held = "LoRA layers, embeddings, norms and TAPE's matrices"
             problem = f"trained {other[0]}, and an adapter can hold only {held}"

@@ -45,28 +45,29 @@ def export(
     tokenizer: str | None = None,
     results: Sequence[str | Path] = (),
     repository: str | None = None,
+    average: bool = False,
 ) -> None:
     """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
 
     LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. The model card
     shows the evaluation `results` in these directories (default: those beside the run's checkpoints), and loads the
-    model from `repository`, its name on the Hub, if that is given. Raises UserError or OSError and leaves nothing
-    behind, if the checkpoint is damaged or has an architecture that transformers does not have, if the tokenizer is
-    missing, or if `output` exists.
+    model from `repository`, its name on the Hub, if that is given. With `average` the weights are the averaged ones.
+    Raises UserError or OSError and leaves nothing behind, if the checkpoint is damaged, has no average or an
+    architecture that transformers does not have, if the tokenizer is missing, or if `output` exists.
     """
     name = Path(repository or output).resolve().name
     with atomic_directory(output) as directory:
-        saved = open_exportable(checkpoint)
-        found = find_results(saved.path, results)
+        saved = open_exportable(checkpoint, average)
+        found = find_results(saved.path, results, average)
         write_model(saved, directory, ExportOptions(name, dtype, max_shard_size, tokenizer, True, found, repository))
     command_line.say(f"exported {saved.path} to {output}")
 
 
-def open_exportable(checkpoint: str | Path) -> SavedWeights:
+def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
     """Check and open the newest complete checkpoint; ValueError or OSError if it is damaged or cannot be exported."""
     with command_line.step("checking the checkpoint"):
         path = find_checkpoint(checkpoint, command_line.say)
-        saved = open_weights(path)
+        saved = open_weights(path, average)
     model, encoding = saved.model, encoding_of(saved.model)
     kind = encoding.exports_to
     if kind is None:

@@ -1,0 +1,54 @@
+"""An average of the fp32 weights, which each rank keeps of what its optimizer updates."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_tape.config.schema import TrainConfig
+from megatron_tape.config.steering import average_of
+from megatron_tape.model.names import AVERAGE
+
+
+class WeightAverage:
+    """The average of `weights`, tensors that `optimizer` updates.
+
+    It is part of the optimizer's state, as moments are: it is divided, saved and restored with them, and is there after
+    the first update. `update` lets the model have what `weights` hold.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        optimizer: torch.optim.Optimizer,
+        weights: list[Tensor],
+        update: Callable[[], None],
+    ):
+        self._settings, self._steps = average_of(config.average, config.steps), config.steps
+        self._state, self._weights, self._update = optimizer.state, weights, update
+
+    @torch.no_grad()
+    def add(self, step: int) -> None:
+        """Take the weights after `step`."""
+        share = self._settings.share(step, self._steps)
+        for tensor in self._weights:
+            state = self._state[tensor]
+            if AVERAGE not in state:
+                state[AVERAGE] = tensor.detach().clone()
+            elif share:
+                state[AVERAGE].lerp_(tensor, share)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Exchange it with the weights for the block."""
+        self._exchange()
+        yield
+        self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for tensor in self._weights:
+            average = self._state[tensor][AVERAGE]
+            tensor.data, average.data = average.data, tensor.data
+        self._update()

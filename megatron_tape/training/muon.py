@@ -1,0 +1,135 @@
+"""Muon (Jordan et al., 2024) for the matrices of hidden layers, and AdamW for everything else.
+
+Muon's update is the orthogonalized momentum, scaled by 0.2 sqrt(max(rows, columns)) (Liu et al., 2025, "Muon is
+scalable"), whose root mean square is about that of AdamW's, so that it takes the same learning rates and weight decay.
+The matrices are those that Hugging Face's names mean: queries, keys and values, and the two halves of the gated MLP,
+are orthogonalized apart from each other.
+
+A matrix has to be whole for that. ZeRO 1 and 2 cut flat groups of parameters over the ranks; here a group's momentum is
+gathered, and each rank orthogonalizes the matrices of which it updates a part. Tensor-parallel ranks gather a matrix
+from each other, and each orthogonalizes all of it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.names import WRAPPED, kind_of
+from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
+from megatron_tape.parallel.layout import ParallelLayout
+
+MOMENTUM = 0.95
+MOMENTUM_BUFFER = "momentum_buffer"
+"""What the optimizer's state has of a matrix, as in `torch.optim.Muon`."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return U V^T of about the matrix's U S V^T: Jordan's quintic Newton-Schulz iteration in the matrix's dtype."""
+    a, b, c = COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def is_matrix(name: str) -> bool:
+    """Return whether Muon updates the parameter of a `LanguageModel`."""
+    return kind_of(name) == "matrices"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """This rank's tensor-parallel share of a parameter, which begins at `first` in a flat tensor."""
+
+    name: str
+    parameter: Parameter
+    first: int
+
+
+class Matrices:
+    """Orthogonalizes the momentum of the matrices in each tensor that the optimizer updates.
+
+    `zero` is the optimizer that `deepspeed.initialize` returned under ZeRO 1 and 2. Without it, the optimizer updates
+    the parameters, those of `names`, themselves.
+    """
+
+    def __init__(
+        self, names: Mapping[str, Parameter], model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype, zero: Any
+    ):
+        self._model, self._layout, self._dtype = model, layout, dtype
+        self._ranks = None if zero is None else zero.dp_process_group
+        of_parameters = {parameter: name for name, parameter in names.items() if is_matrix(name)}
+        self._held: dict[Tensor, list[Matrix]] = {p: [Matrix(name, p, 0)] for p, name in of_parameters.items()}
+        for flat, group in () if zero is None else zip(zero.single_partition_of_fp32_groups, zero.bit16_groups):
+            self._held[flat], first = [], 0
+            for parameter in group:
+                if parameter in of_parameters:
+                    self._held[flat].append(Matrix(of_parameters[parameter], parameter, first))
+                first += parameter.numel()
+
+    def update(self, held: Tensor, direction: Tensor) -> Tensor:
+        """Return the update of a tensor; `direction`, of its shape, is its momentum. All ranks call this together."""
+        part, begin = direction.numel(), 0
+        whole = direction.reshape(-1).to(self._dtype)
+        if self._ranks is not None:
+            own, begin = whole, self._ranks.rank() * part
+            whole = own.new_empty(part * self._ranks.size())
+            dist.all_gather_into_tensor(whole, own, group=self._ranks)
+        result = torch.zeros_like(direction).view(-1)
+        for matrix in self._held[held]:
+            end = matrix.first + matrix.parameter.numel()
+            low, high = max(matrix.first, begin), min(end, begin + part)
+            if low < high:
+                found = self._orthogonal(matrix, whole[matrix.first : end].view(matrix.parameter.shape)).reshape(-1)
+                result[low - begin : high - begin] = found[low - matrix.first : high - matrix.first]
+        return result.view_as(direction)
+
+    def _orthogonal(self, matrix: Matrix, share: Tensor) -> Tensor:
+        """Return this rank's share of the update, given its share of the momentum."""
+        layout, parameter = self._layout, matrix.parameter
+        size, name = layout.tensor_parallel_size, matrix.name.removeprefix(WRAPPED)
+        shares = [share]
+        if size > 1 and getattr(parameter, "tensor_model_parallel", False):
+            shares = [torch.empty_like(share) for _ in range(size)]
+            dist.all_gather(shares, share.contiguous(), group=layout.groups.tp)
+        parts = from_megatron(name, unshard(shares, parameter), self._model)
+        parts = {key: 0.2 * math.sqrt(max(part.shape)) * orthogonalized(part) for key, part in parts.items()}
+        return shard(to_megatron(parts, name, self._model), parameter, layout.tensor_parallel_rank, size)
+
+
+class AdamWAndMuon(torch.optim.AdamW):
+    """AdamW, but Muon in the groups that are marked `muon`, for which `matrices` must be set."""
+
+    matrices: Matrices | None = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        groups = self.param_groups
+        for group in groups:
+            for tensor in group["params"] if group.get("muon") else ():
+                if tensor.grad is not None:
+                    self._step_of(tensor, group["lr"], group["weight_decay"])
+        self.param_groups = [group for group in groups if not group.get("muon")]
+        try:
+            return super().step() if self.param_groups else None
+        finally:
+            self.param_groups = groups
+
+    def _step_of(self, tensor: Tensor, lr: float, weight_decay: float) -> None:
+        state = self.state[tensor]
+        if MOMENTUM_BUFFER not in state:
+            state[MOMENTUM_BUFFER] = torch.zeros_like(tensor)
+        momentum = state[MOMENTUM_BUFFER].lerp_(tensor.grad, 1 - MOMENTUM)
+        update = self.matrices.update(tensor, tensor.grad.lerp(momentum, MOMENTUM))  # Nesterov's
+        tensor.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)

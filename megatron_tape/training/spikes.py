@@ -1,0 +1,101 @@
+"""Notices steps whose loss or gradient norm is far above those of the last updates; see `train.spikes`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from statistics import median
+from typing import TYPE_CHECKING
+
+from megatron_tape.config.steering import SpikeSettings
+from megatron_tape.errors import TrainingStopped
+from megatron_tape.training.hooks import Hook, HookResult, Training
+
+if TYPE_CHECKING:
+    from megatron_tape.training.engine import StepResult
+
+logger = logging.getLogger(__name__)
+
+DEVIATIONS = 1.4826
+"""Standard deviations of normal numbers in their median absolute deviation."""
+SMALLEST = 1e-3
+"""The least that counts as a standard deviation, as a share of the median: a plateau has no spikes."""
+VALUES, FOUND = "spike_values", "spikes_found"
+"""What a checkpoint's `progress` keeps: the last values, and how many spikes there were."""
+
+
+class Rewind(Exception):
+    """The run is to go back to its newest checkpoint, on every rank alike."""
+
+
+class Spikes:
+    """The losses and the gradient norms of the last `window` updates."""
+
+    def __init__(self, settings: SpikeSettings, values: list[list[float]] | None = None):
+        self._settings = settings
+        self.values = values or [[], []]
+        """To be replaced, not changed: checkpoints hold it."""
+
+    def is_spike(self, loss: float, norm: float) -> bool:
+        """Return whether a step with these is a spike; what is not finite is none."""
+        return any(self._above(values, value) for values, value in zip(self.values, (loss, norm)))
+
+    def _above(self, values: list[float], value: float) -> bool:
+        recent = values[-self._settings.window :]
+        if len(recent) < self._settings.window:
+            return False
+        middle = median(recent)
+        deviation = DEVIATIONS * median(abs(one - middle) for one in recent)
+        return value > middle + self._settings.threshold * max(deviation, SMALLEST * abs(middle))
+
+    def add(self, loss: float, norm: float) -> None:
+        """Take the loss and the gradient norm of an update."""
+        kept = self._settings.window - 1
+        self.values = [[*values[-kept:], value] for values, value in zip(self.values, (loss, norm))]
+
+
+class SpikeHook(Hook):
+    """Warns of spikes, lets the engine skip them, or raises `Rewind`; every rank decides from the same figures."""
+
+    def __init__(self, settings: SpikeSettings):
+        self._settings = settings
+        self._spikes: Spikes | None = None
+
+    def before_step(self, trainer: Training, step: int) -> None:
+        if self._spikes is None:
+            self._spikes = Spikes(self._settings, trainer.progress.get(VALUES))
+            if self._settings.action == "skip":
+                trainer.engine.leave_out(self._spikes.is_spike)
+
+    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+        if result.finite:
+            skips, values = self._settings.action == "skip", (result.loss, result.grad_norm)
+            if result.skipped or trainer.layout.any_rank(not skips and self._spikes.is_spike(*values)):
+                self._found(trainer, step, *values)
+            if not result.skipped:
+                self._spikes.add(*values)
+            trainer.progress = trainer.progress | {VALUES: self._spikes.values}
+        return HookResult()
+
+    def due(self, trainer: Training, step: int) -> bool:
+        return False
+
+    def _found(self, trainer: Training, step: int, loss: float, norm: float) -> None:
+        """Record a spike; raises Rewind if the run is to go back, TrainingStopped if it has had too many."""
+        action, number = self._settings.action, trainer.progress.get(FOUND, 0) + 1
+        trainer.progress = trainer.progress | {FOUND: number}
+        if trainer.layout.rank == 0:
+            facts = {"step": step, "loss": loss, "grad_norm": norm, "action": action, "number": number}
+            with contextlib.suppress(OSError):
+                trainer.watch.attempt.record_spike(**facts)
+        message = "spike at step %d (%s): loss %.4g, gradient norm %.4g; the medians before are %.4g and %.4g"
+        logger.warning(message, step, action, loss, norm, *map(median, self._spikes.values))
+        if action == "warn":
+            return
+        if number > self._settings.limit:
+            raise TrainingStopped(
+                f"step {step} is the spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}); "
+                "lower optimizer.lr, look at the data, or raise train.spikes.limit"
+            )
+        if action == "rewind":
+            raise Rewind

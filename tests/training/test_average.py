@@ -1,0 +1,131 @@
+"""Averages of the weights: what they are of, and where they appear."""
+
+import pytest
+import torch
+from datasets_for_tests import write_all
+from models import build, random_tokens, small_model
+from safetensors.torch import load_file
+from training_cases import AVERAGE, RECIPE, option
+
+from megatron_tape.checkpoint.locate import find_checkpoint
+from megatron_tape.config.schema import DataConfig, DeepSpeedConfig, OptimizerConfig, RunConfig, TrainConfig
+from megatron_tape.config.steering import average_of
+from megatron_tape.errors import CheckpointError, ConfigError
+from megatron_tape.evaluation.model_source import find_model
+from megatron_tape.huggingface.export.saved_weights import open_weights
+from megatron_tape.huggingface.export.to_transformers import export
+from megatron_tape.training.engine import Engine
+from pretrain import train
+
+STEPS = 4
+
+
+def test_a_moving_average_decays_and_forgets_its_beginning_sooner():
+    moving = average_of({"kind": "ema", "decay": 0.9}, steps=100)
+    assert moving.share(1, 100) == pytest.approx(1 - 2 / 11)
+    assert moving.share(1000, 100) == pytest.approx(0.1)
+
+
+def test_the_mean_of_the_last_weights_is_that():
+    mean = average_of({"kind": "last", "count": 3, "every": 4}, steps=20)
+    average = 0.0
+    for step in range(1, 21):
+        average += mean.share(step, 20) * (step**2 - average)
+        if step == 7:
+            assert average == 7**2
+    assert average == pytest.approx((12**2 + 16**2 + 20**2) / 3)
+
+
+@pytest.mark.parametrize(
+    "setting, subject",
+    [
+        ({"kind": "last", "count": 4, "every": 10}, "train.average.count"),
+        ({"kind": "last", "decay": 0.9}, "train.average.decay"),
+        ({"kind": "ema", "count": 3}, "train.average.count"),
+        ({"decay": 0.9}, "train.average.kind"),
+        ({"kind": "ema", "decay": 1.0}, "train.average.decay"),
+    ],
+)
+def test_averages_that_cannot_be_are_refused(setting, subject):
+    with pytest.raises(ConfigError, match=subject):
+        average_of(setting, steps=30)
+
+
+def batches(seed):
+    tokens = random_tokens(batch=1, length=17, seed=seed)
+    return [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bit(stage, precision):
+    setting = {"kind": "ema", "decay": 0.5}
+    config = RunConfig(
+        model=small_model(),
+        data=DataConfig(prefix="unused"),
+        optimizer=OptimizerConfig(),
+        deepspeed=DeepSpeedConfig(zero_stage=stage, reduce_bucket_size=3000),
+        train=TrainConfig(steps=STEPS, global_batch_size=1, precision=precision, average=setting),
+    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    engine = Engine(*build(config.model, dtype=dtype)[:1], config, build(config.model)[1])
+    assert not engine.averages and not any(key.startswith("average/") for key in engine.training_state())
+    expected = None
+    for step in range(1, STEPS + 1):
+        engine.train_step(batches(step), 1e-2, step)
+        state = engine.training_state()
+        weights = {key.partition("/")[2]: value for key, value in state.items() if key.startswith("weight/")}
+        share = average_of(setting, STEPS).share(step, STEPS)
+        expected = expected or weights
+        expected = {name: expected[name] + share * (weights[name] - expected[name]) for name in weights}
+    for name, value in expected.items():
+        torch.testing.assert_close(state[f"average/{name}"], value, rtol=1e-5, atol=1e-7)
+        assert not torch.equal(value, weights[name])
+
+    before = engine.evaluate(batches(9))
+    with engine.averaged():
+        found = engine.evaluate(batches(9))
+    assert engine.evaluate(batches(9)) == before != found
+    after = engine.training_state()
+    assert after.keys() == state.keys() and all(torch.equal(after[key], value) for key, value in state.items())
+
+    plain, _ = build(config.model, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(state[f"average/{name}"])
+        assert plain(**batches(9)[0]).item() == pytest.approx(found, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run that averages, and one that does not."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = write_all(folder)
+    for name, more in {"averaged": [AVERAGE], "plain": []}.items():
+        shorter = [option("data.prefix", f"{data}/a"), "--train.steps=3", "--train.eval_interval=3", *more]
+        assert train.main(["--config", str(RECIPE), f"--logging.directory={folder / name}", *shorter]) == 0
+    return folder
+
+
+def test_the_averaged_weights_are_exported(runs, tmp_path):
+    for average in (False, True):
+        export(runs / "averaged", tmp_path / str(average), tokenizer="none", average=average)
+        found = load_file(tmp_path / str(average) / "model.safetensors")["model.norm.weight"]
+        saved = open_weights(find_checkpoint(runs / "averaged"), average)
+        assert torch.equal(found, saved.read("decoder.final_layernorm.weight"))
+    raw, averaged = (load_file(tmp_path / name / "model.safetensors") for name in ("False", "True"))
+    assert raw.keys() == averaged.keys() and not any(torch.equal(raw[name], averaged[name]) for name in raw)
+
+
+def test_the_averaged_weights_are_evaluated_under_a_name_of_their_own(runs):
+    raw, averaged = (find_model(str(runs / "averaged"), average=average) for average in (False, True))
+    assert raw.digest() != averaged.digest()
+    assert (raw.info.label, averaged.info.label) == ("averaged", "averaged-average")
+    assert averaged.default_output == raw.default_output.with_name("step-00000003-average")
+
+
+def test_a_run_without_an_average_is_refused(runs, tmp_path):
+    with pytest.raises(ConfigError, match="plain cannot be evaluated: .*holds no average of the weights"):
+        find_model(str(runs / "plain"), average=True)
+    with pytest.raises(CheckpointError, match="holds no average of the weights"):
+        export(runs / "plain", tmp_path / "out", tokenizer="none", average=True)
+    assert not (tmp_path / "out").exists()

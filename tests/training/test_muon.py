@@ -1,0 +1,133 @@
+"""Muon against torch's own, and which parameters it updates how."""
+
+from functools import partial
+
+import pytest
+import torch
+from datasets_for_tests import write_all
+from models import build, random_tokens, small_model
+from torch.optim import _muon
+from training_cases import RECIPE, option
+
+from megatron_tape.config.schema import (
+    DataConfig,
+    DeepSpeedConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_tape.model.names import kind_of
+from megatron_tape.model.weights import from_megatron
+from megatron_tape.training.engine import Engine
+from megatron_tape.training.muon import COEFFICIENTS, STEPS, orthogonalized
+from pretrain import train
+
+RATE, DECAY = 0.01, 0.1
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
+def test_singular_values_come_near_one_and_directions_stay(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = left.T @ orthogonalized(matrix) @ right.T
+    assert values.min() / values.max() < 0.7
+    assert found.diagonal().min() > 0.6 and found.diagonal().max() < 1.3
+    assert (found - found.diagonal().diag()).abs().max() < 1e-4
+
+
+def test_in_bf16_it_is_torchs():
+    matrix = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
+    theirs = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, _muon.EPS)
+    torch.testing.assert_close(orthogonalized(matrix.bfloat16()), theirs, rtol=0.02, atol=0.01)
+
+
+def of_run(stage, kind="muon"):
+    config = RunConfig(
+        model=small_model(num_query_groups=2),
+        data=DataConfig(prefix="unused"),
+        optimizer=OptimizerConfig(kind=kind, weight_decay=DECAY, clip_grad=0.0),
+        deepspeed=DeepSpeedConfig(zero_stage=stage, reduce_bucket_size=3000),
+        train=TrainConfig(steps=9, global_batch_size=1, precision="fp32"),
+    )
+    model, layout = build(config.model)
+    return Engine(model, config, layout)
+
+
+def batch(seed):
+    tokens = random_tokens(batch=1, length=17, seed=seed)
+    return [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
+
+
+def whole(state, names, model):
+    """The weights by Hugging Face's names."""
+    parts = {}
+    for name in names:
+        parts |= from_megatron(name.removeprefix("gpt."), state[f"weight/{name}"], model)
+    return parts
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
+    engine = of_run(stage)
+    model = small_model(num_query_groups=2)
+    names = [name for name in engine.names if kind_of(name) == "matrices"]
+    start = whole(engine.training_state(), names, model)
+    theirs = {name: weight.clone().requires_grad_() for name, weight in start.items()}
+    assert len(theirs) == 7 * 3
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", lambda matrix, *_: orthogonalized(matrix))
+    muon = torch.optim.Muon(theirs.values(), RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+
+    def give(name, gradient):
+        for part, of_part in from_megatron(name.removeprefix("gpt."), gradient, model).items():
+            theirs[part].grad = of_part.clone()
+
+    for name in names:
+        engine.names[name].register_hook(partial(give, name))
+    for step in range(1, 4):
+        engine.train_step(batch(step), RATE, step)
+        muon.step()
+    for name, weight in whole(engine.training_state(), names, model).items():
+        expected = theirs[name].detach()
+        assert (weight - expected).norm() < 1e-4 * (expected - start[name]).norm(), name
+        assert (expected - start[name]).abs().max() > RATE / 10
+
+
+def test_a_run_continues_only_with_its_own_moments(tmp_path, capfd):
+    arguments = [
+        "--config",
+        str(RECIPE),
+        f"--logging.directory={tmp_path}/run",
+        "--train.eval_interval=null",
+        "--schedule.warmup_steps=0",
+    ]
+    arguments.append(option("data.prefix", f"{write_all(tmp_path)}/a"))
+    assert train.main([*arguments, "--train.steps=1"]) == 0
+    assert train.main([*arguments, "--train.steps=2", "--optimizer.kind=muon"]) == 2
+    assert "was trained with adamw" in capfd.readouterr().err
+    assert train.main([*arguments, "--train.steps=2"]) == 0
+
+
+def test_everything_else_gets_adamws_updates():
+    states = {}
+    for kind in ("adamw", "muon"):
+        engine = of_run(1, kind)
+        engine.train_step(batch(1), RATE)
+        states[kind] = engine.training_state()
+    for name in engine.names:
+        moments = {key.partition("/")[0] for key in states["muon"] if key.endswith(f"/{name}")} - {"weight"}
+        same = torch.equal(*(state[f"weight/{name}"] for state in states.values()))
+        if kind_of(name) == "matrices":
+            assert moments == {"momentum_buffer"} and not same
+        else:
+            assert moments == {"exp_avg", "exp_avg_sq"} and same
+
+
+def test_the_root_mean_square_of_an_update_is_near_that_of_adamws():
+    engine = of_run(0)
+    before = engine.training_state()
+    engine.train_step(batch(1), RATE)
+    after = engine.training_state()
+    for name in engine.names:
+        if kind_of(name) == "matrices":
+            update = after[f"weight/{name}"] - (1 - RATE * DECAY) * before[f"weight/{name}"]
+            assert 0.1 < update.square().mean().sqrt() / RATE < 0.3

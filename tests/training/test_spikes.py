@@ -1,0 +1,44 @@
+"""What counts as a spike."""
+
+import json
+
+from megatron_tape.config.steering import SpikeSettings
+from megatron_tape.training.spikes import Spikes
+
+
+def after(values, kept=None):
+    spikes = Spikes(SpikeSettings(window=5, threshold=6.0), kept)
+    for loss, norm in values:
+        spikes.add(loss, norm)
+    return spikes
+
+
+USUAL = [(3.0, 1.0), (2.9, 1.2), (3.1, 0.9), (3.0, 1.1), (2.95, 1.0)]
+
+
+def test_a_loss_or_a_gradient_norm_far_above_the_last_ones_is_a_spike():
+    spikes = after(USUAL)
+    assert spikes.is_spike(3.5, 1.0) and spikes.is_spike(3.0, 2.0)
+    assert not spikes.is_spike(3.2, 1.5) and not spikes.is_spike(1.0, 0.1)
+    assert not spikes.is_spike(float("nan"), float("nan"))
+
+
+def test_nothing_is_a_spike_before_there_is_enough_to_compare_with():
+    assert not after(USUAL[:4]).is_spike(100.0, 100.0)
+
+
+def test_old_values_are_forgotten_and_a_few_large_ones_do_not_matter():
+    lower = [(1.0, 1.0), (1.1, 1.2), (0.9, 0.9), (50.0, 40.0), (1.05, 1.0)]
+    assert after(USUAL + lower).is_spike(3.0, 1.0)
+
+
+def test_a_plateau_has_no_spikes():
+    assert not after([(2.0, 1.0)] * 5).is_spike(2.01, 1.005)
+    assert after([(2.0, 1.0)] * 5).is_spike(2.02, 1.005)
+
+
+def test_what_a_checkpoint_keeps_gives_the_same_decisions():
+    kept = after([(9.0, 9.0), *USUAL]).values
+    assert kept == after(USUAL).values
+    again = after([], json.loads(json.dumps(kept)))
+    assert again.is_spike(3.5, 1.0) and not again.is_spike(3.2, 1.5)
