@@ -45,6 +45,11 @@ TASKS = {
         {name: ("accuracy", group) for name, group in (("16 blanks", "IID"), ("8", "dense"), ("32", "sparse"))},
         0.95,
     ),
+    "selective_copy_published": Shown(
+        "selective_copy_published",
+        {name: ("accuracy", group) for name, group in (("128 blanks", "IID"), ("64", "dense"), ("256", "sparse"))},
+        0.95,
+    ),
     "grid_navigation": Shown(
         "grid_navigation_1d", {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}, 0.8
     ),

@@ -321,9 +321,9 @@ def main(folder, data, what):
     size = int(__import__("os").environ["WORLD_SIZE"])
     prefix = option("data.prefix", f"{data}/a")
     if what == "equal":
-        rows = equal_runs(folder, data, {1: (1,), 2: (1, 2), 4: (2,)}[size])
-        rows |= context_runs(folder, data, size) if size > 1 else {}
-        return rows | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else rows
+        found = equal_runs(folder, data, {1: (1,), 2: (1, 2), 4: (2,)}[size])
+        found |= context_runs(folder, data, size) if size > 1 else {}
+        return found | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else found
     results = {}
     for tensor_size in (1, 2):
         for stage in (0, 1, 2, 3):
