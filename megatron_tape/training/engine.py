@@ -216,6 +216,10 @@ class Engine:
 
         setattr(optimizer, name, changed)
 
+    def close(self) -> None:
+        """Let go of the model: DeepSpeed's hooks hold it in circles that Python cannot collect."""
+        self.deepspeed_engine.destroy()
+
     def set_batch_size(self, sequences: int) -> None:
         """Take so many sequences over all ranks from the next step on."""
         if sequences * self.layout.context_parallel_size != self.deepspeed_engine.train_batch_size():

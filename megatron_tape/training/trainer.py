@@ -117,6 +117,7 @@ class Trainer:
         finally:
             if self.writer is not None:
                 self.writer.close()
+        self.engine.close()
         if stopped is None:
             self._leave_together()
             return None
@@ -139,6 +140,7 @@ class Trainer:
             self.writer.close()
         found, saved = self.progress[FOUND], self.saves.any_complete
         self.micro_batches.close()
+        self.engine.close()
         self.model = self.engine = self.saves = self.hooks = None
         gc.collect()  # before another model gets memory
         self.watch.progress("reading the checkpoint")
