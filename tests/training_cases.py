@@ -270,6 +270,14 @@ def spike_runs(folder, prefix):
     return results
 
 
+def spike_twice(folder, prefix):
+    """A run that ends because of its second spike."""
+    again = [prefix, option("train.spikes", SPIKES % "rewind"), option("train.steps", 8)]
+    with spikes(6, (1, 2)):
+        status = train.main(["--config", str(RECIPE), f"--logging.directory={folder}/spike-twice", *again])
+    return {"status": status, "rows": rows(Path(folder, "spike-twice"))}
+
+
 def checksums(folder, name, step):
     """The manifest's, of the weights and moments of one checkpoint."""
     files = read_manifest(f"{folder}/{name}/checkpoints/step-{step:08d}")["files"]
@@ -355,9 +363,4 @@ def main(folder, data, what):
     results["begins_average"] = resumed_run(folder, "begins-average", prefix, then=[prefix, AVERAGE])
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     results |= frozen_runs(folder, prefix) | spike_runs(folder, prefix)
-    # The last one, as processes leave their groups after an error.
-    with spikes(6, (1, 2)):
-        again = [prefix, option("train.spikes", SPIKES % "rewind"), option("train.steps", 8)]
-        arguments = ["--config", str(RECIPE), f"--logging.directory={folder}/spike-twice", *again]
-        results["spike_twice"] = {"status": train.main(arguments), "rows": rows(Path(folder, "spike-twice"))}
-    return results
+    return results | {"spike_twice": spike_twice(folder, prefix)}  # the last one: processes leave their groups

@@ -215,7 +215,7 @@ def test_a_model_that_is_no_longer_a_llama_or_the_exported_tape_is_not_exported_
         model = small_model(**changes)
         assert encoding_of(model).exports_to == "code", case
         monkeypatch.setattr(export, "find_checkpoint", lambda path, say: path)
-        monkeypatch.setattr(export, "open_weights", lambda path: SimpleNamespace(model=model))  # noqa: B023
+        monkeypatch.setattr(export, "open_weights", lambda path, average: SimpleNamespace(model=model))  # noqa: B023
         config = export.huggingface_config(export.open_exportable("here").model, 64, "fp32")
         assert config["model_type"] == "encoded_tape" and config["position_settings"].items() >= {
             (key, value) for key, value in changes.items() if key.startswith(("rope_", "position_increments"))

@@ -171,6 +171,7 @@ def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, d
         f"data.tokenizer: was null, is now '{data}/tokenizer.json'",
         "data.reset_attention_mask: was false, is now true",
         "optimizer.lr: was 0.01, is now 0.002",
+        "optimizer.z_loss: was 0.0, is now 0.01",
         "train.steps: was 2, is now 4",
         "train.steps: the data comes in another order than in an uninterrupted run",
     ]
