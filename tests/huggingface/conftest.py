@@ -1,6 +1,7 @@
 import json
 import shutil
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -78,16 +79,27 @@ def exports(tmp_path_factory, code_tokenizer):
 @pytest.fixture(scope="session")
 def streamable(exports, tmp_path_factory):
     """The exports, but their text has no bytes of which no character can be made: transformers cannot stream those."""
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path_factory.mktemp("ecosystem")
     for name in ("tape", "rope"):
         shutil.copytree(exports[name].directory, folder / name)
-        pieces = json.loads((folder / name / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-        weights = load_file(folder / name / "model.safetensors")
-        weights["lm_head.weight"][[index for piece, index in pieces.items() if piece.startswith("<0x")]] = 0
-        save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
+        write_no_bytes(folder / name)
     return {name: folder / name for name in ("tape", "rope")}
+
+
+def write_no_bytes(directory):
+    """Let an export's model never choose tokens that are single bytes."""
+    pieces = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    with changed_weights(directory) as weights:
+        weights["lm_head.weight"][[index for piece, index in pieces.items() if piece.startswith("<0x")]] = 0
+
+
+@contextmanager
+def changed_weights(directory):
+    """Give the weights of an export by name, and write what has become of them."""
+    from safetensors.torch import load_file, save_file
+
+    yield (weights := load_file(directory / "model.safetensors"))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="session")

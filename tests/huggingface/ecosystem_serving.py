@@ -1,4 +1,4 @@
-"""Rows of `transformers serve` and the openai client; see ecosystem.py."""
+"""Rows of `transformers serve` and the openai client; see ecosystem.py. test_vllm.py asks vLLM the same."""
 
 import os
 import socket
@@ -8,12 +8,13 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from ecosystem import Subject, row
 
 NEEDS = ("transformers_tape", "openai", "fastapi", "uvicorn")
-TIMEOUT = 180
+TIMEOUT = 300
 """Seconds after which a server that does not answer has failed."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -26,45 +27,53 @@ SHORT = ([{"role": "system", "content": "code"}, {"role": "user", "content": "de
 
 @row("transformers serve, openai client: chat, streaming, two clients at once give generate's text", NEEDS, heavy=True)
 def serve(subject: Subject):
-    _chat(subject)
+    _serve(subject)
 
 
 @row("the same with --continuous-batching", NEEDS, heavy=True)
 def serve_continuous_batching(subject: Subject):
-    _chat(subject, "--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64")
+    _serve(subject, "--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64")
 
 
-def _chat(subject: Subject, *options: str):
+def _serve(subject: Subject, *options: str):
+    # In a child process, Python may not have read transformers_tape.pth.
+    script = ("import transformers_tape; " if subject.is_tape else "") + SERVE
+    command = [sys.executable, "-c", script, "serve", copy_with_template(subject)]
+    with server([*command, "--device", "cpu", "--dtype", "float32", *options], subject.work) as url:
+        chat(subject, url)
+
+
+def chat(subject: Subject, url: str):
+    """Compare a server's chat with `generate`: answers, a stream, and three clients at once."""
     import openai
 
+    expected = [_answer(subject, *request) for request in (LONG, SHORT)]
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT)
+
+    def ask(messages, count, **more):
+        return client.chat.completions.create(
+            model=str(copy_with_template(subject)), messages=messages, max_tokens=count, temperature=0, **more
+        )
+
+    answers = [ask(*request).choices[0].message.content for request in (LONG, SHORT)]
+    assert answers == expected, (answers, expected)
+    assert ask(*LONG).usage.completion_tokens == len(_tokens(subject, *LONG))
+    # The long answer has begun when the short one is asked for; a third client waits for both in a thread.
+    stream = (chunk.choices[0].delta.content or "" for chunk in ask(*LONG, stream=True) if chunk.choices)
+    pieces = [next(piece for piece in stream if piece)]
+    others = []
+    thread = threading.Thread(target=lambda: others.append(ask(*SHORT).choices[0].message.content))
+    thread.start()
+    assert ask(*SHORT).choices[0].message.content == expected[1]
+    pieces += filter(None, stream)
+    thread.join()
+    assert others == [expected[1]]
+    # The bytes of a character that is not complete at the end are not streamed.
+    assert len(pieces) > 3 and "".join(pieces) == expected[0].rstrip("\ufffd"), (pieces, expected[0])
+
+
+def _tokens(subject: Subject, messages: list[dict], count: int) -> list[int]:
     template = subject.tokenizer.chat_template or TEMPLATE
-    expected = [_answer(subject, template, *request) for request in (LONG, SHORT)]
-    with server(subject, template, *options) as (url, model):
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT)
-
-        def ask(messages, count, **more):
-            return client.chat.completions.create(
-                model=model, messages=messages, max_tokens=count, temperature=0, **more
-            )
-
-        answers = [ask(*request).choices[0].message.content for request in (LONG, SHORT)]
-        assert answers == expected, (answers, expected)
-        assert ask(*LONG).usage.completion_tokens == len(_tokens(subject, template, *LONG))
-        # The long answer has begun when the short one is asked for; a third client waits for both in a thread.
-        stream = (chunk.choices[0].delta.content or "" for chunk in ask(*LONG, stream=True) if chunk.choices)
-        pieces = [next(piece for piece in stream if piece)]
-        others = []
-        thread = threading.Thread(target=lambda: others.append(ask(*SHORT).choices[0].message.content))
-        thread.start()
-        assert ask(*SHORT).choices[0].message.content == expected[1]
-        pieces += filter(None, stream)
-        thread.join()
-        assert others == [expected[1]]
-        # transformers does not stream the bytes of a character that is not complete at the end.
-        assert len(pieces) > 3 and "".join(pieces) == expected[0].rstrip("\ufffd"), (pieces, expected[0])
-
-
-def _tokens(subject: Subject, template: str, messages: list[dict], count: int) -> list[int]:
     ids = subject.tokenizer.apply_chat_template(
         messages, chat_template=template, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]
@@ -74,35 +83,39 @@ def _tokens(subject: Subject, template: str, messages: list[dict], count: int) -
     return found[0, ids.shape[1] :].tolist()
 
 
-def _answer(subject: Subject, template: str, messages: list[dict], count: int) -> str:
-    return subject.tokenizer.decode(_tokens(subject, template, messages, count), skip_special_tokens=True)
+def _answer(subject: Subject, messages: list[dict], count: int) -> str:
+    return subject.tokenizer.decode(_tokens(subject, messages, count), skip_special_tokens=True)
 
 
-@contextmanager
-def server(subject: Subject, template: str, *options: str):
-    """Run `transformers serve` on a copy of the model that has this chat template; give its URL and model name."""
+def copy_with_template(subject: Subject) -> Path:
+    """Return a directory with the model's files and a chat template, its own if it has one."""
     copied = subject.work / "served"
     if not copied.exists():
         copied.mkdir()
         for file in subject.directory.iterdir():
             (copied / file.name).symlink_to(file)
         (copied / "chat_template.jinja").unlink(missing_ok=True)
+        template = subject.tokenizer.chat_template or TEMPLATE
         (copied / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return copied
+
+
+@contextmanager
+def server(command: list, work: Path):
+    """Run a server of OpenAI's protocol by `command`, to which host and port are added; give its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = ["serve", copied, "--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
-    script = ("import transformers_tape; " if subject.is_tape else "") + SERVE
-    with open(subject.work / "served.log", "w+", encoding="utf-8") as log:
+    with open(work / "served.log", "w+", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, arguments), *options],
+            [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
         try:
             _wait(f"http://127.0.0.1:{port}/health", process, log)
-            yield f"http://127.0.0.1:{port}/v1", str(copied)
+            yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
             try:
@@ -121,5 +134,5 @@ def _wait(url: str, process: subprocess.Popen, log) -> None:
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
                 log.seek(0)
-                raise RuntimeError(f"transformers serve did not start: {log.read().strip()[-250:]}") from None
+                raise RuntimeError(f"the server did not start: {log.read().strip()[-250:]}") from None
             time.sleep(0.2)

@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"pinned": Path(sys.executable)}
-PYTHONS |= {name: ROOT / f".venv-{name}" / "bin" / "python" for name in ("transformers", "ecosystem")}
-"""The tests' own, the oldest transformers that works, and the one with the heavy packages."""
+PYTHONS |= {name: ROOT / f".venv-{name}" / "bin" / "python" for name in ("transformers", "ecosystem", "vllm")}
+"""The tests' own, the oldest transformers that works, the one with the heavy packages, and that of vLLM."""
 
 
 def python_of(which):

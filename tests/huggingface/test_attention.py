@@ -262,6 +262,9 @@ def test_an_attention_that_keeps_its_own_cache_is_refused_before_it_is_called(mo
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", attention)
     model = build()
     model.config._attn_implementation = "vllm"
-    with pytest.raises(NotImplementedError, match="do not support vllm.*transformers serve or generate_batch"):
+    refusal = "vllm's attention .* no position state; for vLLM, install the package transformers_tape"
+    with pytest.raises(NotImplementedError, match=refusal):
         model(tokens(), use_cache=False)
     assert not called
+    with pytest.raises(NotImplementedError, match=refusal):
+        type(model)(model.config)

@@ -246,3 +246,14 @@ def test_what_these_models_cannot_do_is_refused_by_name(exported):
     config.position_encoding = "t5"
     with pytest.raises(ValueError, match="position_encoding is 't5', but the code beside this model is that of fire"):
         type(model)(config)
+
+
+@pytest.mark.parametrize(
+    "name, refused", [("t5", "t5,"), ("tape_learned", "tape with model.position_increments learned,")]
+)
+def test_vllm_is_refused_by_the_name_of_the_encoding(exported, name, refused):
+    model = exported(name).loaded
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "vllm"
+    with pytest.raises(NotImplementedError, match=f"vllm cannot serve models with the positional encoding .*{refused}"):
+        type(model.model)(config)

@@ -16,9 +16,8 @@ from transformers.utils.import_utils import is_tracing
 
 ROWS, LONGEST, SCORES = 192, 2**21, 2**19
 """Queries of a block, times the heads of a group; how many scores they may have; and scores at a time per thread."""
-# Attention functions of servers that run models of transformers. They store what they are given, so a second call in a
-# layer would overwrite the values of the first.
-KEEP_THEIR_OWN_CACHE = ("vllm", "sglang")
+SERVERS = ("vllm", "sglang")
+"""Attention functions of servers, which keep one key and one value of each token: they have no room for z."""
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -48,6 +47,16 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return averages.transpose(1, 2), weights
 
 
+def refuse_servers(implementation: str | None) -> None:
+    """Raise NotImplementedError for a server's attention function, which would give wrong answers."""
+    if implementation in SERVERS:
+        raise NotImplementedError(
+            f"{implementation}'s attention for models of transformers keeps one key and one value of each token, and "
+            "no position state; for vLLM, install the package transformers_tape beside it, whose plug-in serves TAPE "
+            "models; without it, use transformers serve or generate_batch"
+        )
+
+
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
 ) -> tuple[list[Tensor], Tensor | None]:
@@ -58,11 +67,7 @@ def attend(
     """
     # The paged implementations differ in the cache, which has been updated, and expect the mask to be given.
     implementation, D = module.config._attn_implementation.removeprefix("paged|"), query.shape[-1]
-    if implementation in KEEP_THEIR_OWN_CACHE:
-        raise NotImplementedError(
-            f"TAPE models do not support {implementation}, whose attention keeps one key and one value of each token, "
-            "without the position state; serve them with transformers serve or generate_batch"
-        )
+    refuse_servers(implementation)
     # A single query has so little to do that reading the keys once is faster than any kernel.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
         averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)

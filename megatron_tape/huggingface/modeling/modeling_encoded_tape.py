@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
-from .attention_tape import attend, rotate
+from .attention_tape import SERVERS, attend, rotate
 from .cache_encoded_tape import LayerMemory, check_cache, prepare_cache
 from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import Encoding, Memory, in_some_layers
@@ -226,6 +226,16 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
 
 class EncodedModel(EncodedPreTrainedModel, TapeModel):
     """The decoder without its language-model head."""
+
+    def __init__(self, config: EncodedConfig):
+        if (implementation := config._attn_implementation) in SERVERS:
+            increments = config.position_settings.get("position_increments", "fixed")
+            named = f" with model.position_increments {increments}" if increments != "fixed" else ""
+            raise NotImplementedError(
+                f"{implementation} cannot serve models with the positional encoding {config.position_encoding}{named}, "
+                "since its attention has no room for what the encoding computes of each token; use generate"
+            )
+        super().__init__(config)
 
     def _add_layers(self, config: EncodedConfig) -> None:
         self.encoding = make_encoding(config)

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import can_return_tuple, logging
 
-from .attention_tape import attend, rotate
+from .attention_tape import attend, refuse_servers, rotate
 from .cache_tape import check_cache, let_grow
 from .configuration_tape import TapeConfig
 from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager, update_paged
@@ -183,6 +183,7 @@ class TapeModel(TapePreTrainedModel):
     """The decoder without its language-model head."""
 
     def __init__(self, config: TapeConfig):
+        refuse_servers(config._attn_implementation)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self._add_layers(config)

@@ -1,0 +1,132 @@
+"""Compare vLLM's tokens per second on a CPU: a TAPE model beside a Llama of the same shape.
+
+    make .venv-vllm && .venv-vllm/bin/pip install ./transformers_tape
+    .venv-vllm/bin/python -m benchmarks.serve_vllm [--record]
+
+Both models are served in processes of their own and take turns, answer by answer; ratios are medians over pairs of
+neighbours, so that other load on the machine affects both alike. All requests come at once, each with a prompt of its
+own, and a second run of the same lengths that stops after one token gives the time of the prompts. No figure appears
+unless TAPE with its matrices at zero answers with Llama's tokens.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Both engines together have to leave memory to others.
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TapeConfig, TapeForCausalLM
+from vllm import LLM, SamplingParams
+
+from benchmarks.environment import Record, add_record_arguments, positive
+
+
+def write_models(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
+    """Write a Llama, and TAPE models with its weights, one with matrices at zero and one with random ones."""
+    width = arguments.heads * arguments.head_dim
+    settings = dict(
+        vocab_size=arguments.vocab_size,
+        hidden_size=width,
+        intermediate_size=arguments.ffn,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.groups,
+        max_position_embeddings=arguments.prompt + arguments.tokens,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        initializer_range=0.1,  # so that no two tokens are almost equally likely
+    )
+    torch.manual_seed(0)
+    llama, tape = LlamaForCausalLM(LlamaConfig(**settings)), TapeForCausalLM(TapeConfig(**settings))
+    tape.load_state_dict(llama.state_dict(), strict=False)
+    paths = {name: folder / name for name in ("llama", "zero", "tape")}
+    llama.save_pretrained(paths["llama"])
+    tape.save_pretrained(paths["zero"])
+    with torch.no_grad():
+        for name, parameter in tape.named_parameters():
+            if ".position." in name:
+                parameter.normal_(std=0.05)
+    tape.save_pretrained(paths["tape"])
+    return paths
+
+
+def start(path: Path, arguments: argparse.Namespace) -> LLM:
+    """Return vLLM with one model, without a tokenizer, in fp32."""
+    options = dict(dtype="float32", enforce_eager=not arguments.compiled, max_num_seqs=max(arguments.requests))
+    options |= dict(max_model_len=arguments.prompt + arguments.tokens, enable_prefix_caching=False)
+    return LLM(str(path), skip_tokenizer_init=True, **options)
+
+
+def answer(engine: LLM, requests: int, tokens: int, arguments: argparse.Namespace) -> tuple[float, list]:
+    """Return the seconds until all requests have `tokens` tokens, and these."""
+    ids = torch.randint(
+        1, arguments.vocab_size, (requests, arguments.prompt), generator=torch.Generator().manual_seed(1)
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+    began = time.perf_counter()
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    return time.perf_counter() - began, [output.outputs[0].token_ids for output in outputs]
+
+
+def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespace) -> dict:
+    """Return each model's tokens per second, and TAPE's time divided by Llama's: of prompts, and of what follows."""
+    prompts, rest = ({name: [] for name in engines} for _ in range(2))
+    for turn in range(1 + arguments.passes):
+        for name, engine in engines.items():
+            first, _ = answer(engine, requests, 1, arguments)
+            whole, _ = answer(engine, requests, arguments.tokens, arguments)
+            if turn:  # the first warms up
+                prompts[name].append(first)
+                rest[name].append(whole - first)
+    ratio = lambda of: statistics.median(t / p for t, p in zip(of["tape"], of["llama"]))  # noqa: E731
+    produced = requests * (arguments.tokens - 1)
+    rates = {name: produced / statistics.median(seconds) for name, seconds in rest.items()}
+    return {"tokens_per_second": rates, "tape_over_llama": {"prompts": ratio(prompts), "tokens": ratio(rest)}}
+
+
+def main() -> None:
+    """Print rates and ratios; `--record` or `--output` also writes them to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=positive, default=30)
+    parser.add_argument("--heads", type=positive, default=9)
+    parser.add_argument("--groups", type=positive, default=3, help="key/value heads")
+    parser.add_argument("--head-dim", type=positive, default=64)
+    parser.add_argument("--ffn", type=positive, default=1536)
+    parser.add_argument("--vocab-size", type=positive, default=49152)
+    parser.add_argument("--requests", type=positive, nargs="+", default=[1, 8, 32], help="default: %(default)s")
+    parser.add_argument("--prompt", type=positive, default=128, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=64, help="of each answer (default: %(default)s)")
+    parser.add_argument("--passes", type=positive, default=5, help="default: %(default)s")
+    parser.add_argument("--compiled", action="store_true", help="compile the models, as vLLM does by default")
+    add_record_arguments(parser)
+    arguments = parser.parse_args()
+    record = Record("serve_vllm", arguments)
+    with tempfile.TemporaryDirectory() as work:
+        paths = write_models(arguments, Path(work))
+        engines = {"llama": start(paths["llama"], arguments)}
+        zero = start(paths["zero"], arguments)
+        answers = [answer(engine, 4, 16, arguments)[1] for engine in (engines["llama"], zero)]
+        if answers[0] != answers[1]:
+            sys.exit(
+                "error: TAPE with its matrices at zero answers with other tokens than Llama, so no figure is given"
+            )
+        del zero
+        engines["tape"] = start(paths["tape"], arguments)
+        result = {}
+        for requests in arguments.requests:
+            result[requests] = row = compare(engines, requests, arguments)
+            rates = ", ".join(f"{name} {rate:.1f}" for name, rate in row["tokens_per_second"].items())
+            ratios = ", ".join(f"{what} {ratio:.3f}" for what, ratio in row["tape_over_llama"].items())
+            print(f"{requests} requests: {rates} tokens/s; TAPE / Llama time: {ratios}", flush=True)
+            record.write({"requests": result})
+
+
+if __name__ == "__main__":
+    main()

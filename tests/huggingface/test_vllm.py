@@ -1,0 +1,151 @@
+"""TAPE models in vLLM, by the plug-in of transformers_tape: what it answers, and what it refuses."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import changed_weights, write_no_bytes
+from environments import ROOT, python_of, run_in
+from exported_models import OWN_CLASSES, PLAIN_ROPE, make
+
+PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
+# The demo's model; the widths of SmolLM2-135M; every other setting of TAPE; and a Llama.
+SMOLLM2 = dict(num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9, num_query_groups=3)
+SMOLLM2 |= dict(position_mlp_size=36, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
+DEMO = dict(num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=6)
+DEMO |= dict(position_mlp_size=24, seq_length=256)
+OTHER = dict(kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention", position_state_precision="bf16")
+OTHER |= dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, seq_length=256)
+MODELS = {"demo": (OWN_CLASSES, DEMO), "smollm2": (OWN_CLASSES, SMOLLM2), "other_settings": (OWN_CLASSES, OTHER)}
+MODELS |= {"rope": (PLAIN_ROPE, DEMO)}
+
+REFUSED = """
+import os
+import sys
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_PLUGINS": ""}
+import vllm.plugins
+from vllm import LLM
+from vllm.distributed import cleanup_dist_env_and_memory
+
+tape, *encoded = sys.argv[1:]
+
+
+def refused(path, **options):
+    try:
+        LLM(path, enforce_eager=True, **options)
+    except NotImplementedError as error:
+        print(error)
+    cleanup_dist_env_and_memory()
+
+
+for path in (tape, *encoded):
+    refused(path, trust_remote_code=True)
+del os.environ["VLLM_PLUGINS"]
+vllm.plugins.plugins_loaded = False
+refused(tape, pipeline_parallel_size=2)
+refused(tape, kv_cache_dtype="fp8")
+layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
+method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
+refused(tape, speculative_config=method)
+"""
+
+
+@pytest.fixture(scope="module")
+def plugin():
+    """The plug-in's file, which imports vLLM only where it registers with it."""
+    spec = importlib.util.spec_from_file_location("transformers_tape.vllm_plugin", PACKAGE / "vllm_plugin.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def settings(stages=1, cache="auto", method=None):
+    """What the plug-in reads of vLLM's settings."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(head_dim=48), model_arch_config=SimpleNamespace()),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        cache_config=SimpleNamespace(cache_dtype=cache),
+        speculative_config=method and SimpleNamespace(method=method),
+    )
+
+
+@pytest.mark.parametrize("given", [{}, {"cache": "bfloat16"}, {"method": "ngram"}, {"method": "draft_model"}])
+def test_heads_of_the_cache_are_twice_as_wide(plugin, given):
+    for_vllm = settings(**given)
+    for _ in range(2):  # vLLM asks when it starts, and the model once more
+        plugin.prepare(for_vllm)
+        assert for_vllm.model_config.model_arch_config.head_size == 96
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"stages": 2}, "pipeline parallelism.*set pipeline_parallel_size to 1"),
+        ({"cache": "fp8_e4m3"}, "quantised cache fp8_e4m3.*kv_cache_dtype"),
+        ({"cache": "int8_per_token_head"}, "quantised cache int8_per_token_head"),
+        *[({"method": name}, f"speculative method {name}.*ngram") for name in ("eagle", "eagle3", "medusa", "mtp")],
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(plugin, given, names):
+    with pytest.raises(NotImplementedError, match=f"^TAPE models in vLLM do not support .*{names}"):
+        plugin.prepare(settings(**given))
+
+
+def test_a_vllm_that_has_changed_gets_a_warning_and_no_error(plugin, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    with pytest.warns(RuntimeWarning, match="could not add TAPE models to vLLM .*0.32.0"):
+        plugin.register()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with an installed transformers-tape, in which Python also finds its entry point."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [python_of("vllm"), "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--target", folder]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--no-compile"]
+    subprocess.run([*pip, *options, ROOT / "transformers_tape"], check=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_vllm_gives_the_tokens_and_logprobs_of_transformers(site, code_tokenizer, tmp_path):
+    directories = []
+    for name, (kind, sizes) in MODELS.items():
+        sizes = dict(vocab_size=400, unpadded_vocab_size=400, init_std=0.06) | sizes
+        directory = make(tmp_path, kind, label=name, tokenizer=str(code_tokenizer), **sizes).directory
+        with changed_weights(directory) as weights:
+            for key in weights:
+                # Far from RoPE, but not so far that every layer multiplies rounding errors.
+                weights[key] *= 0.3 if ".position." in key else 1.0
+        directories.append(directory)
+    write_no_bytes(directories[0])  # its answers are streamed
+    script = ROOT / "tests" / "huggingface" / "equality_vllm.py"
+    command = [script, *directories[:2], "--also", *directories[2:], "--json", tmp_path / "rows.json"]
+    # Inductor itself would take minutes.
+    done = run_in("vllm", tmp_path, *command, PYTHONPATH=str(site), VLLM_CPU_CI_ENV="1")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    (alone,) = (found for what, found in rows.items() if what.startswith("one request"))
+    served_by = {name: found["module"] for name, found in alone.items()}
+    ours, vllms = "transformers_tape.vllm_model", "vllm.model_executor.models.llama"
+    assert served_by == {"demo": ours, "smollm2": ours, "other_settings": ours, "rope": vllms}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_vllm_refuses_what_cannot_work_before_it_loads_a_model(site, exports, exported, tmp_path):
+    directories = [exports["tape"].directory, *(exported(name).directory for name in ("t5", "tape_learned"))]
+    done = run_in("vllm", tmp_path, "-c", REFUSED, *directories, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stderr[-3000:]
+    without, t5, learned, *named = done.stdout.splitlines()
+    assert "for vLLM, install the package transformers_tape" in without
+    assert "vllm cannot serve models with the positional encoding t5" in t5
+    assert "the positional encoding tape with model.position_increments learned" in learned
+    for line, name in zip(named, ("pipeline parallelism", "quantised cache fp8", "extract_hidden_states"), strict=True):
+        assert line.startswith("TAPE models in vLLM do not support") and name in line

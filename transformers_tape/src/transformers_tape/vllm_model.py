@@ -1,0 +1,203 @@
+"""TAPE language models for vLLM, out of its own layers and the position update of the exported models.
+
+Axes: N tokens of all requests, H query heads and G key/value heads of this process, D head dimension, C hidden size.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.llama import LlamaMLP
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from .attention_tape import rotate
+from .configuration_tape import TapeConfig
+from .position_tape import TapePhases, TapePosition
+from .vllm_plugin import prepare
+
+
+class TapeAttention(nn.Module):
+    """Attention that rotates by the position state and averages it together with the values."""
+
+    def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        C, D = config.hidden_size, config.head_dim
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        quant_config = vllm_config.quant_config
+        self.qkv_proj = QKVParallelLinear(
+            C, D, heads, groups, config.attention_bias, quant_config=quant_config, prefix=f"{prefix}.qkv_proj"
+        )
+        self.o_proj = RowParallelLinear(heads * D, C, bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj")
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(D, eps=config.rms_norm_eps) for _ in "qk")
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+        H, G = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.sizes = H, G, D
+        self.first_group = get_tensor_model_parallel_rank() * H // (heads // groups)
+        self.attn = Attention(
+            H,
+            2 * D,
+            D**-0.5,
+            num_kv_heads=G,
+            cache_config=vllm_config.cache_config,
+            quant_config=quant_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, hidden_states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (N, C) and the averaged state (N, H, D), given (N, C) and the state of all groups."""
+        H, G, D = self.sizes
+        N = hidden_states.shape[0]
+        qkv, _ = self.qkv_proj(hidden_states)
+        query, key, value = qkv.view(N, H + 2 * G, D).split([H, G, G], dim=1)
+        query, key = self.q_norm(query), self.k_norm(key)
+        z = state[:, self.first_group : self.first_group + G].to(query.dtype)
+        query = rotate(query.unflatten(1, (G, -1)), z.unsqueeze(2)).flatten(1, 2)
+        query, key = (F.pad(x, (0, D)).flatten(1) for x in (query, rotate(key, z)))
+        averages = self.attn(query, key, torch.cat([value, z], dim=-1).flatten(1)).view(N, H, 2 * D)
+        output, _ = self.o_proj(averages[..., :D].flatten(1))
+        return output, averages[..., D:]
+
+
+class TapeDecoderLayer(nn.Module):
+    """One layer: maps hidden states and position state to the next layer's."""
+
+    def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str, last: bool):
+        super().__init__()
+        self.gate_by_mlp = config.gate_input == "mlp"
+        self.self_attn = TapeAttention(config, vllm_config, f"{prefix}.self_attn")
+        self.mlp = LlamaMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.mlp",
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.position = None if last else TapePosition(config)
+        if self.position is not None and get_tensor_model_parallel_world_size() > 1:
+            # Each process multiplies its own heads by its columns, and the products are summed.
+            self.position.token_mixing = RowParallelLinear(
+                config.num_attention_heads, config.num_key_value_heads, bias=False, return_bias=False
+            )
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map what the layer before added (N, C), the sum before it, and the state (N, G, D) to the same of this layer.
+
+        Before the first layer that is the embedded tokens, None and the phases.
+        """
+        if residual is None:
+            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        attention_output, averaged = self.self_attn(hidden_states, state)
+        # The fused norm may overwrite what it adds.
+        gate_input = None if self.gate_by_mlp else attention_output.clone()
+        hidden_states, residual = self.post_attention_layernorm(attention_output, residual)
+        mlp_output = self.mlp(hidden_states)
+        if self.position is not None:
+            gate_input = mlp_output if gate_input is None else gate_input
+            state = self.position(state[None], averaged[None], gate_input[None])[0]
+        return mlp_output, residual, state
+
+
+@support_torch_compile
+class TapeModel(nn.Module):
+    """The decoder without its language-model head."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config: TapeConfig = vllm_config.model_config.hf_config
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.embed_tokens",
+        )
+        self.phases = TapePhases(config)
+        last = config.num_hidden_layers - 1
+        self.layers = nn.ModuleList(
+            [TapeDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}", i == last) for i in range(last + 1)]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states (N, C) of tokens, or of embeddings (N, C), at positions (N,) in their requests."""
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        state = self.phases(positions)
+        if self.config.position_state_precision != "fp32":
+            state = state.to(hidden_states.dtype)
+        state = state.unsqueeze(1).expand(-1, self.config.num_key_value_heads, -1)
+        residual = None
+        for layer in self.layers:
+            hidden_states, residual, state = layer(hidden_states, residual, state)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class TapeForCausalLM(nn.Module):
+    """The decoder with its language-model head."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_stacked={
+            ".self_attn.q_proj": (".self_attn.qkv_proj", "q"),
+            ".self_attn.k_proj": (".self_attn.qkv_proj", "k"),
+            ".self_attn.v_proj": (".self_attn.qkv_proj", "v"),
+            ".mlp.gate_proj": (".mlp.gate_up_proj", 0),
+            ".mlp.up_proj": (".mlp.gate_up_proj", 1),
+        }
+    )
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        prepare(vllm_config)
+        config: TapeConfig = vllm_config.model_config.hf_config
+        self.config = config
+        self.model = TapeModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
