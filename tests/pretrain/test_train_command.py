@@ -1,5 +1,6 @@
 """`python -m pretrain.train` on one process: what it rejects, writes, survives and continues."""
 
+import gc
 import json
 import math
 import shutil
@@ -21,6 +22,7 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.io.files import digest
 from megatron_tape.model import backend
+from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.ops import parity
 from megatron_tape.ops.backends.choice import Choice
 from megatron_tape.ops.kernels import triton_attention
@@ -157,6 +159,16 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_used_and_without_any_th
 
 
 SHORT = ["--schedule.warmup_steps=0"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_run_that_has_ended_lets_go_of_its_model(run, stage):
+    models = lambda: {id(found) for found in gc.get_objects() if isinstance(found, LanguageModel)}  # noqa: E731
+    gc.collect()
+    before = models()
+    assert run("--train.steps=1", *SHORT, f"--deepspeed.zero_stage={stage}") == 0
+    gc.collect()
+    assert models() <= before
 
 
 def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, data, capfd):
