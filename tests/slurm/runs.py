@@ -28,7 +28,8 @@ def rows(run):
     """Return the rows of a run's metrics without times and speeds."""
     path = run / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{key: value for key, value in row.items() if "second" not in key and key != "time"} for row in found]
+    of_time = ("time", "slowest_rank")
+    return [{key: value for key, value in row.items() if "second" not in key and key not in of_time} for row in found]
 
 
 def step_of(run):
