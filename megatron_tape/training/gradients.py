@@ -163,12 +163,12 @@ class ScatteredGradients:
 
     def _receive(self) -> None:
         """Wait for what is under way: on a GPU, nothing computes meanwhile, nor sends what a pipeline's stages need."""
-        for group, work, share in self._under_way:
+        while self._under_way:
+            group, work, share = self._under_way.pop(0)
             with self._waiting():
                 work.wait()
             averaged = self._zero._get_compact_grad_partition_buffer(group).flat_partition
             averaged.add_(share, alpha=1 / self._zero.dp_process_group.size())
-        self._under_way.clear()
 
     def _finish(self, **_: Any) -> None:
         """Average what is left, such as a group of which a parameter has no gradient; DeepSpeed calls this."""
