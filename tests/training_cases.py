@@ -343,6 +343,8 @@ def main(folder, data, what):
     results["offload"] = resumed_run(folder, "offload", prefix, zero(2), OFFLOAD)
     workers = [prefix, option("data.num_workers", 2)]
     results["workers"] = resumed_run(folder, "workers", *workers)
+    stages = option("data.stages", f"[{{prefix: {data}/b, share: 0.25}}]")
+    results["stages"] = resumed_run(folder, "stages", prefix, stages)
     before, after = [*generated(), tp(1), zero(1)], [*generated(), tp(2), zero(3)]
     results["generated"] = resumed_run(folder, "generated", *before, then=after)
     before, after = ([*one, *ramp()] for one in (before, after))

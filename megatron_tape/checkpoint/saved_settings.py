@@ -19,6 +19,7 @@ FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision"
 """Settings of a model that may change while its weights stay the same."""
 ORDER_KEYS = (
     "data.prefix",
+    "data.stages",
     "data.split",
     "data.long_documents",
     "data.generator",

@@ -21,6 +21,7 @@ from megatron_tape.config.schema import (
     blend,
     split_shares,
 )
+from megatron_tape.config.stages import stages_of
 from megatron_tape.config.steering import average_of, spikes_of
 from megatron_tape.config.values import check_section, clashes, shown
 from megatron_tape.errors import refuse
@@ -120,7 +121,9 @@ def _validate_data(config: RunConfig) -> None:
     data, interval, clash = config.data, config.train.eval_interval, functools.partial(clashes, config)
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
-    blend(data.prefix)
+    for stage in stages_of(config):
+        with stage.naming_the_setting():
+            blend(stage.config.data.prefix)
     nothing = data.source == "prefix" and config.train.validates and split_shares(data.split)[1] == 0
     fix, why = "raise its second share, or set eval_interval to null", "which leaves nothing for validation"
     clash(nothing, "train.eval_interval data.split", fix, why)
@@ -136,7 +139,7 @@ def _validate_data(config: RunConfig) -> None:
 def _validate_samples(config: RunConfig) -> None:
     """Check a source of samples that stands in place of indexed datasets."""
     why = "which makes samples that are not cut from documents"
-    for key, unset in (("long_documents", None), ("reset_attention_mask", False)):
+    for key, unset in (("stages", None), ("long_documents", None), ("reset_attention_mask", False)):
         given = getattr(config.data, key) != unset
         clashes(config, given, f"data.{key} data.{config.data.source}", f"set it to {shown(unset)}", why)
     if config.data.source == "generator":

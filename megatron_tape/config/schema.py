@@ -106,6 +106,9 @@ class DataConfig:
     prefix: dict[str, float] | list[float | str] | str | None = None
     """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
     that gives a split less than one sequence is left out of that split, with a warning."""
+    stages: list[dict[str, Any]] | None = None
+    """What to train on after that, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 % of
+    the run's tokens; several follow each other. Validation data stays that of prefix."""
     generator: dict[str, int | float | str] | None = None
     """Train on sequences of a synthetic task in place of a dataset: addition, selective_copy, grid_navigation or
     recall, with settings of the task that are not its defaults, such as {task: addition, digits: 20}. Samples never

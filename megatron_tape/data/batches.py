@@ -3,6 +3,7 @@
 Only the seed decides their order.
 """
 
+import bisect
 import itertools
 import logging
 import os
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
+from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.index_cache import build_on_rank_0
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
 from megatron_tape.data.plan import Plan, plan_for_all
@@ -125,6 +127,17 @@ class Batches:
             )
 
 
+class _InStages(Dataset):
+    """The samples of `datasets`, one after the other: each from where its stage starts."""
+
+    def __init__(self, datasets: list[Dataset], stages: list[Stage]):
+        self._datasets, self._stages = datasets, stages
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number = stage_at(self._stages, index)
+        return self._datasets[number][index - self._stages[number].start]
+
+
 class _Samples(Dataset):
     """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`."""
 
@@ -204,12 +217,25 @@ def build_batches(
     if speaks:
         logger.info("building the index of %s training sequences", f"{samples.stop:,}")
     started = time.monotonic()
-    plan, cache = plan_for_all(config, evaluates), config.data.resolved_cache_directory
-    build_on_rank_0(cache, lambda directory: _open(config, plan, samples.stop, directory, build=True), moved)
-    datasets = _open(config, plan, samples.stop, cache, build=False)
+    stages, plans, cache = stages_of(config), [], config.data.resolved_cache_directory
+    for stage in stages:
+        with stage.naming_the_setting():
+            plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
+
+    def open_all(cache: str, build: bool) -> list[list[Dataset]]:
+        ends = [*(stage.start for stage in stages[1:]), max(samples.stop, stages[-1].start + 1)]
+        parts = zip(stages, plans, ends)
+        return [_open(stage.config, plan, end - stage.start, cache, build) for stage, plan, end in parts]
+
+    build_on_rank_0(cache, lambda directory: open_all(directory, build=True), moved)
+    (first, *validation), *later = open_all(cache, build=False)
     if speaks:
         logger.info("index ready after %.1f s", time.monotonic() - started)
-    return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod, samples, remaining)
+        for stage in stages[1:]:
+            steps = bisect.bisect_left(range(train.steps), stage.start, key=train.samples_after)
+            logger.info("from step %s on, the training data is %s", f"{steps + 1:,}", stage.config.data.prefix)
+    train_data = _InStages([first, *(found[0] for found in later)], stages) if later else first
+    return Batches(train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining)
 
 
 def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool) -> list[Dataset]:

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_tape import command_line
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend, split_shares
+from megatron_tape.config.stages import stages_of
 from megatron_tape.config.values import shown
 from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
@@ -31,12 +32,9 @@ def check_data_files(config: RunConfig) -> None:
 
     Raises OSError where the file system does not answer.
     """
-    for prefix in blend(config.data.prefix)[0]:
-        for suffix in (".idx", ".bin"):
-            with naming_the_setting("data.prefix", prefix):
-                missing = not Path(prefix + suffix).is_file()
-            fix = "preprocess the corpus or correct it"
-            refuse(missing, "data.prefix", f"names {prefix}, but {prefix}{suffix} does not exist", fix)
+    for stage in stages_of(config):
+        with stage.naming_the_setting():
+            _check_prefixes(stage.config)
     # A cache that exists may hold all that is needed, and need not be writable.
     cache = config.data.resolved_cache_directory
     check_writable("data.cache_directory", cache, existing_is_enough=True)
@@ -54,6 +52,15 @@ def check_data_files(config: RunConfig) -> None:
     with naming_the_setting("data.tokenizer", tokenizer):
         missing = tokenizer is not None and not Path(tokenizer).exists()
     refuse(missing, "data.tokenizer", f"is {tokenizer}, which does not exist", "train or fetch it, or correct the path")
+
+
+def _check_prefixes(config: RunConfig) -> None:
+    for prefix in blend(config.data.prefix)[0]:
+        for suffix in (".idx", ".bin"):
+            with naming_the_setting("data.prefix", prefix):
+                missing = not Path(prefix + suffix).is_file()
+            fix = "preprocess the corpus or correct it"
+            refuse(missing, "data.prefix", f"names {prefix}, but {prefix}{suffix} does not exist", fix)
 
 
 def check_writable(key: str, directory: str | None, existing_is_enough: bool = False) -> None:
@@ -85,6 +92,16 @@ def check_datasets(config: RunConfig) -> None:
     Indices and examples that passed are not read again before they change (see `check_once`).
     """
     tokenizer = load_run_tokenizer(config)
+    for stage in stages_of(config):
+        with stage.naming_the_setting():
+            _check_training_datasets(stage.config, tokenizer)
+    if config.data.source == "prefix" and config.train.validates:
+        large_enough(config, "validation")
+    if config.data.examples is not None:
+        _check_examples(config, tokenizer)
+
+
+def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     cache = config.data.resolved_cache_directory
     for prefix in blend(config.data.prefix)[0]:
         try:
@@ -105,10 +122,6 @@ def check_datasets(config: RunConfig) -> None:
         find_pools(config)
     elif config.data.source == "prefix":
         large_enough(config, "training")
-    if config.data.source == "prefix" and config.train.validates:
-        large_enough(config, "validation")
-    if config.data.examples is not None:
-        _check_examples(config, tokenizer)
 
 
 def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:

@@ -1,5 +1,6 @@
 """Facts about the nodes of a job, and differences that must not exist: versions, code, data, GPUs, directories."""
 
+import itertools
 import os
 import shutil
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.stages import stages_of
 from megatron_tape.io.files import BLOCKS, fingerprint
 from megatron_tape.io.versions import toolchain, versions
 
@@ -34,7 +36,8 @@ class Problem:
 
 def inputs(config: RunConfig) -> list[str]:
     """Return the files that every node reads."""
-    files = [prefix + suffix for prefix in blend(config.data.prefix)[0] for suffix in (".idx", ".bin")]
+    prefixes = itertools.chain(*(blend(stage.config.data.prefix)[0] for stage in stages_of(config)))
+    files = [prefix + suffix for prefix in dict.fromkeys(prefixes) for suffix in (".idx", ".bin")]
     if config.data.examples is not None:
         examples = examples_of(config.data.examples)
         files += [path for path in (examples.path, examples.validation) if path is not None]

@@ -19,6 +19,7 @@ from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.saved_settings import changes, check_same_vocabulary
 from megatron_tape.config.monitoring import wandb_of
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
+from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
@@ -175,6 +176,7 @@ class Trainer:
         eod = None if self.tokenizer is None else self.tokenizer.eod
         moved = partial(self.watch.progress, "indexing the data")
         self.batches = build_batches(config, layout, eod, self.step, self.samples, moved)
+        self.stages = stages_of(config)
         # Started early: forked later, from a larger process, the loader processes would delay the first step.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
@@ -319,6 +321,8 @@ class Trainer:
             "tflops_per_second": (flops := speed * flops_per_token(self.config.model, self.config.extension)) / 1e12,
             **utilization(flops, self.config, self.layout),
         }
+        if self.config.data.stages is not None:
+            own["data_stage"] = stage_at(self.stages, self.samples - 1)
         if result.z_loss is not None:
             own["z_loss"] = result.z_loss
         found = [("training", HookResult(scalars=own)), *found]

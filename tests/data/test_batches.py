@@ -95,6 +95,24 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
     assert tokens_of(built.validation, 8) == tokens_of(validation, 8)
 
 
+def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(folder, build, caplog):
+    """Of 160 sequences in steps of 4, the second stage begins at 99, rounded down to 96, and the third at 144."""
+    caplog.set_level("INFO", "megatron_tape")
+    stages = [{"prefix": f"{folder}/b", "share": 0.28}, {"prefix": [1, f"{folder}/a", 2, f"{folder}/b"], "share": 0.1}]
+    built = build(f"{folder}/a", stages=stages)
+    assert [said.partition(",")[0] for said in caplog.messages[-2:]] == ["from step 25 on", "from step 37 on"]
+    tokens = tokens_of(built.train, 160)
+    first = {"prefix": f"{folder}/a"}
+    for seed, start, end, item in ((1234, 0, 96, first), (1235, 96, 144, stages[0]), (1236, 144, 160, stages[1])):
+        train = dataclasses.replace(built.config.train, seed=seed, steps=(end - start) // 4)
+        data = dataclasses.replace(built.config.data, prefix=item["prefix"], stages=None)
+        alone = build_batches(dataclasses.replace(built.config, data=data, train=train), built.layout)
+        assert tokens[start:end] == tokens_of(alone.train, end - start)
+    assert tokens_of(built.validation, 8) == tokens_of(build(f"{folder}/a").validation, 8)
+    resumed = build_batches(built.config, built.layout, step=30, consumed=120)
+    assert next(resumed.training())["tokens"][0].tolist() == tokens[120]
+
+
 def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(folder, build, monkeypatch, tmp_path):
     prefixes = {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
     expected = [tokens_of(build(prefix).train, 160) for prefix in (f"{folder}/a", prefixes)]

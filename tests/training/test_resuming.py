@@ -11,17 +11,35 @@ def resumed(tmp_path_factory):
     return run_group("training_cases", 2, write_all(tmp_path_factory.mktemp("data")), "resume")
 
 
-STEERED = ["spike_skip", "spike_rewind", "muon"]
+STEERED = ["spike_skip", "spike_rewind", "muon", "stages"]
 FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
 
 
 @pytest.mark.parametrize(
     "case",
-    [*LAYOUTS, "context_parallel", "hierarchical", "bf16", "offload", "ramp_offload", "workers", *FROZEN, *STEERED],
+    [
+        *LAYOUTS,
+        "context_parallel",
+        "hierarchical",
+        "bf16",
+        "offload",
+        "ramp_offload",
+        "workers",
+        "stages",
+        *FROZEN,
+        *STEERED,
+    ],
 )
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
     assert resumed[case]["continued_state"] == resumed[case]["whole_state"]
+
+
+def test_a_stage_of_the_data_begins_at_its_step_and_is_logged(resumed):
+    rows, without = (resumed[case]["whole"] for case in ("stages", "workers"))
+    assert [row["data_stage"] for row in rows] == [0, 0, 0, 1]
+    assert [row["loss"] for row in rows[:3]] == [row["loss"] for row in without[:3]]
+    assert rows[3]["loss"] != without[3]["loss"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -147,7 +147,14 @@ def _data(data: dict) -> str:
         return f"examples of {Path(data['examples']['path']).name}"
     if data["prefix"] is None:
         return ", ".join(f"{key} {value}" for key, value in data["generator"].items())
-    prefixes, weights = blend(data["prefix"])
+    stages = "".join(
+        f"; then, for {x['share']:.0%} of the tokens, {_names(x['prefix'])}" for x in data.get("stages") or ()
+    )
+    return _names(data["prefix"]) + stages
+
+
+def _names(prefix: dict | list | str) -> str:
+    prefixes, weights = blend(prefix)
     names = [Path(prefix).name for prefix in prefixes]
     shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
     return ", ".join(shares)
