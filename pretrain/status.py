@@ -158,6 +158,10 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if errors and last.outcome != FINISHED:
         lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")
+    if spikes := [spike for attempt in attempts for spike in attempt.spikes]:
+        newest = spikes[-1]
+        figures = f"loss {_number(newest['loss'])}, gradient norm {newest['grad_norm']:.4g}"
+        lines.append(f"spikes      {len(spikes)}, the last at step {newest['step']:,} ({newest['action']}): {figures}")
     for slow in last.stragglers:
         lines.append(f"slow rank   {slow['rank']} on {slow['place']}: {slow['times']:.2f} times the median's seconds")
     with contextlib.suppress(ValueError):

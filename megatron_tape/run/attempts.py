@@ -31,6 +31,9 @@ STOP_BYTES = 1000
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 TRAINING = "training"
 """The stage in which steps are made."""
+REWINDING, REWOUND = "rewinding", "rewound steps"
+"""What a heartbeat counts beside its stages: going back within an attempt, and the steps that were lost by it."""
+SPIKES = "spikes.jsonl"
 UNREADY = "unready"
 """The nodes could not train together, for a reason that may pass. After REFUSED, another start would fail again."""
 
@@ -92,6 +95,18 @@ class Straggler(TypedDict):
     """Of its own forward and backward passes in a step, a mean over the steps before."""
     times: float
     """How many times as long that is as the median rank's."""
+
+
+class Spike(TypedDict):
+    """A step that `train.spikes` noticed: a line of `spikes.jsonl`."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    action: str
+    """warn, skip or rewind."""
+    number: int
+    """Counted from 1 over the whole run."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +181,10 @@ class Attempt:
     def heartbeat(self, **facts: Any) -> None:
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
-    def record_spike(self, **facts: Any) -> None:
+    def record_spike(self, spike: Spike) -> None:
         """Add a line to `spikes.jsonl`."""
-        with open(self.directory / "spikes.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(facts) + "\n")
+        with open(self.directory / SPIKES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(spike) + "\n")
 
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()

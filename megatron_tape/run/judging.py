@@ -1,25 +1,29 @@
 """What the records of a run's attempts say: how each ended, and whether another one is worth starting."""
 
+import contextlib
 import logging
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError
-from megatron_tape.io.records import RECORD_BYTES, read_record
+from megatron_tape.io.records import RECORD_BYTES, parse_record, read_record, read_small
 from megatron_tape.run.attempts import (
     FAILED,
     FINISHED,
     HUNG,
     INTERRUPTED,
     REFUSED,
+    SPIKES,
     STALE,
     UNREADY,
     End,
     Facts,
     Heartbeat,
+    Spike,
     Straggler,
     Verdict,
     attempt_numbers,
@@ -49,6 +53,7 @@ class AttemptRecord:
     verdict: Verdict | None = None
     heartbeat: Heartbeat | dict = field(default_factory=dict)
     stragglers: tuple[Straggler, ...] = ()
+    spikes: tuple[Spike, ...] = ()
     ended: float | None = None
     """When the last rank that recorded its end did so."""
 
@@ -167,7 +172,22 @@ def _read(directory: Path, number: int) -> AttemptRecord:
         heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),
         ended=max((end["time"] for end in ends), default=None),
         stragglers=tuple(filter(None, (_read_advisory(path, Straggler) for path in stragglers))),
+        spikes=tuple(_read_spikes(directory / SPIKES)),
     )
+
+
+def _read_spikes(path: Path) -> Iterator[Spike]:
+    """Yield the spikes in a file that another process may be writing, without lines that cannot be read."""
+    try:
+        lines = read_small(path, RECORD_BYTES >> 6).splitlines()
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        logger.warning("warning: %s: %s", path, error)
+        return
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield parse_record(line, Spike)
 
 
 ECHOES = (

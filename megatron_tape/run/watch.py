@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_tape.run.attempts import HUNG, STALE, TRAINING, Attempt, Straggler, stop_reason
+from megatron_tape.run.attempts import HUNG, REWINDING, REWOUND, STALE, TRAINING, Attempt, Straggler, stop_reason
 
 POLL_SECONDS = 1.0
 OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
@@ -59,6 +59,10 @@ class Watch:
         self._begun: dict[str, float] = {}
         self._stages: dict[str, float] | None = None
         """Seconds by stage since training began."""
+        self._leg = 0, 0.0
+        """The step from which training began or began again, and its seconds by then."""
+        self._before: dict[str, float] = {}
+        """The seconds by stage at the last rewind."""
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._profile_requested = False
@@ -99,9 +103,23 @@ class Watch:
     def begin_training(self, step: int = 0) -> None:
         """Apply `hang_timeout` as it was given from now on; `step` steps are already done."""
         self.progress(TRAINING)
-        self._begun = {"from_step": step, "began": time.time()}
-        self._stages = {}
+        if self._stages is None:
+            self._begun = {"from_step": step, "began": time.time()}
+            self._stages = {}
+        else:
+            since = sum(self._stages.values()) - sum(self._before.values())
+            self._stages = self._before | {REWINDING: self._before.get(REWINDING, 0.0) + since}
+        self._leg = step, self._stages.get(TRAINING, 0.0)
         self._hang_timeout = self._training_hang_timeout
+
+    def rewind(self, step: int) -> None:
+        """Count the time of all steps after `step` as lost; `begin_training` follows when they can be trained again."""
+        self.progress(REWINDING)
+        first, before = self._leg
+        last, seconds = self._facts["step"], self._stages.get(TRAINING, 0.0)
+        lost = (seconds - before) * min(1.0, (last - step) / max(1, last - first))
+        self._before = self._stages | {TRAINING: seconds - lost, REWOUND: self._stages.get(REWOUND, 0.0) + lost}
+        self._stages = dict(self._before)
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items, and count each as progress."""

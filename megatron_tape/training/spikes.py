@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.config.steering import SpikeSettings
 from megatron_tape.errors import TrainingStopped
+from megatron_tape.run.attempts import Spike
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ class SpikeHook(Hook):
         action, number = self._settings.action, trainer.progress.get(FOUND, 0) + 1
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
-            facts = {"step": step, "loss": loss, "grad_norm": norm, "action": action, "number": number}
+            spike: Spike = {"step": step, "loss": loss, "grad_norm": norm, "action": action, "number": number}
             with contextlib.suppress(OSError):
-                trainer.watch.attempt.record_spike(**facts)
+                trainer.watch.attempt.record_spike(spike)
         message = "spike at step %d (%s): loss %.4g, gradient norm %.4g; the medians before are %.4g and %.4g"
         logger.warning(message, step, action, loss, norm, *map(median, self._spikes.values))
         if action == "warn":

@@ -29,7 +29,7 @@ from megatron_tape.model.initialization import initialize_weights, weight_initia
 from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.run.attempts import INTERRUPTED, TRAINING, Attempt
+from megatron_tape.run.attempts import INTERRUPTED, REWINDING, TRAINING, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
 from megatron_tape.run.weights_and_biases import WandbRun
@@ -144,13 +144,14 @@ class Trainer:
         self.engine.close()
         self.model = self.engine = self.saves = self.hooks = None
         gc.collect()  # before another model gets memory
-        self.watch.progress("reading the checkpoint")
+        self.watch.progress(REWINDING)
         if saved or self.checkpoint is not None:
             # Until a save renames them, there may be later checkpoints than the one that the run was to resume.
             resume = "auto" if saved else str(self.checkpoint.path)
             checkpoint = dataclasses.replace(self.config.checkpoint, resume=resume)
             self.checkpoint = open_to_resume(dataclasses.replace(self.config, checkpoint=checkpoint), self.layout)
         self.step = 0 if self.checkpoint is None else self.checkpoint.step
+        self.watch.rewind(self.step)
         self._build()
         self.progress = self.progress | {FOUND: found}
 

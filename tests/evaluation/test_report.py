@@ -396,12 +396,17 @@ def test_the_time_of_runs_is_shown_by_phase_by_attempt_and_as_shares(tmp_path):
         steps = {"from_step": 100 * (number - 1), "step": 150 * number}
         (directory / "attempt.json").write_text(json.dumps({"started": started}))
         (directory / "heartbeat.json").write_text(json.dumps(beat | times | steps))
+        spike = {"step": 77 * number, "loss": 9.25, "grad_norm": 31.5, "action": "skip", "number": number}
+        (directory / "spikes.jsonl").write_text(json.dumps(spike) + "\n")
     content = page(read_models([run, write_run(tmp_path / "plain")]))
     assert "forward 2, backward 4 and save 1.5" in content
     assert "Attempts of run on a time line: 1 from 0:00:00 to 0:01:20 and 2 from 0:03:20 to 0:04:40." in content
     table = content[content.index("What the time since the first attempt became") :]
     shares = re.findall(r"\d+\.\d(?=<| *<|$)", table[: table.index("</table>")])
     assert shares == ["35.7", "7.1", "14.3", "42.9"]  # of 280 s: kept, repeated, start, between attempts
+    table = content[content.index("Spikes (train.spikes)") :]
+    found = re.findall(r">([\d.]+|skip)<", table[: table.index("</table>")])
+    assert found == ["1", "77", "9.2500", "31.5000", "skip", "2", "154", "9.2500", "31.5000", "skip"]
 
 
 @pytest.mark.parametrize(

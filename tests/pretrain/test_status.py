@@ -85,9 +85,15 @@ def test_the_screen_shows_what_became_of_the_time_and_which_ranks_are_slow(run, 
     times = {"began": now - 90, "since": now, "time": now, "stages": {"training": 80.0, "saving": 10.0}}
     write_record(path, json.loads(path.read_text()) | times | {"from_step": 0})
     attempt.record_straggler({"rank": 5, "place": "alpha, GPU 5", "step": 10, "seconds": 3.0, "times": 1.5})
+    for number, step in ((1, 7), (2, 1040)):
+        spike = {"step": step, "loss": 9.5, "grad_norm": 31.76, "action": "skip", "number": number}
+        attempt.record_spike(spike)
+    with open(attempt.directory / "spikes.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 9, "lo')
     assert status.main([str(run)]) == 0
     output = capsys.readouterr().out
     assert "goodput     80.0% of the time; saves 10.0%, start 10.0%\n" in output
+    assert "spikes      2, the last at step 1,040 (skip): loss 9.5000, gradient norm 31.76\n" in output
     assert "slow rank   5 on alpha, GPU 5: 1.50 times the median's seconds\n" in output
 
 

@@ -23,7 +23,7 @@ from megatron_tape.evaluation.report.models import Model, clean
 from megatron_tape.evaluation.report.published import published_tables
 from megatron_tape.evaluation.report.scores import draw_scores, score_tables
 from megatron_tape.evaluation.report.tables import Table, enumerated, heading, task_names, task_title
-from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, phases, time_lines
+from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, phases, spikes, time_lines
 from megatron_tape.evaluation.report.training_curves import curves, evaluation_seconds, runs_table, training_speeds
 from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks import TASKS
@@ -168,8 +168,10 @@ def _training(models: Sequence[Model]) -> Section:
 def _time_spent(models: Sequence[Model]) -> Section:
     runs = attempts_of(models)
     pictures = list(map(embedded, [*phases(models), *time_lines(runs)]))
-    tables = [table for table in [goodput(runs)] if table is not None]
-    return Section("time", "Where the time went", parts=[Part(tables=tables, pictures=pictures)] if pictures else [])
+    tables = [table for table in [goodput(runs), spikes(models)] if table is not None]
+    return Section(
+        "time", "Where the time went", parts=[Part(tables=tables, pictures=pictures)] if pictures or tables else []
+    )
 
 
 def _tasks(models: Sequence[Model]) -> Section:

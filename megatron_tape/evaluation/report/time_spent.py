@@ -19,6 +19,8 @@ BAR = (START, *(kind for kind in KINDS if kind not in (START, BETWEEN)))
 """Kinds of time as an attempt's bar shows them."""
 MOST_ATTEMPTS = 60
 """Attempts that a time line shows: the last ones."""
+MOST_SPIKES = 20
+"""Spikes of a run that are shown: the last ones."""
 _UNITS = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -71,6 +73,20 @@ def goodput(runs: dict[str, list[Spent]]) -> Table | None:
         rows.append([Cell(label, label), Cell(duration(whole), whole, attempts, "number"), *shares])
     columns = [Column("run"), *(Column(name, "number") for name in ("time", *(f"{kind}, %" for kind in kinds)))]
     return Table("What the time since the first attempt became", columns, rows)
+
+
+def spikes(models: Sequence[Model]) -> Table | None:
+    """Return a table of the last spikes of each run."""
+    rows = []
+    for model in models:
+        attempts = [] if model.run is None else read_attempts(model.run.path)
+        found = [(attempt.number, spike) for attempt in attempts for spike in attempt.spikes]
+        for attempt, spike in found[-MOST_SPIKES:]:
+            step, loss, norm = number(spike["step"], 0), number(spike["loss"], 4), number(spike["grad_norm"], 4)
+            rows.append([Cell(model.label, model.label), number(attempt, 0), step, loss, norm, Cell(spike["action"])])
+    names = ("attempt", "step", "loss", "gradient norm")
+    columns = [Column("run"), *(Column(name, "number") for name in names), Column("what was done")]
+    return Table("Spikes (train.spikes)", columns, rows) if rows else None
 
 
 def time_lines(runs: dict[str, list[Spent]]) -> list[Picture]:
