@@ -481,6 +481,7 @@ COMPARED = (
         "addition_5_digits",
         "addition_hints",
         "language",
+        "language_512",
     ),
 )
 
@@ -499,6 +500,9 @@ def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path)
     plan = plan_of(file, tmp_path, encodings="rope,tape", seeds=3)
     assert len(plan.runs) == 6
     (task,) = plan.tasks
+    if task.name == "perplexity":
+        assert (task.settings.data, task.settings.split) == (config.data.prefix, config.data.split)
+        return
     generator = generator_of(config.data.generator)
     if task.name == "addition":
         assert (task.settings.digits, task.settings.hints) == (generator.digits, generator.hints)
