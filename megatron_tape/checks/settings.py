@@ -26,6 +26,7 @@ from megatron_tape.config.steering import average_of, spikes_of
 from megatron_tape.config.values import check_section, clashes, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
+from megatron_tape.model.mup import check_base
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
 from megatron_tape.ops.backends import LIBRARIES, REFLECTIONS, SCORES
@@ -87,6 +88,8 @@ def _validate_optimizer(config: RunConfig) -> None:
         clash(deepspeed.offload_optimizer, "optimizer.kind deepspeed.offload_optimizer", "set that to false")
         without = "all" not in config.extension.trains
         clash(without, "optimizer.kind extension.trains", "set it to adamw", "so no matrix of Muon's is trained")
+    if optimizer.mup_base is not None:
+        check_base(config)
     if config.train.spikes is not None:
         spikes_of(config.train.spikes)
     if config.train.average is not None:

@@ -147,7 +147,7 @@ class Engine:
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
-        self.adam = build_optimizer(model, config.optimizer, config.deepspeed, layout)
+        self.adam = build_optimizer(model, config, layout)
         zero_3.set_hierarchy(config.deepspeed.hierarchical_partition, layout)
         zero_3.drop_copies(model)
         with _torch_launcher_variables(layout):

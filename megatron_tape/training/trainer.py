@@ -224,7 +224,7 @@ class Trainer:
                 return
         self.watch.progress("initializing the weights")
         started = time.perf_counter()
-        initials = weight_initializations(config.model, config.extension)
+        initials = weight_initializations(config.model, config.extension, config.optimizer.mup_base)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
         initialize_weights(self.model, initials, config.train.seed, rank, size, new)
         if (seconds := time.perf_counter() - started) > 1:

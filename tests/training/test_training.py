@@ -53,6 +53,12 @@ def test_muon_under_every_layout_equals_one_process(equal, size, variant):
     assert_close(equal[size][variant], equal[1]["muon"])
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_mup_under_every_layout_equals_one_process(equal, size):
+    assert_close(equal[size]["mup"], equal[1]["mup"])
+    assert equal[1]["mup"][0]["loss"] != equal[1]["tp1_zero0"][0]["loss"], "weights begin elsewhere"
+
+
 def test_muon_learns_in_another_way(equal):
     muon, adamw = equal[1]["muon"], equal[1]["tp1_zero0"]
     assert muon[0]["loss"] == adamw[0]["loss"] and muon[-1]["loss"] != adamw[-1]["loss"]
