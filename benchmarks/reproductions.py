@@ -37,8 +37,14 @@ class Shown:
     learned: float | None = None
     """What the first column must reach for a run to have learned the task; None where that cannot be said."""
     digits: int = 3
+    recipe: str | None = None
+    """What was trained, if it does not have the record's name."""
+    changes: tuple[str, ...] = ()
+    """Settings that were not the recipe's, of all variants."""
 
 
+WIDE = ("--model.hidden_size=384", "--model.num_attention_heads=12", "--model.ffn_hidden_size=1024")
+LOSS = {"loss, nats a token": ("validation loss", "")}
 TASKS = {
     "selective_copy": Shown(
         "selective_copy",
@@ -65,8 +71,10 @@ TASKS = {
         },
         0.95,
     ),
-    "addition": Shown("addition", {"loss, nats a token": ("validation loss", "")}),
-    "language": Shown("language", {"loss, nats a token": ("validation loss", "")}),
+    "addition": Shown("addition", LOSS),
+    "language": Shown("language", LOSS),
+    "language_muon": Shown("language_muon", LOSS, recipe="language"),
+    "language_mup": Shown("language_mup", LOSS, recipe="language", changes=WIDE),
 }
 
 
@@ -85,13 +93,14 @@ def table(shown: Shown, comparison: Comparison) -> Iterator[str]:
         if shown.learned:
             cells.append(f"{sum(value >= shown.learned for value in found[0].values.values())}")
         cells += [_described(row, shown.digits) for row in found]
-        yield f"| {' | '.join([*cells, f'{_teraflops(shown.record, variant):,.0f}'])} |"
+        yield f"| {' | '.join([*cells, f'{_teraflops(shown, variant):,.0f}'])} |"
 
 
-def _teraflops(recipe: str, variant: str) -> float:
+def _teraflops(shown: Shown, variant: str) -> float:
     """Return the arithmetic of a training, in 10^12 FLOPs."""
     changes = parse_variants(variant)[0].arguments
-    config = parse_run_config(["--config", str(RECIPES / f"{recipe}.yaml"), *changes])
+    recipe = RECIPES / f"{shown.recipe or shown.record}.yaml"
+    config = parse_run_config(["--config", str(recipe), *shown.changes, *changes])
     tokens = config.train.samples_after(config.train.steps) * config.model.seq_length
     return flops_per_token(config.model) * tokens / 1e12
 

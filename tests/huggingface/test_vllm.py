@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import changed_weights, write_no_bytes
 from environments import ROOT, python_of, run_in
 from exported_models import OWN_CLASSES, PLAIN_ROPE, make
@@ -66,7 +67,9 @@ def plugin():
 def settings(stages=1, cache="auto", method=None):
     """What the plug-in reads of vLLM's settings."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(head_dim=48), model_arch_config=SimpleNamespace()),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(head_dim=48), model_arch_config=SimpleNamespace(), dtype=torch.bfloat16
+        ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         cache_config=SimpleNamespace(cache_dtype=cache),
         speculative_config=method and SimpleNamespace(method=method),
@@ -85,8 +88,9 @@ def test_heads_of_the_cache_are_twice_as_wide(plugin, given):
     "given, names",
     [
         ({"stages": 2}, "pipeline parallelism.*set pipeline_parallel_size to 1"),
-        ({"cache": "fp8_e4m3"}, "quantised cache fp8_e4m3.*kv_cache_dtype"),
-        ({"cache": "int8_per_token_head"}, "quantised cache int8_per_token_head"),
+        ({"cache": "fp8_e4m3"}, "a cache of fp8_e4m3.*kv_cache_dtype"),
+        ({"cache": "int8_per_token_head"}, "a cache of int8_per_token_head"),
+        ({"cache": "float32"}, "a cache of float32 for a model of torch.bfloat16"),
         *[({"method": name}, f"speculative method {name}.*ngram") for name in ("eagle", "eagle3", "medusa", "mtp")],
     ],
 )
@@ -147,5 +151,5 @@ def test_vllm_refuses_what_cannot_work_before_it_loads_a_model(site, exports, ex
     assert "for vLLM, install the package transformers_tape" in without
     assert "vllm cannot serve models with the positional encoding t5" in t5
     assert "the positional encoding tape with model.position_increments learned" in learned
-    for line, name in zip(named, ("pipeline parallelism", "quantised cache fp8", "extract_hidden_states"), strict=True):
+    for line, name in zip(named, ("pipeline parallelism", "a cache of fp8", "extract_hidden_states"), strict=True):
         assert line.startswith("TAPE models in vLLM do not support") and name in line

@@ -5,7 +5,6 @@ and keys as wide, and change no score, so that any attention backend of vLLM doe
 """
 
 ARCHITECTURE = "TapeForCausalLM"
-UNQUANTISED_CACHES = ("auto", "float32", "float16", "bfloat16")
 SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Those that look at tokens alone."""
 
@@ -43,8 +42,10 @@ def prepare(vllm_config) -> None:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         problem = "pipeline parallelism, whose stages pass on hidden states without the position state"
         fix = "set pipeline_parallel_size to 1; tensor parallelism works"
-    elif (kind := vllm_config.cache_config.cache_dtype) not in UNQUANTISED_CACHES:
-        problem = f"the quantised cache {kind}, which would round the position state with the values"
+    elif (kind := vllm_config.cache_config.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
+        problem = (
+            f"a cache of {kind} for a model of {model.dtype}, which would round the position state with the values"
+        )
         fix = "leave kv_cache_dtype at auto"
     elif speculative is not None and speculative.method not in SPECULATIVE_METHODS:
         problem = f"the speculative method {speculative.method}, which reads hidden states but no position state"
