@@ -5,7 +5,7 @@ from enum import IntEnum
 from megatron_tape.checkpoint.directories import STATE, read_state
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_same_vocabulary, check_start
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.settings import check_profiled_ranks, validate
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.data.tokenizer import load_run_tokenizer
@@ -37,6 +37,8 @@ def check(
         base: the model to extend, if it does not exist yet.
     """
     validate(config, config.parallel.ranks_per_sequence if processes is None else processes)
+    if processes is not None:
+        check_profiled_ranks(config, processes)
     if extends is not None:
         check_command(config, extends)
     if level >= Level.FILES:

@@ -49,7 +49,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_precision(config)
     _validate_data(config)
     _validate_evaluations(config)
-    _validate_monitoring(config, world_size)
+    _validate_monitoring(config)
     _validate_trained_parts(config)
     _validate_lora(config)
     _validate_shifted_sparse(config)
@@ -195,10 +195,15 @@ def _validate_evaluations(config: RunConfig) -> None:
     build_tasks(config)
 
 
-def _validate_monitoring(config: RunConfig, world_size: int) -> None:
-    for rank in profile_of(config.train.profile).ranks if config.train.profile is not None else ():
-        fix = f"choose from 0 to {world_size - 1}"
-        refuse(rank >= world_size, "train.profile.ranks", f"names {rank}, but {world_size} processes train", fix)
+def check_profiled_ranks(config: RunConfig, world_size: int) -> None:
+    """Raise `ConfigError` if `train.profile` names a rank that `world_size` processes do not have."""
+    highest = max(profile_of(config.train.profile).ranks)
+    problem = f"names {highest}, but the ranks are 0 to {world_size - 1}"
+    refuse(highest >= world_size, "train.profile.ranks", problem, "choose among them")
+
+
+def _validate_monitoring(config: RunConfig) -> None:
+    profile_of(config.train.profile)
     if config.logging.wandb is not None:
         wandb_of(config.logging.wandb)
         problem = "is set, but the package wandb is not installed"

@@ -81,8 +81,10 @@ def describe(kind: Any) -> str:
         return " or ".join([", ".join(words[:-1]), words[-1]])
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
-    if origin is dict and float in (arguments[1], *get_args(arguments[1])):
+    if origin is dict and float in (values := (arguments[1], *get_args(arguments[1]))) and str not in values:
         return "a mapping of names to numbers"
+    if origin is list and get_origin(arguments[0]) is dict:
+        return "a list of mappings"
     if origin is list and int in (arguments[0], *get_args(arguments[0])):
         return "a list of whole numbers, such as [1024, 2048]"
     return {list: "a list", dict: "a mapping"}.get(origin or kind) or _WORDS.get(kind, "a value")

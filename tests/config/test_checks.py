@@ -3,7 +3,7 @@
 import pytest
 from configurations import make
 
-from megatron_tape.checks import settings
+from megatron_tape.checks import Level, check, settings
 from megatron_tape.checks.layout import PROCESSES
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS, blend, split_shares
@@ -125,7 +125,6 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.profile.steps", {"train__profile": {"steps": [4, 3]}}),
         ("train.profile.steps", {"train__profile": {"steps": [0, 3]}}),
         ("train.profile.ranks", {"train__profile": {"ranks": []}}),
-        ("train.profile.ranks", {"processes": 2, "train__profile": {"ranks": [0, 2]}}),
         ("train.profile.step", {"train__profile": {"step": [1, 2]}}),
         ("train.profile.memory", {"train__profile": {"memory": 1}}),
         ("logging.wandb.project", {"logging__wandb": {}}),
@@ -275,6 +274,14 @@ def test_what_cannot_run_is_refused_by_its_key(key, changes):
         validate(make(**changes), processes)
     assert refused.value.key == key
     assert "\n" not in str(refused.value) and ". " not in str(refused.value)
+
+
+def test_a_profiled_rank_is_compared_with_the_number_of_processes_once_that_is_known():
+    config = make(train__profile={"steps": [1, 2], "ranks": [0, 2]})
+    check(config, Level.SETTINGS)
+    check(config, Level.SETTINGS, processes=3)
+    with pytest.raises(ConfigError, match="train.profile.ranks names 2, but the ranks are 0 to 1"):
+        check(config, Level.SETTINGS, processes=2)
 
 
 def test_a_refusal_is_a_sentence_that_says_what_to_change():
