@@ -1,5 +1,6 @@
 """Read `data.stages`: what a run trains on after `data.prefix`, and from when on. Imports no torch."""
 
+import bisect
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class Stage:
     number: int
     """0 for `data.prefix`, and for sources without stages."""
     start: int
-    """The training sample, or sequence, with which it begins: a multiple of `train.global_batch_size`."""
+    """The training sample, or sequence, with which it and a step begin."""
 
     @contextlib.contextmanager
     def naming_the_setting(self) -> Iterator[None]:
@@ -55,15 +56,16 @@ def stages_of(config: RunConfig) -> list[Stage]:
     total = sum(item.share for item in given)
     problem = f"has shares that add up to {total:g}, and data.prefix gets what is left of 1"
     refuse(total >= 1, KEY, problem, "lower them")
-    size, samples = config.train.global_batch_size, config.train.samples_after(config.train.steps)
+    train = config.train
+    samples = train.samples_after(train.steps)
     stages = [Stage(_trained_on(config, config.data.prefix, 0), 0, 0)]
     left = total
     for number, item in enumerate(given, start=1):
-        start = round(samples * (1 - left))
-        stages.append(Stage(_trained_on(config, item.prefix, number), number, start - start % size))
+        step = bisect.bisect_right(range(train.steps + 1), round(samples * (1 - left)), key=train.samples_after) - 1
+        stages.append(Stage(_trained_on(config, item.prefix, number), number, train.samples_after(step)))
         left -= item.share
     for stage, end in zip(stages if given else (), [*(stage.start for stage in stages[1:]), samples]):
-        problem = f"gives stage {stage.number} less than one step of train.global_batch_size {size}"
+        problem = f"gives stage {stage.number} less than one of {train.steps} steps"
         refuse(stage.start >= end, (KEY, "train.steps"), problem, "raise its share or train.steps")
     return stages
 

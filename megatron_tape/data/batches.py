@@ -23,7 +23,7 @@ from megatron_tape.data.index_cache import build_on_rank_0
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
 from megatron_tape.data.plan import Plan, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -218,12 +218,15 @@ def build_batches(
         logger.info("building the index of %s training sequences", f"{samples.stop:,}")
     started = time.monotonic()
     stages, plans, cache = stages_of(config), [], config.data.resolved_cache_directory
+    problem = f"begins its last stage after {stages[-1].start:,} sequences, but this run ends after {samples.stop:,}"
+    fix = "raise its share or train.steps; how many sequences a step has was changed since the run began"
+    refuse(stages[-1].start >= samples.stop, ("data.stages", "train.steps"), problem, fix)
     for stage in stages:
         with stage.naming_the_setting():
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
 
     def open_all(cache: str, build: bool) -> list[list[Dataset]]:
-        ends = [*(stage.start for stage in stages[1:]), max(samples.stop, stages[-1].start + 1)]
+        ends = [*(stage.start for stage in stages[1:]), samples.stop]
         parts = zip(stages, plans, ends)
         return [_open(stage.config, plan, end - stage.start, cache, build) for stage, plan, end in parts]
 
@@ -231,9 +234,9 @@ def build_batches(
     (first, *validation), *later = open_all(cache, build=False)
     if speaks:
         logger.info("index ready after %.1f s", time.monotonic() - started)
-        for stage in stages[1:]:
-            steps = bisect.bisect_left(range(train.steps), stage.start, key=train.samples_after)
-            logger.info("from step %s on, the training data is %s", f"{steps + 1:,}", stage.config.data.prefix)
+        for stage in stages[max(1, stage_at(stages, consumed)) :]:
+            after = bisect.bisect_left(range(remaining), stage.start, key=lambda n: train.samples_after(n, consumed))
+            logger.info("from step %s on, the training data is %s", f"{step + after + 1:,}", stage.config.data.prefix)
     train_data = _InStages([first, *(found[0] for found in later)], stages) if later else first
     return Batches(train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining)
 

@@ -15,6 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from models import small_model
 
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.config.stages import stages_of
 from megatron_tape.data import batches, plan
 from megatron_tape.data.batches import build_batches, documents_from_tokens
 from megatron_tape.errors import ConfigError
@@ -109,8 +110,33 @@ def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(
         alone = build_batches(dataclasses.replace(built.config, data=data, train=train), built.layout)
         assert tokens[start:end] == tokens_of(alone.train, end - start)
     assert tokens_of(built.validation, 8) == tokens_of(build(f"{folder}/a").validation, 8)
+    caplog.clear()
     resumed = build_batches(built.config, built.layout, step=30, consumed=120)
     assert next(resumed.training())["tokens"][0].tolist() == tokens[120]
+    assert [said.partition(",")[0] for said in caplog.messages[-2:]] == ["from step 31 on", "from step 37 on"]
+
+
+def test_a_stage_begins_with_a_step_while_the_batch_grows():
+    """Steps of 2, 2, 4, 6 and then 8 end after 2, 4, 8, 14, 22, ..., 70 sequences; the last 30 % begin at 49."""
+    ramp = {"from": 2, "over_samples": 10}
+    train = TrainConfig(steps=11, global_batch_size=8, batch_ramp=ramp)
+    data = DataConfig(prefix="a", stages=[{"prefix": "b", "share": 0.3}])
+    stages = stages_of(RunConfig(model=small_model(), data=data, train=train))
+    assert [stage.start for stage in stages] == [0, 46]
+
+
+def test_where_a_stage_begins_is_said_and_checked_after_the_batch_size_was_changed(folder, build, caplog):
+    """Of 160 sequences, the last 28 begin at 132: 28 steps of 4 after 10 steps of 2, or not at all."""
+    caplog.set_level("INFO", "megatron_tape")
+    config = build(f"{folder}/a", stages=[{"prefix": f"{folder}/b", "share": 0.175}]).config
+    layout = initialize_distributed(1)
+    build_batches(config, layout, step=10, consumed=20)
+    assert caplog.messages[-1].startswith("from step 39 on")
+    with pytest.raises(
+        ConfigError, match="begins its last stage after 132 sequences, but this run ends after 130"
+    ) as e:
+        build_batches(config, layout, step=20, consumed=50)
+    assert e.value.key == "data.stages"
 
 
 def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(folder, build, monkeypatch, tmp_path):
