@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_tape.training.hooks import Hook, Training, register
+from megatron_tape.training.spikes import FOUND
 from pretrain.train import main as train
 
 SECONDS = 0.5
@@ -47,10 +48,9 @@ class Stall(Hook):
 class Spike(Hook):
     """Makes one step learn from a batch of nothing but one token."""
 
-    planted = False
-
     def before_step(self, trainer: Training, step: int) -> None:
-        if step == 1:
+        # After a rewind, the hooks are new; what the trainer has counted is not.
+        if step == 1 and FOUND not in trainer.progress:
             trainer.micro_batches = self._with_a_bad_one(trainer, trainer.micro_batches)
 
     def _with_a_bad_one(self, trainer: Training, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

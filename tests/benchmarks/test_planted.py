@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import planted
+from megatron_tape.training.spikes import FOUND
 
 
 def batches():
@@ -14,13 +15,16 @@ def batches():
 
 
 def test_one_batch_of_the_run_is_spoilt():
-    trainer = SimpleNamespace(step=0, micro_batches=batches())
+    trainer = SimpleNamespace(step=0, micro_batches=batches(), progress={})
     planted.Spike().before_step(trainer, 1)
     for step, good in enumerate(batches()):
         trainer.step = step
         batch, bad = next(trainer.micro_batches), step == planted.STEP - 1
         expected = [[7] * 4] * 2 if bad else [good["tokens"].tolist(), good["labels"].tolist()]
         assert [batch["tokens"].tolist(), batch["labels"].tolist()] == expected
+    back = SimpleNamespace(micro_batches="those after a rewind to the start", progress={FOUND: 1})
+    planted.Spike().before_step(back, 1)
+    assert back.micro_batches == "those after a rewind to the start"
 
 
 def test_batches_come_late_and_forward_passes_of_the_last_rank_alone_take_longer(monkeypatch):
