@@ -43,8 +43,7 @@ class Watch:
     SIGUSR2 asks for a profile of the next ones.
     After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is added to
     `stacks-NODE.txt` in the attempt's directory, its last collectives are in `collectives-RANK.json` beside it, and the
-    process ends. Before `begin_training` the timeout is at least
-    an hour.
+    process ends. Before `begin_training`, and while the run goes back to a checkpoint, the timeout is at least an hour.
     """
 
     def __init__(self, hang_timeout: float | None):
@@ -61,8 +60,8 @@ class Watch:
         """Seconds by stage since training began."""
         self._leg = 0, 0.0
         """The step from which training began or began again, and its seconds by then."""
-        self._before: dict[str, float] = {}
-        """The seconds by stage at the last rewind."""
+        self._rewinds = False
+        """Whether the run is going back to a checkpoint."""
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._profile_requested = False
@@ -93,7 +92,8 @@ class Watch:
         """Note that work has advanced, and what comes next: a stage of the start-up, or of a step."""
         before, now = self._facts["stage"], time.monotonic()
         if self._stages is not None:
-            self._stages[before] = self._stages.get(before, 0.0) + now - self._since
+            counted = REWINDING if self._rewinds else before
+            self._stages[counted] = self._stages.get(counted, 0.0) + now - self._since
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
         self._since = now
         if self._attempt is not None and self._hang_timeout is not None:
@@ -106,20 +106,22 @@ class Watch:
         if self._stages is None:
             self._begun = {"from_step": step, "began": time.time()}
             self._stages = {}
-        else:
-            since = sum(self._stages.values()) - sum(self._before.values())
-            self._stages = self._before | {REWINDING: self._before.get(REWINDING, 0.0) + since}
+        self._rewinds = False
         self._leg = step, self._stages.get(TRAINING, 0.0)
         self._hang_timeout = self._training_hang_timeout
 
     def rewind(self, step: int) -> None:
-        """Count the time of all steps after `step` as lost; `begin_training` follows when they can be trained again."""
+        """Count the time of all steps after `step` as lost, and what follows before `begin_training` as going back.
+
+        Until then, the timeout is that of the start-up.
+        """
+        self._hang_timeout = longest_wait(self._training_hang_timeout)
         self.progress(REWINDING)
         first, before = self._leg
         last, seconds = self._facts["step"], self._stages.get(TRAINING, 0.0)
         lost = (seconds - before) * min(1.0, (last - step) / max(1, last - first))
-        self._before = self._stages | {TRAINING: seconds - lost, REWOUND: self._stages.get(REWOUND, 0.0) + lost}
-        self._stages = dict(self._before)
+        self._stages = self._stages | {TRAINING: seconds - lost, REWOUND: self._stages.get(REWOUND, 0.0) + lost}
+        self._rewinds = True
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items, and count each as progress."""

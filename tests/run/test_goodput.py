@@ -89,7 +89,7 @@ def test_a_rewind_counts_its_own_time_and_the_steps_that_it_loses(tmp_path, monk
     monkeypatch.setattr(watching.time, "monotonic", lambda: moment[0])
     monkeypatch.setattr(watching.time, "time", lambda: moment[0])
     monkeypatch.setattr(watching.threading.Thread, "start", lambda thread: None)
-    watch = Watch(None)
+    watch, limits = Watch(60.0), []
     try:
         watch.attach(Attempt.claim(tmp_path, tmp_path / "checkpoints", {"nodes": []}), 0)
         for seconds, call in (
@@ -106,9 +106,11 @@ def test_a_rewind_counts_its_own_time_and_the_steps_that_it_loses(tmp_path, monk
         ):
             moment[0] += seconds
             call()
-        watch.record_end("finished", "")
+            watch.record_end("finished", "")
+            limits.append(read_attempts(tmp_path)[0].heartbeat["hang_timeout"])
     finally:
         watch.close()
+    assert limits == [60, 60, 60, 3600, 3600, 60, 60, 3600, 60, 60]
     rewinding = 2 + 3 + 4 + 5
     assert totals(tmp_path) == {KEPT: 4 + 6.0, REPEATED: 4 + 3 + 1.0, START: 10.0 + rewinding}
 
