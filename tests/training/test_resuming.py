@@ -25,7 +25,6 @@ FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
         "offload",
         "ramp_offload",
         "workers",
-        "stages",
         *FROZEN,
         *STEERED,
     ],
