@@ -203,6 +203,8 @@ class Engine:
         if self.zero_stage == 0:
             optimizer.leaves_out = leaves_out
             return
+        # DeepSpeed would say that the gradients are not finite; the trainer and the hook say what they are.
+        optimizer.loss_scaler.update_scale = lambda overflow: None
         groups_of_norms = self.zero_stage == 3  # of which DeepSpeed takes the norm itself
         name = "_get_norm_groups" if groups_of_norms else "scaled_global_norm"
         of_deepspeed = getattr(optimizer, name)

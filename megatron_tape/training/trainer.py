@@ -151,6 +151,7 @@ class Trainer:
             checkpoint = dataclasses.replace(self.config.checkpoint, resume=resume)
             self.checkpoint = open_to_resume(dataclasses.replace(self.config, checkpoint=checkpoint), self.layout)
         self.step = 0 if self.checkpoint is None else self.checkpoint.step
+        logger.info("going back to step %d; the data read since then is passed over", self.step)
         self.watch.rewind(self.step)
         self._build()
         self.progress = self.progress | {FOUND: found}
