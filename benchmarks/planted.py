@@ -64,9 +64,12 @@ PROBLEMS = {"slow_rank": SlowRank, "stall": Stall, "spike": Spike}
 
 def main(argv: list[str]) -> int:
     """Train with the problem that comes first among the arguments."""
+    if argv[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
     if not argv or argv[0] not in PROBLEMS:
-        print(f"{__doc__}\nerror: choose a problem first: {', '.join(PROBLEMS)}", file=sys.stderr)
-        return 0 if argv[:1] in (["--help"], ["-h"]) else 2
+        print(f"error: choose a problem first: {', '.join(PROBLEMS)}; see --help", file=sys.stderr)
+        return 2
     register("planted", PROBLEMS[argv[0]])
     return train([*argv[1:], "--train.evaluations=[planted, validation_loss, position_norms, gradient_norms]"])
 
