@@ -321,6 +321,15 @@ def test_a_setting_that_one_run_does_not_have_is_not_compared(tmp_path):
     assert page.table("Training runs")[1:] == [["optimizer.lr", "0.002", "0.001"]]
 
 
+def test_a_setting_within_one_that_is_null_in_another_run_differs(tmp_path):
+    plain, average = settings(train__average=None), settings(train__average={"kind": "ema", "decay": 0.9})
+    page = page_of(tmp_path, write_run(tmp_path / "plain", config=plain), write_run(tmp_path / "ema", config=average))
+    assert page.table("Training runs")[1:] == [
+        ["train.average.kind", "null", "ema"],
+        ["train.average.decay", "null", "0.9"],
+    ]
+
+
 def test_equal_labels_of_equal_weights_are_one_model_and_others_are_told_apart(tmp_path):
     made = {
         "a": results("x", {"shiny": task([score(value=1.5)])}, digest="1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def setting_tables(models: Sequence[Model]) -> list[Table]:
         for index, model in enumerate(models)
         if model.settings
     }
-    found = [_table("Training runs", models, runs)]
+    found = [_table("Training runs", models, _with_nulls(runs))]
     described = {
         index: {key: value for key, value in flat(model.evaluated.config).items() if not key.startswith(_UNIMPORTANT)}
         for index, model in enumerate(models)
@@ -50,6 +51,19 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def _with_nulls(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Add null for what is within a setting that others give a mapping: train.average.kind where train.average is null.
+
+    Otherwise it would be unknown, and a setting that a single run has would not count as different.
+    """
+    keys = dict.fromkeys(key for found in runs.values() for key in found)
+    inside = {key: list(itertools.accumulate(key.split("."), "{}.{}".format))[:-1] for key in keys}
+    return {
+        index: {key: found.get(key) for key in keys if key in found or any(outer in found for outer in inside[key])}
+        for index, found in runs.items()
+    }
 
 
 def _evaluation(model: Model, models: Sequence[Model]) -> dict[str, Any]:
