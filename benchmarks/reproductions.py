@@ -43,6 +43,7 @@ class Shown:
     """Settings that were not the recipe's, of all variants."""
 
 
+NARROW = ("--model.hidden_size=96", "--model.num_attention_heads=3", "--model.ffn_hidden_size=256")
 WIDE = ("--model.hidden_size=384", "--model.num_attention_heads=12", "--model.ffn_hidden_size=1024")
 LOSS = {"loss, nats a token": ("validation loss", "")}
 TASKS = {
@@ -73,7 +74,9 @@ TASKS = {
     ),
     "addition": Shown("addition", LOSS),
     "language": Shown("language", LOSS),
+    "language_rates": Shown("language_rates", LOSS, recipe="language"),
     "language_muon": Shown("language_muon", LOSS, recipe="language"),
+    "language_mup_base": Shown("language_mup_base", LOSS, recipe="language", changes=NARROW),
     "language_mup": Shown("language_mup", LOSS, recipe="language", changes=WIDE),
 }
 
