@@ -44,7 +44,6 @@ class Shown:
 
 
 NARROW = ("--model.hidden_size=96", "--model.num_attention_heads=3", "--model.ffn_hidden_size=256")
-WIDE = ("--model.hidden_size=384", "--model.num_attention_heads=12", "--model.ffn_hidden_size=1024")
 LOSS = {"loss, nats a token": ("validation loss", "")}
 TASKS = {
     "selective_copy": Shown(
@@ -77,7 +76,7 @@ TASKS = {
     "language_rates": Shown("language_rates", LOSS, recipe="language"),
     "language_muon": Shown("language_muon", LOSS, recipe="language"),
     "language_mup_base": Shown("language_mup_base", LOSS, recipe="language", changes=NARROW),
-    "language_mup": Shown("language_mup", LOSS, recipe="language", changes=WIDE),
+    "language_mup": Shown("language_mup", LOSS),
 }
 
 

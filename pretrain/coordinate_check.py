@@ -17,7 +17,6 @@ import gc
 import logging
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,7 +120,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(configs: dict[str, dict[int, RunConfig]]) -> dict[str, dict[int, Movements]]:
     """Train the model of each configuration; return how far its activations have moved."""
-    _load_libraries(next(iter(configs[WITH].values())))
+    train.load_libraries(next(iter(configs[WITH].values())), is_rank_0=True)
+    import deepspeed  # noqa: F401 -- which sets its own level when it is imported
+
+    for chatty in (None, "DeepSpeed"):  # every model would say what it is
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     from megatron_tape.parallel.layout import check_devices, initialize_distributed
     from megatron_tape.run.watch import Watch
 
@@ -151,22 +154,6 @@ def measure(configs: dict[str, dict[int, RunConfig]]) -> dict[str, dict[int, Mov
     if 1 in found[WITH]:
         found[WITHOUT] = {1: found[WITH][1]} | found[WITHOUT]
     return found
-
-
-def _load_libraries(config: RunConfig) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
-    warnings.filterwarnings("ignore")
-    if config.train.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    say("loading torch, megatron-core and deepspeed")
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed  # noqa: F401 -- which sets its own level when it is imported
-
-    for noisy in ("DeepSpeed", "megatron", "torch", "matplotlib"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
 def movements(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Iterator[dict[str, float]]:

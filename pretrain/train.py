@@ -90,7 +90,7 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         watch.record_end(FAILED, message)
         print(f"error (rank {rank}): {message}", file=sys.stderr)
         return 1
-    _load_libraries(config, is_rank_0)
+    load_libraries(config, is_rank_0)
     try:
         from megatron_tape.evaluation.training_model import task_hooks
         from megatron_tape.parallel.layout import deterministic_kernels
@@ -136,7 +136,8 @@ def _abort_process_groups() -> None:
         layout.abort_process_groups()
 
 
-def _load_libraries(config: RunConfig, is_rank_0: bool) -> None:
+def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
+    """Import torch; before that, set what it and others read from the environment, and let them say less."""
     logging.basicConfig(level=logging.INFO if is_rank_0 else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
