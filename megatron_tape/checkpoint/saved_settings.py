@@ -42,6 +42,8 @@ WITHOUT_EFFECT = (
     "model.attention_backend",
     "data.cache_directory",
     "data.num_workers",
+    "deepspeed.overlap_comm",
+    "train.evaluations",
     "train.hang_timeout",
     "train.profile",
     "train.straggler_factor",

@@ -203,7 +203,9 @@ def check_profiled_ranks(config: RunConfig, world_size: int) -> None:
 
 
 def _validate_monitoring(config: RunConfig) -> None:
-    profile_of(config.train.profile)
+    steps, last = profile_of(config.train.profile).steps, config.train.steps
+    late = steps is not None and steps[0] > last
+    refuse(late, "train.profile.steps", f"is {shown(steps)}, but the run ends with step {last}", "name earlier steps")
     if config.logging.wandb is not None:
         wandb_of(config.logging.wandb)
         problem = "is set, but the package wandb is not installed"

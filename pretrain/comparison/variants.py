@@ -44,8 +44,11 @@ class Variant:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Return the variants that `--encodings` names. Raises ConfigError for one that is unknown or given twice."""
-    found = [_parse(item.strip()) for item in text.split(",")]
+    """Return the variants that `--encodings` names, between commas that are not in {} or [].
+
+    Raises ConfigError for one that is unknown or given twice.
+    """
+    found = [_parse(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
     for variant in found:
         refuse(found.count(variant) > 1, OPTION, f"names {variant.label} twice", "remove one")
     return found

@@ -124,6 +124,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.profile.steps", {"train__profile": {"steps": [3]}}),
         ("train.profile.steps", {"train__profile": {"steps": [4, 3]}}),
         ("train.profile.steps", {"train__profile": {"steps": [0, 3]}}),
+        ("train.profile.steps", {"train__profile": {"steps": [11, 12]}, "train__steps": 10}),
         ("train.profile.ranks", {"train__profile": {"ranks": []}}),
         ("train.profile.step", {"train__profile": {"step": [1, 2]}}),
         ("train.profile.memory", {"train__profile": {"memory": 1}}),

@@ -150,6 +150,13 @@ def test_directories_of_variants_are_safe_and_differ():
     assert all(re.fullmatch(r"[\w.+=-]+", name) for name in names) and len(set(names)) == 4
 
 
+def test_a_setting_of_a_variant_may_have_commas_in_brackets():
+    rates = "optimizer.lr_scale_of={position: 0.1, position.increments: 1.0}"
+    (scaled, rope) = parse_variants(f"tape+{rates}+position_mlp_zero=up,rope")
+    assert scaled.settings == (("optimizer.lr_scale_of", rates.partition("=")[2]), ("position_mlp_zero", "up"))
+    assert rope.label == "rope"
+
+
 class Played:
     """A process that ends with a given status, or when it is asked to."""
 
@@ -476,6 +483,7 @@ COMPARED = (
         "selective_copy",
         "selective_copy_published",
         "grid_navigation_1d",
+        "grid_navigation_2d",
         "recall",
         "addition",
         "addition_5_digits",
