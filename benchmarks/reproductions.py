@@ -32,8 +32,8 @@ class Shown:
     """One task's record, and which of its figures the page shows."""
 
     record: str
-    columns: dict[str, tuple[str, str]]
-    """By heading, the metric and the group of a score; the first is what was trained."""
+    columns: dict[str, tuple[str, str | int]]
+    """By heading, the metric and the group or the length of a score; the first is what was trained."""
     learned: float | None = None
     """What the first column must reach for a run to have learned the task; None where that cannot be said."""
     digits: int = 3
@@ -59,6 +59,9 @@ TASKS = {
     "grid_navigation": Shown(
         "grid_navigation_1d", {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}, 0.8
     ),
+    "grid_navigation_2d": Shown(
+        "grid_navigation_2d", {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}, 0.8
+    ),
     "recall": Shown(
         "recall", {f"{length} tokens": ("accuracy", f"{length} tokens") for length in (256, 64, 128, 512, 1024)}, 0.95
     ),
@@ -72,6 +75,9 @@ TASKS = {
         0.95,
     ),
     "addition": Shown("addition", LOSS),
+    "language_512": Shown(
+        "language_512", {f"{length:,} tokens": ("loss", length) for length in (512, 128, 256, 1024, 2048)}
+    ),
     "language": Shown("language", LOSS),
     "language_rates": Shown("language_rates", LOSS, recipe="language"),
     "language_muon": Shown("language_muon", LOSS, recipe="language"),
@@ -114,8 +120,8 @@ def _described(row: Row, digits: int) -> str:
     return f"{row.mean:.{digits}f}{spread}{p}"
 
 
-def _metric(comparison: Comparison, metric: str, group: str) -> Score | None:
-    return next((one for one in comparison.metrics if (one.metric, one.group) == (metric, group)), None)
+def _metric(comparison: Comparison, metric: str, of: str | int) -> Score | None:
+    return next((one for one in comparison.metrics if one.metric == metric and of in (one.group, one.length)), None)
 
 
 def figure(shown: Shown, comparison: Comparison):
