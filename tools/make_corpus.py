@@ -1,12 +1,14 @@
 """Write a text corpus as JSON lines, one document per line: {"text": ...}.
 
     python tools/make_corpus.py stdlib --output data/stdlib.jsonl
+    python tools/make_corpus.py folders ~/project --suffixes .py .md --output data/project.jsonl
     python tools/make_corpus.py hub allenai/c4 --config-name en --streaming --max-documents 9999 --output data/c4.jsonl
     python tools/make_corpus.py hub json --data-files 'raw/*.jsonl.gz' --text-key content --output data/raw.jsonl
 
-`stdlib` is the source code of this Python's standard library, 31 MB of real text that every machine has. `hub` is a
-data set of the Hugging Face Hub, a local directory of one, or a format (json, parquet, text) with --data-files.
-The output appears only when it is complete.
+`stdlib` is the source code of this Python's standard library, 31 MB of real text that every machine has. `folders`
+makes one long document of the files of each folder in a directory, such as a checkout. `hub` is a data set of the
+Hugging Face Hub, a local directory of one, or a format (json, parquet, text) with --data-files. The output appears only
+when it is complete.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import json
 import random
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_tape import command_line
@@ -32,6 +34,8 @@ def main() -> None:
     with atomic_output(arguments.output, "w", overwrite=arguments.overwrite) as file:
         if arguments.source == "stdlib":
             records, total = standard_library(arguments.shuffle), None
+        elif arguments.source == "folders":
+            records, total = folders(arguments.directory, arguments.suffixes, arguments.shuffle), None
         else:
             records, total = hub_texts(arguments), arguments.max_documents
         progress = command_line.Progress(total)
@@ -52,16 +56,40 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    names = sorted(files)
-    if seed is not None:
-        random.Random(seed).shuffle(names)
-    for name in names:
+    for name in _in_order(files, seed):
         if _EXCLUDED.isdisjoint(name.split("/")) and (text := _source(files[name])):
             yield {"text": text, "path": name}
 
 
+def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Iterator[dict[str, str]]:
+    """Yield {"text", "path"} of each folder below `root`: its files with these suffixes by name, each below its path.
+
+    Hidden folders and those of installed packages are left out. The order is that of `standard_library`.
+    """
+    if not root.is_dir():
+        raise FileError(str(root), "is no directory", "give the folder that holds the files")
+    files: dict[str, list[Path]] = {}
+    for path in sorted(root.rglob("*")):
+        folder = path.relative_to(root).parent
+        hidden = any(part.startswith(".") or part in _EXCLUDED for part in folder.parts)
+        if path.is_file() and path.suffix in suffixes and not hidden:
+            files.setdefault(folder.as_posix(), []).append(path)
+    for name in _in_order(files, seed):
+        texts = {path.relative_to(root).as_posix(): _source(path) for path in files[name]}
+        text = "\n".join(f"# {path}\n{text}" for path, text in texts.items() if text)
+        if text:
+            yield {"text": text, "path": name}
+
+
+def _in_order(names: Iterable[str], seed: int | None) -> list[str]:
+    ordered = sorted(names)
+    if seed is not None:
+        random.Random(seed).shuffle(ordered)
+    return ordered
+
+
 def _source(path: Path) -> str | None:
-    """Return a module's text, or None for the tests' deliberately broken ones."""
+    """Return a file's text, or None where it is not text, as in the standard library's deliberately broken tests."""
     try:
         raw = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
@@ -112,12 +140,13 @@ def parser() -> argparse.ArgumentParser:
     result = command_line.Parser(description=__doc__)
     sources = result.add_subparsers(dest="source", required=True)
     stdlib = sources.add_parser("stdlib", help="the Python standard library's source code")
-    stdlib.add_argument(
-        "--shuffle",
-        type=int,
-        metavar="SEED",
-        help="in a random order instead of by name, so that data.split holds out text of every kind",
-    )
+    directory = sources.add_parser("folders", help="the files of a directory, one document for each folder")
+    directory.add_argument("directory", type=Path, help="a checkout, for example")
+    suffixes = {"nargs": "+", "metavar": "SUFFIX", "default": [".py", ".md"]}
+    directory.add_argument("--suffixes", **suffixes, help="the files' names end in one of these (default: .py .md)")
+    shuffle = "in a random order instead of by name, so that data.split holds out text of every kind"
+    for source in (stdlib, directory):
+        source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
     hub = sources.add_parser("hub", help="a data set of the Hugging Face Hub, or local files in its formats")
     hub.add_argument("name", help="data set, local directory, or format (json, parquet, text)")
     hub.add_argument("--config-name", help="the data set's configuration")
@@ -126,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     hub.add_argument("--streaming", action="store_true", help="do not download the whole data set first")
     hub.add_argument("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents")
     hub.add_argument("--text-key", default="text", help="the column with the text (default: %(default)s)")
-    for source in (stdlib, hub):
+    for source in (stdlib, directory, hub):
         source.add_argument("--output", required=True, metavar="F.jsonl", help="the file to write")
         source.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return result

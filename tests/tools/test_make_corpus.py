@@ -27,6 +27,21 @@ def test_standard_library_is_written_in_order_and_the_same_twice(tmp_path, run_t
     assert shuffled != paths and sorted(shuffled) == paths
 
 
+def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
+    root, output = tmp_path / "checkout", tmp_path / "out.jsonl"
+    for name in ("a.md", "b/two.py", "b/one.py", "b/picture.png", "b/c/three.py", ".git/hidden.py", "b/empty.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("" if "empty" in name else f"text of {name}\n")
+    (root / "b" / "binary.py").write_bytes(b"\xff\xfe\x00")
+    run_tool("make_corpus", "folders", root, "--output", output)
+    one_and_two = "# b/one.py\ntext of b/one.py\n\n# b/two.py\ntext of b/two.py\n"
+    assert read_texts(output) == ["# a.md\ntext of a.md\n", one_and_two, "# b/c/three.py\ntext of b/c/three.py\n"]
+    run_tool("make_corpus", "folders", root, "--suffixes", ".md", "--output", output, "--overwrite")
+    assert read_texts(output) == ["# a.md\ntext of a.md\n"]
+    missing = run_tool("make_corpus", "folders", tmp_path / "none", "--output", tmp_path / "x.jsonl", code=2)
+    assert "is no directory" in missing.stderr and not (tmp_path / "x.jsonl").exists()
+
+
 @pytest.mark.parametrize("form, streaming", [("directory of jsonl", []), ("parquet files", ["--streaming"])])
 def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool, form, streaming):
     source, output = tmp_path / "source", tmp_path / "out.jsonl"
