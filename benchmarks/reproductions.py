@@ -78,7 +78,19 @@ TASKS = {
     "language_512": Shown(
         "language_512", {f"{length:,} tokens": ("loss", length) for length in (512, 128, 256, 1024, 2048)}
     ),
+    "language_512_yarn": Shown(
+        "language_512_yarn",
+        {f"{length:,} tokens": ("loss", length) for length in (512, 1024, 2048)},
+        recipe="language_512",
+    ),
     "language": Shown("language", LOSS),
+    "language_start": Shown("language_start", LOSS, recipe="language"),
+    "grid_navigation_start": Shown(
+        "grid_navigation_1d_start",
+        {name: ("accuracy", name) for name in ("IID", "dense", "sparse")},
+        0.8,
+        recipe="grid_navigation_1d",
+    ),
     "language_rates": Shown("language_rates", LOSS, recipe="language"),
     "language_muon": Shown("language_muon", LOSS, recipe="language"),
     "language_mup_base": Shown("language_mup_base", LOSS, recipe="language", changes=NARROW),
