@@ -8,14 +8,16 @@ number of variants), and the arithmetic of a training. In a figure every run is 
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.comparison import Comparison, Row, read_comparison, rows
-from megatron_tape.evaluation.figures import legend, new_figure, save, styles
+from megatron_tape.evaluation.figures import legend, new_figure, plain, save, styles
 from megatron_tape.evaluation.results import Score
 from megatron_tape.io.files import write_whole
 from megatron_tape.planning.flops import flops_per_token
@@ -139,7 +141,7 @@ def _metric(comparison: Comparison, metric: str, of: str | int) -> Score | None:
 def figure(shown: Shown, comparison: Comparison):
     """Draw a column for each of the table's, in which every run is a point."""
     drawn, axes = new_figure(1, len(shown.columns), width=2.6 if len(shown.columns) > 1 else 5, height=3.6)
-    looks = styles(comparison.variants)
+    looks = _looks(comparison.variants)
     for one, (heading, column) in zip(axes, shown.columns.items()):
         for place, row in enumerate(rows(comparison, _metric(comparison, *column))):
             look = looks[row.variant] | {"linestyle": "none"}
@@ -149,6 +151,16 @@ def figure(shown: Shown, comparison: Comparison):
     axes[0].set_ylabel(next(iter(shown.columns.values()))[0])
     legend(drawn)
     return drawn
+
+
+def _looks(variants: list[str]) -> dict[str, dict[str, Any]]:
+    """Return how each variant is drawn; its label is without what all of them begin with."""
+    looks, parts = styles(variants), [variant.split("+") for variant in variants]
+    shared = len(os.path.commonprefix(parts))
+    for variant, own in zip(variants, parts):
+        if shared:
+            looks[variant]["label"] = plain("".join(f"+{part}" for part in own[shared:]) or variant)
+    return looks
 
 
 def written(page: str) -> tuple[str, dict[str, Picture]]:

@@ -71,7 +71,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
     factors = read_widths(options.widths)
     options.output = Path(options.output or f"runs/coordinate_check/{Path(options.recipe).stem}")
     own = ["--train.steps", str(options.steps), "--schedule.kind", "constant", "--schedule.warmup_steps", "0"]
-    own += ["--schedule.decay_steps", "null", "--logging.directory", str(options.output)]
+    own += ["--schedule.decay_steps", "null", "--train.profile", "null", "--logging.directory", str(options.output)]
     config = parse_run_config(["--config", options.recipe, *overrides, *own], train.refuse_extension)
     problem = "is set, but the check takes the recipe's own model as the base"
     refuse(config.optimizer.mup_base is not None, KEY, problem, f"add --{KEY} null")

@@ -14,6 +14,7 @@ when it is complete.
 import argparse
 import io
 import json
+import os
 import random
 import sysconfig
 import tokenize
@@ -64,21 +65,34 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
 def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Iterator[dict[str, str]]:
     """Yield {"text", "path"} of each folder below `root`: its files with these suffixes by name, each below its path.
 
-    Hidden folders and those of installed packages are left out. The order is that of `standard_library`.
+    Hidden folders, those of installed packages, and files that are not text are left out. The order is that of
+    `standard_library`. Raises OSError for what cannot be read.
     """
     if not root.is_dir():
         raise FileError(str(root), "is no directory", "give the folder that holds the files")
     files: dict[str, list[Path]] = {}
-    for path in sorted(root.rglob("*")):
-        folder = path.relative_to(root).parent
-        hidden = any(part.startswith(".") or part in _EXCLUDED for part in folder.parts)
-        if path.is_file() and path.suffix in suffixes and not hidden:
-            files.setdefault(folder.as_posix(), []).append(path)
-    for name in _in_order(files, seed):
-        texts = {path.relative_to(root).as_posix(): _source(path) for path in files[name]}
-        text = "\n".join(f"# {path}\n{text}" for path, text in texts.items() if text)
-        if text:
-            yield {"text": text, "path": name}
+    for place, below, names in os.walk(root, onerror=_stop):
+        below[:] = [name for name in below if not name.startswith(".") and name not in _EXCLUDED]
+        found = [Path(place, name) for name in sorted(names) if name.endswith(tuple(suffixes))]
+        if found := [path for path in found if path.is_file()]:
+            files[_name(Path(place).relative_to(root))] = found
+    if not files:
+        raise FileError(str(root), f"has no files that end in {' or '.join(suffixes)}", "choose others with --suffixes")
+    for folder in _in_order(files, seed):
+        texts = {_name(path.relative_to(root)): _source(path) for path in files[folder]}
+        for path in [path for path, text in texts.items() if text is None]:
+            command_line.say(f"{path} is not text and is left out")
+        if text := "\n".join(f"# {path}\n{text}" for path, text in texts.items() if text):
+            yield {"text": text, "path": folder}
+
+
+def _stop(error: OSError) -> None:
+    raise error
+
+
+def _name(path: Path) -> str:
+    """Return a path as valid Unicode, whatever bytes the file system has for it."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
 
 
 def _in_order(names: Iterable[str], seed: int | None) -> list[str]:
@@ -90,11 +104,11 @@ def _in_order(names: Iterable[str], seed: int | None) -> list[str]:
 
 def _source(path: Path) -> str | None:
     """Return a file's text, or None where it is not text, as in the standard library's deliberately broken tests."""
+    raw = path.read_bytes()
     try:
-        raw = path.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0] if path.suffix == ".py" else "utf-8-sig"
         return raw.decode(encoding)
-    except (OSError, SyntaxError, UnicodeDecodeError):
+    except (LookupError, SyntaxError, UnicodeError):
         return None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, model_differences
-from megatron_tape.config.schema import RunConfig, config_dict, model_dict
+from megatron_tape.config.schema import ON_VALIDATION_DATA, RunConfig, config_dict, model_dict
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
@@ -156,6 +156,11 @@ def changed_settings(saved: Settings, config: RunConfig, apart: Sequence[str] = 
     for section, values in json.loads(json.dumps(config_dict(config))).items():
         if section != "model":
             found += _changes(f"{section}.", saved.get(section, {}), values)
+    # What else is watched changes no result, but the loss on the validation split is one.
+    now = config.train.evaluations
+    was = saved.get("train", {}).get("evaluations", now)
+    if ON_VALIDATION_DATA & set(was) != ON_VALIDATION_DATA & set(now):
+        found.append(f"train.evaluations: was {json.dumps(was)}, is now {json.dumps(now)}")
     return found
 
 

@@ -20,7 +20,7 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.errors import ConfigError, UserError
-from megatron_tape.evaluation.comparison import read_comparison, write_comparison
+from megatron_tape.evaluation.comparison import changed_settings, read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.synthetic.settings import generator_of
 from pretrain import compare, evaluate, report
@@ -155,6 +155,8 @@ def test_a_setting_of_a_variant_may_have_commas_in_brackets():
     (scaled, rope) = parse_variants(f"tape+{rates}+position_mlp_zero=up,rope")
     assert scaled.settings == (("optimizer.lr_scale_of", rates.partition("=")[2]), ("position_mlp_zero", "up"))
     assert rope.label == "rope"
+    (scaled,) = parse_variants("rope+optimizer.lr_scale_of={matrices: 1e+1}+optimizer.lr=1e-3")
+    assert scaled.settings == (("optimizer.lr_scale_of", "{matrices: 1e+1}"), ("optimizer.lr", "1e-3"))
 
 
 class Played:
@@ -288,8 +290,13 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     # 4 sequences of 16 tokens in a step.
     assert values["validation loss"] == 2.5 and values["seconds per step"] == 0.1 and found.hardware == "GPU x"
     assert [other.name for other in plan.left] == ["rope, seed 1"]
+    for evaluations, alike in ((["validation_loss"], True), (["sample"], False)):
+        other = replace(run.config, train=replace(run.config.train, evaluations=evaluations, seed=0))
+        assert (changed_settings(read_comparison(run.result).settings, other) == []) is alike
     with pytest.raises(ConfigError, match="^train.eval_interval"):
         plan_of(tiny, tmp_path / "new", "--data.prefix", prefix, "--train.eval_interval", "null", encodings="rope")
+    with pytest.raises(ConfigError, match="^train.eval_interval"):
+        plan_of(tiny, tmp_path / "new", "--data.prefix", prefix, "--train.evaluations", "[]", encodings="rope")
 
 
 # ----- a real comparison -----

@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -33,11 +35,25 @@ def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("" if "empty" in name else f"text of {name}\n")
     (root / "b" / "binary.py").write_bytes(b"\xff\xfe\x00")
-    run_tool("make_corpus", "folders", root, "--output", output)
+    (root / "b" / "d").mkdir()
+    # Only Python's source may declare its encoding; a name need not be Unicode.
+    Path(os.fsdecode(b"%s/b/d/\xff.md" % os.fsencode(root))).write_text("# Encoding: base64\n")
+    (root / "b" / "d" / "latin.py").write_bytes("# coding: latin-1\nß\n".encode("latin-1"))
+    assert "b/binary.py is not text" in run_tool("make_corpus", "folders", root, "--output", output).stderr
     one_and_two = "# b/one.py\ntext of b/one.py\n\n# b/two.py\ntext of b/two.py\n"
-    assert read_texts(output) == ["# a.md\ntext of a.md\n", one_and_two, "# b/c/three.py\ntext of b/c/three.py\n"]
+    declared = "# b/d/latin.py\n# coding: latin-1\nß\n\n# b/d/\ufffd.md\n# Encoding: base64\n"
+    assert read_texts(output) == [
+        "# a.md\ntext of a.md\n",
+        one_and_two,
+        "# b/c/three.py\ntext of b/c/three.py\n",
+        declared,
+    ]
+    (root / "b" / "d" / "latin.py").unlink()
+    (root / "b" / "d" / os.fsdecode(b"\xff.md")).unlink()
     run_tool("make_corpus", "folders", root, "--suffixes", ".md", "--output", output, "--overwrite")
     assert read_texts(output) == ["# a.md\ntext of a.md\n"]
+    none = run_tool("make_corpus", "folders", root, "--suffixes", ".c", "--output", tmp_path / "x.jsonl", code=2)
+    assert "has no files that end in .c" in none.stderr
     missing = run_tool("make_corpus", "folders", tmp_path / "none", "--output", tmp_path / "x.jsonl", code=2)
     assert "is no directory" in missing.stderr and not (tmp_path / "x.jsonl").exists()
 
