@@ -191,7 +191,9 @@ class Progress:
         line = message(elapsed)
         if self._total and done:
             share = min(done / self._total, 1.0)
-            line += f", {share:.1%}, {duration(elapsed * (1 - share) / share)} left"
+            line += f", {share:.1%}"
+            if share >= 0.01 or elapsed > 60:  # before that, most of the time went into starting
+                line += f", {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         else:

@@ -66,11 +66,17 @@ def test_tables_say_what_is_not_known():
     found = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
     (table,) = metric_tables(comparison(found), "selective_copy")
     assert cells(table) == {
-        "rope": ["2", "1.0000", "0.0000", "–", "–", "–"],
-        "tape": ["2", "1.0000", "0.0000", "0.0000", "–", "–"],
-        "nope": ["1", "0.5000", "–", "−0.5000", "–", "–"],
+        "rope": ["2", "1.0000", "0.0000", "–"],
+        "tape": ["2", "1.0000", "0.0000", "0.0000"],
+        "nope": ["1", "0.5000", "–", "−0.5000"],
     }
     assert [column.title for column in table.columns][4] == "difference"
+
+
+def test_one_seed_has_the_table_of_all_metrics_alone():
+    made = with_two_metrics(*FOUND)
+    (alone,) = metric_tables(replace(made, runs=[run for run in made.runs if run.seed == 1]), "selective_copy")
+    assert [column.title for column in alone.columns] == ["variant", "Accuracy, IID ↑", "Exact match, IID ↓"]
 
 
 def with_two_metrics(*variants):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.comparison import TRAINING, Comparison, Row, rows
@@ -51,11 +52,17 @@ def tasks_of(comparison: Comparison) -> list[str]:
 
 
 def metric_tables(comparison: Comparison, task: str) -> list[Table]:
-    """Return a table of all metrics of a task if they are few, then one for each, with a row for each variant."""
+    """Return a table of all metrics of a task if they are few, then one for each, with a row for each variant.
+
+    With one seed there are no spreads and tests, which the tables of single metrics are for: the first one suffices.
+    """
     shown = [metric for metric in comparison.metrics if metric.task == task]
     compared = [metric for metric in shown if metric.better != "neither"]
-    overview = [_overview(comparison, compared)] if 1 < len(compared) <= _MOST_TOGETHER else []
-    return [*overview, *(_table(comparison, metric) for metric in shown)]
+    if not 1 < len(compared) <= _MOST_TOGETHER:
+        return [_table(comparison, metric) for metric in shown]
+    seeds = len({run.seed for run in comparison.runs})
+    single = [_table(comparison, metric) for metric in shown if seeds > 1 or metric not in compared]
+    return [_overview(comparison, compared), *single]
 
 
 def _overview(comparison: Comparison, shown: Sequence[Score]) -> Table:
@@ -82,8 +89,10 @@ def _table(comparison: Comparison, metric: Score) -> Table:
     decimals = _decimals(metric, found)
     titles = ["seeds", "mean", "deviation", "difference", "95 % interval", "p"]
     columns = [Column("variant"), *(Column(title, "number") for title in titles)]
+    made = [_row(row, decimals) for row in found]
+    known = [any(row[index].sort is not None or not index for row in made) for index in range(len(columns))]
     caption = f"{_caption(metric, _BETTER)}; differences from {clean(comparison.baseline)}"
-    return Table(caption, columns, [_row(row, decimals) for row in found])
+    return Table(caption, list(compress(columns, known)), [list(compress(row, known)) for row in made])
 
 
 def _caption(metric: Score, directions: dict[str, str]) -> str:
