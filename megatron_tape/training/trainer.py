@@ -109,6 +109,9 @@ class Trainer:
         if self.step > 0:
             for change in changes(self.checkpoint.state["config"], self.config):
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
+        # Later collections need not look at what is imported, which takes longer than a step of a small model.
+        gc.collect()
+        gc.freeze()
         self._build()
         try:
             stopped = self._train_past_spikes()
@@ -343,14 +346,11 @@ class Trainer:
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
     """Keep Python from collecting garbage, which each rank would do at a moment of its own while all others wait."""
-    gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
