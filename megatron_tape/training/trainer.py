@@ -1,5 +1,6 @@
 """Trains all or some parameters of a model, from the newest checkpoint or from the start to the last step."""
 
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -112,6 +113,7 @@ class Trainer:
         # Later collections need not look at what is imported, which takes longer than a step of a small model.
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries complain of objects that outlive the process
         self._build()
         try:
             stopped = self._train_past_spikes()
