@@ -1,6 +1,7 @@
 """Starts Python in processes of their own, forked from one that has spent the seconds to import the libraries."""
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
@@ -75,6 +76,7 @@ def _begin(call, arguments, log, environment, folder):
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     warnings.simplefilter("ignore")
+    gc.freeze()  # collections, of which a run makes several, would take longer than the rest of a small one
     call(*arguments)
 
 
