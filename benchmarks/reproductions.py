@@ -76,6 +76,15 @@ TASKS = {
         },
         0.95,
     ),
+    "addition_5_digits": Shown(
+        "addition_5_digits",
+        {
+            "to 5 digits": ("exact match", "up to 5 digits"),
+            "beyond": ("exact match", "beyond 5 digits"),
+            "to 10": ("exact match", "up to 10 digits"),
+        },
+        0.95,
+    ),
     "addition": Shown("addition", LOSS),
     "language_512": Shown(
         "language_512", {f"{length:,} tokens": ("loss", length) for length in (512, 128, 256, 1024, 2048)}
