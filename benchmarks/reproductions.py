@@ -47,6 +47,11 @@ class Shown:
 
 NARROW = ("--model.hidden_size=96", "--model.num_attention_heads=3", "--model.ffn_hidden_size=256")
 LOSS = {"loss, nats a token": ("validation loss", "")}
+GRIDS = {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}
+SUMS = {
+    heading: ("exact match", f"{group} digits")
+    for heading, group in (("to 5 digits", "up to 5"), ("beyond", "beyond 5"), ("to 10", "up to 10"))
+}
 TASKS = {
     "selective_copy": Shown(
         "selective_copy",
@@ -58,33 +63,13 @@ TASKS = {
         {name: ("accuracy", group) for name, group in (("128 blanks", "IID"), ("64", "dense"), ("256", "sparse"))},
         0.95,
     ),
-    "grid_navigation": Shown(
-        "grid_navigation_1d", {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}, 0.8
-    ),
-    "grid_navigation_2d": Shown(
-        "grid_navigation_2d", {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}, 0.8
-    ),
+    "grid_navigation": Shown("grid_navigation_1d", GRIDS, 0.8),
+    "grid_navigation_2d": Shown("grid_navigation_2d", GRIDS, 0.8),
     "recall": Shown(
         "recall", {f"{length} tokens": ("accuracy", f"{length} tokens") for length in (256, 64, 128, 512, 1024)}, 0.95
     ),
-    "addition_hints": Shown(
-        "addition_hints",
-        {
-            "to 5 digits": ("exact match", "up to 5 digits"),
-            "beyond": ("exact match", "beyond 5 digits"),
-            "to 10": ("exact match", "up to 10 digits"),
-        },
-        0.95,
-    ),
-    "addition_5_digits": Shown(
-        "addition_5_digits",
-        {
-            "to 5 digits": ("exact match", "up to 5 digits"),
-            "beyond": ("exact match", "beyond 5 digits"),
-            "to 10": ("exact match", "up to 10 digits"),
-        },
-        0.95,
-    ),
+    "addition_hints": Shown("addition_hints", SUMS, 0.95),
+    "addition_5_digits": Shown("addition_5_digits", SUMS, 0.95),
     "addition": Shown("addition", LOSS),
     "language_512": Shown(
         "language_512", {f"{length:,} tokens": ("loss", length) for length in (512, 128, 256, 1024, 2048)}
@@ -96,12 +81,7 @@ TASKS = {
     ),
     "language": Shown("language", LOSS),
     "language_start": Shown("language_start", LOSS, recipe="language"),
-    "grid_navigation_start": Shown(
-        "grid_navigation_1d_start",
-        {name: ("accuracy", name) for name in ("IID", "dense", "sparse")},
-        0.8,
-        recipe="grid_navigation_1d",
-    ),
+    "grid_navigation_start": Shown("grid_navigation_1d_start", GRIDS, 0.8, recipe="grid_navigation_1d"),
     "language_rates": Shown("language_rates", LOSS, recipe="language"),
     "language_muon": Shown("language_muon", LOSS, recipe="language"),
     "language_mup_base": Shown("language_mup_base", LOSS, recipe="language", changes=NARROW),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tape import command_line
+
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = """
 import os, sys
@@ -59,3 +61,16 @@ def test_a_reader_that_has_seen_enough_ends_the_tool_silently(tmp_path):
     done = run("| true; exit ${PIPESTATUS[0]}", tmp_path)
     assert done.returncode in (0, 1)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_the_time_left_is_told_once_most_of_the_time_was_work(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(command_line.time, "monotonic", lambda: now[0])
+    progress = command_line.Progress(1000)
+    for now[0], done in ((20.0, 1), (40.0, 20), (80.0, 5)):
+        progress.update(done, lambda seconds: "step")
+    assert capsys.readouterr().err.splitlines() == [
+        "step, 0.1%",
+        "step, 2.0%, 0:32:40 left",
+        "step, 0.5%, 4:25:20 left",
+    ]

@@ -92,7 +92,7 @@ def _stop(error: OSError) -> None:
 
 def _name(path: Path) -> str:
     """Return a path as valid Unicode, whatever bytes the file system has for it."""
-    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
+    return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
 
 
 def _in_order(names: Iterable[str], seed: int | None) -> list[str]:

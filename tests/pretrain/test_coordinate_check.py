@@ -36,6 +36,12 @@ def test_activations_move_equally_far_at_all_widths_with_mup_and_further_in_wide
     assert (tmp_path / "out" / "coordinate_check.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trace_that_the_recipe_asks_for_is_left_out(recipe):
+    _, configs = coordinate_check.read_command([*recipe, "--train.profile", "{steps: [10, 12]}"])
+    profiles = [config.train.profile for of_width in configs.values() for config in of_width.values()]
+    assert profiles and not any(profiles)
+
+
 @pytest.mark.parametrize(
     "given, said",
     [

@@ -41,7 +41,7 @@ def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
     (root / "b" / "d" / "latin.py").write_bytes("# coding: latin-1\nß\n".encode("latin-1"))
     assert "b/binary.py is not text" in run_tool("make_corpus", "folders", root, "--output", output).stderr
     one_and_two = "# b/one.py\ntext of b/one.py\n\n# b/two.py\ntext of b/two.py\n"
-    declared = "# b/d/latin.py\n# coding: latin-1\nß\n\n# b/d/\ufffd.md\n# Encoding: base64\n"
+    declared = "# b/d/latin.py\n# coding: latin-1\nß\n\n# b/d/\\xff.md\n# Encoding: base64\n"
     assert read_texts(output) == [
         "# a.md\ntext of a.md\n",
         one_and_two,

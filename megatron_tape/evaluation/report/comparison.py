@@ -61,7 +61,7 @@ def metric_tables(comparison: Comparison, task: str) -> list[Table]:
     if not 1 < len(compared) <= _MOST_TOGETHER:
         return [_table(comparison, metric) for metric in shown]
     seeds = len({run.seed for run in comparison.runs})
-    single = [_table(comparison, metric) for metric in shown if seeds > 1 or metric not in compared]
+    single = [_table(comparison, metric) for metric in shown if seeds > 1 or metric.better == "neither"]
     return [_overview(comparison, compared), *single]
 
 
