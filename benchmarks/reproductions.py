@@ -4,7 +4,8 @@
 
 A table has one row a variant: how many of its seeds learned the task where it was trained, then mean and standard
 deviation over all seeds, with the p of a paired t test against the first variant (corrected by Holm's method for the
-number of variants), and the arithmetic of a training. In a figure every run is a point.
+number of variants), and the arithmetic of a training. In a figure every run is a point. Where variants differ in their
+learning rate, the table has one column a rate instead, and the figure one line a variant.
 """
 
 import argparse
@@ -17,11 +18,11 @@ from typing import Any
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.comparison import Comparison, Row, read_comparison, rows
-from megatron_tape.evaluation.figures import legend, new_figure, plain, save, styles
+from megatron_tape.evaluation.figures import curve, legend, new_figure, plain, save, styles
 from megatron_tape.evaluation.results import Score
 from megatron_tape.io.files import write_whole
 from megatron_tape.planning.flops import flops_per_token
-from pretrain.comparison.variants import parse_variants
+from pretrain.comparison.variants import Variant, parse_variants
 
 ROOT = Path(__file__).parents[1]
 RECORDS, RECIPES = ROOT / "benchmarks" / "results" / "comparisons", ROOT / "pretrain" / "recipes" / "compare"
@@ -43,6 +44,8 @@ class Shown:
     """What was trained, if it does not have the record's name."""
     changes: tuple[str, ...] = ()
     """Settings that were not the recipe's, of all variants."""
+    by_rate: bool = False
+    """Whether learning rates are compared, by the first of `columns`."""
 
 
 NARROW = ("--model.hidden_size=96", "--model.num_attention_heads=3", "--model.ffn_hidden_size=256")
@@ -82,15 +85,18 @@ TASKS = {
     "language": Shown("language", LOSS),
     "language_start": Shown("language_start", LOSS, recipe="language"),
     "grid_navigation_start": Shown("grid_navigation_1d_start", GRIDS, 0.8, recipe="grid_navigation_1d"),
-    "language_rates": Shown("language_rates", LOSS, recipe="language"),
+    "language_rates": Shown("language_rates", LOSS, recipe="language", by_rate=True),
     "language_muon": Shown("language_muon", LOSS, recipe="language"),
-    "language_mup_base": Shown("language_mup_base", LOSS, recipe="language", changes=NARROW),
+    "language_mup_base": Shown("language_mup_base", LOSS, recipe="language", changes=NARROW, by_rate=True),
     "language_mup": Shown("language_mup", LOSS),
 }
 
 
 def table(shown: Shown, comparison: Comparison) -> Iterator[str]:
     """Yield the lines of a task's table."""
+    if shown.by_rate:
+        yield from _rates_table(shown, comparison)
+        return
     headings = ["variant", "seeds", *(["learned"] if shown.learned else []), *shown.columns, "TFLOP"]
     yield f"| {' | '.join(headings)} |"
     yield "|---|" + "--:|" * (len(headings) - 1)
@@ -105,6 +111,32 @@ def table(shown: Shown, comparison: Comparison) -> Iterator[str]:
             cells.append(f"{sum(value >= shown.learned for value in found[0].values.values())}")
         cells += [_described(row, shown.digits) for row in found]
         yield f"| {' | '.join([*cells, f'{_teraflops(shown, variant):,.0f}'])} |"
+
+
+def _rates_table(shown: Shown, comparison: Comparison) -> Iterator[str]:
+    by_variant = _by_rate(shown, comparison)
+    best = max if _first_metric(shown, comparison).better == "higher" else min
+    rates = sorted({rate for scores in by_variant.values() for rate in scores})
+    yield f"| variant | {' | '.join(f'{rate:g}' for rate in rates)} |"
+    yield "|---|" + "--:|" * len(rates)
+    for variant, scores in by_variant.items():
+        texts = {rate: f"{score:.{shown.digits}f}" for rate, score in scores.items()}
+        if len(texts) > 1:
+            chosen = best(scores, key=scores.__getitem__)
+            texts[chosen] = f"**{texts[chosen]}**"
+        yield f"| `{variant}` | {' | '.join(texts.get(rate, '') for rate in rates)} |"
+
+
+def _by_rate(shown: Shown, comparison: Comparison) -> dict[str, dict[float, float]]:
+    """Return the means of the first column by learning rate, by the variant without it."""
+    found: dict[str, dict[float, float]] = {}
+    for row in rows(comparison, _first_metric(shown, comparison)):
+        variant = parse_variants(row.variant)[0]
+        settings = dict(variant.settings)
+        rate = float(settings.pop("optimizer.lr", comparison.settings["optimizer"]["lr"]))
+        without = Variant(variant.encoding, tuple(settings.items()))
+        found.setdefault(without.label, {})[rate] = row.mean
+    return found
 
 
 def _teraflops(shown: Shown, variant: str) -> float:
@@ -127,8 +159,14 @@ def _metric(comparison: Comparison, metric: str, of: str | int) -> Score | None:
     return next((one for one in comparison.metrics if one.metric == metric and of in (one.group, one.length)), None)
 
 
+def _first_metric(shown: Shown, comparison: Comparison) -> Score:
+    return _metric(comparison, *next(iter(shown.columns.values())))
+
+
 def figure(shown: Shown, comparison: Comparison):
-    """Draw a column for each of the table's, in which every run is a point."""
+    """Draw a column for each of the table's, in which every run is a point; or a line a variant over the rates."""
+    if shown.by_rate:
+        return _rates_figure(shown, comparison)
     drawn, axes = new_figure(1, len(shown.columns), width=2.6 if len(shown.columns) > 1 else 5, height=3.6)
     looks = _looks(comparison.variants)
     for one, (heading, column) in zip(axes, shown.columns.items()):
@@ -138,6 +176,21 @@ def figure(shown: Shown, comparison: Comparison):
         one.set_xticks([])
         one.set_title(heading, fontsize=10)
     axes[0].set_ylabel(next(iter(shown.columns.values()))[0])
+    legend(drawn)
+    return drawn
+
+
+def _rates_figure(shown: Shown, comparison: Comparison):
+    drawn, (axes,) = new_figure(width=6.5, height=3.6)
+    by_variant = _by_rate(shown, comparison)
+    for variant, look in styles(by_variant).items():
+        rates, scores = zip(*sorted(by_variant[variant].items()))
+        curve(axes, look, rates, scores)
+    axes.set_xscale("log")
+    rates = sorted({rate for scores in by_variant.values() for rate in scores})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    axes.set(xlabel="learning rate", ylabel=next(iter(shown.columns)))
     legend(drawn)
     return drawn
 
