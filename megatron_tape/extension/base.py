@@ -228,7 +228,8 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
 def _check_lengths(model: ModelConfig, base: Base) -> None:
     """Raise ConfigError if positions are scaled although contexts become shorter, or from a longer one than the base's.
 
-    A shorter one may be meant, as some models state more tokens than they were trained on; it is warned about.
+    A shorter one may be meant, as some models state more tokens than they were trained on; it is warned about. So are
+    positions that linear scaling leaves beyond the trained ones.
     """
     position, was = model.position, base.model.position
     factor, before = (getattr(settings, "rope_scaling_factor", 1.0) for settings in (position, was))
@@ -239,9 +240,17 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
         f"{factor:g} is for longer contexts",
         f"set it to more than that, or, to train on shorter contexts, model.rope_scaling_factor to {before:g}",
     )
-    if factor == 1 or position.rope_scaling_type == "linear":
+    if factor == 1:
         return
     scaling = was.rope_scaling_type if before != 1 else None
+    if position.rope_scaling_type == "linear":
+        whole = before * model.seq_length / base.model.seq_length
+        if factor < whole and scaling in (None, "linear"):
+            command_line.say(
+                f"warning: model.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} grow from "
+                f"{base.model.seq_length} to {model.seq_length} tokens; set it to {whole:g}, unless this is meant"
+            )
+        return
     own = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
     key, given = "model.rope_original_seq_length", position.rope_original_seq_length
     problem, fix = f"is {given}, but contexts of {KEY} {base.path} have {own} tokens", f"set it to {own}"

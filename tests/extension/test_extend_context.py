@@ -521,6 +521,16 @@ def test_a_length_before_the_extension_that_is_below_the_models_is_warned_about(
         assert capsys.readouterr().err.count("warning: model.rope_original_seq_length is 15, but") == warnings
 
 
+def test_a_linear_factor_that_is_too_small_for_the_new_length_is_warned_about(capsys):
+    scaled = {"model__position_encoding": "rope", "model__rope_scaling_factor": 2.0, "model__seq_length": 16}
+    base = Base(Path("somewhere"), make(**scaled).model, None)
+    for factor, length, warnings in ((4.0, 32, 0), (2.0, 32, 1), (2.0, 16, 0)):
+        now = {"model__rope_scaling_factor": factor, "model__seq_length": length, "data__tokenizer": None}
+        check_base(make(**scaled | now), base)
+        said = capsys.readouterr().err
+        assert said.count("grow from 16 to 32 tokens; set it to 4, unless this is meant") == warnings
+
+
 def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
     base = make(model__position_encoding="fire")
     for setting, value in (("rope_scaling_factor", 4.0), ("rope_theta", 1e6)):
