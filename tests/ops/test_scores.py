@@ -219,3 +219,13 @@ def test_gradients_of_gates_beside_rows_of_scores_in_bf16_are_those_of_fp32():
         (found[dtype],) = torch.autograd.grad(ours, own, direction.bfloat16().to(dtype))
     exact, rounded = found.values()
     assert (rounded - exact).norm() < 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("length", [200, 300])
+@pytest.mark.parametrize("backend", ["tiled", "torch"])
+def test_gates_of_keys_near_a_query_are_not_rounded_as_those_far_away(backend, length):
+    qkv = [draw(length, 1, 2, DIM, seed=n).detach().bfloat16() for n in range(3)]
+    gates = logsigmoid(draw(length, 1, 2, seed=3).detach().float())
+    exact = attention(*(x.double() for x in qkv), log_gate_TBH=gates.double(), backend="naive")[0]
+    ours = attention(*qkv, log_gate_TBH=gates, backend=backend)[0]
+    assert (ours - exact).norm() < 0.01 * exact.norm()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.bias import NEAR, Bias
 from megatron_tape.ops.packing import additive_mask
 
 
@@ -50,4 +51,13 @@ def _mask(x: AttentionInputs) -> Tensor | None:
         # A single query sees all keys; with as many queries as keys, SDPA applies the causal mask itself.
         return None
     mask = additive_mask(S, T, None, device, dtype) if x.packing is None else x.packing.mask(S, dtype)
-    return mask if x.bias is None else x.bias.of(slice(T - S, T), slice(0, T)).to(dtype) + mask
+    return mask if x.bias is None else _bias(x.bias, slice(T - S, T), T).to(dtype) + mask
+
+
+def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
+    """Return the bias with what small tiles leave out, without which numbers near a query would be too large to round."""
+    tile = bias.of(rows, slice(0, keys))
+    if bias.left_out is None or rows.stop - rows.start > NEAR:
+        return tile
+    left_out = bias.left_out(rows, *bias.tensors)
+    return tile + (left_out - left_out[..., :1].detach())[..., None]
