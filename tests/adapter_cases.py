@@ -36,7 +36,10 @@ def cases():
         "rope_tied": ([*LORA, rope, option("model.tie_embeddings", "true"), tp(2), zero(3)], ("lora", "embeddings")),
         "rope_biased": ([*scaled, option("model.qkv_bias", "true"), tp(2), zero(1)], ("lora",)),
         "rope_qk_norm": ([*scaled, option("model.qk_norm", "true"), tp(1), zero(3)], ("lora", "norms")),
-        "tape_without_lora": ([option("model.tie_embeddings", "true"), tp(2), zero(2)], ("position", "norms")),
+        "tape_without_lora": (
+            [option("model.tie_embeddings", "true"), option("model.position_mlp_zero", "up"), tp(2), zero(2)],
+            ("position", "norms"),
+        ),
         "matrices": ([tp(1), zero(1)], ("matrices",)),
     }
 

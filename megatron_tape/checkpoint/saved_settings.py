@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_tape.config.schema import RunConfig, config_dict, model_dict
 from megatron_tape.config.values import shown
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
+from megatron_tape.position import model_config
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,10 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     )
     if extends:
         _check_same_extension(path, sections["extension"], config)
-    differences = model_differences(sections["model"], model_dict(config.model, unread=False), FREE_IN_A_MODEL)
+    saved = sections["model"]
+    with suppress(TypeError, ValueError):  # of another version
+        saved = model_dict(model_config(**saved), unread=False)  # with settings that are newer than it
+    differences = model_differences(saved, model_dict(config.model, unread=False), FREE_IN_A_MODEL)
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
         bool(differences),

@@ -320,7 +320,8 @@ class TrainConfig:
     """Train with attention in plain torch on GPUs where the kernels do not work, instead of ending with the reason."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, at some cost in speed: a run that is repeated on the
-    same GPUs then gives the same losses. On a CPU, runs do so in any case."""
+    same GPUs then gives the same losses. On a CPU, runs do so in any case. On GPUs torch refuses it with
+    position_increments, fox, path_fox and cope, whose cumulative sums have no such kernel."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again, so that fewer activations are kept: with full, every layer, a third more
     computation; with selective, all of a layer but attention, whose outputs are kept."""

@@ -170,6 +170,8 @@ def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     others = {"attention_backend", *base.unread}
     if encoding != before:
         others |= {"position_encoding", *(setting_names(before) - setting_names(encoding))}
+    if before in ENCODINGS[encoding].drops:
+        others.add("layers_without_positions")  # then all of them are
     return {key: value for key, value in model_dict(base).items() if key not in others}
 
 
@@ -189,8 +191,11 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
     free = {*FREE_IN_A_MODEL, *setting_names("rope"), *ENCODINGS[now].extended_by}
-    if added or was in ENCODINGS[now].drops:
+    dropped = was in ENCODINGS[now].drops
+    if added or dropped:
         free |= {"position_encoding", *setting_names(now)}
+    if dropped:
+        free.add("layers_without_positions")
     if getattr(base.model.position, "position_increments", "fixed") != "fixed":
         free.remove("position_increments")
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
@@ -211,6 +216,14 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         tuple(unread) or "model",
         f"is not read by {now}{''.join(f', nor is {key}' for key in unread[1:])}, so that this would change nothing",
         "remove it from the recipe or the command line",
+    )
+    held, read = parameter_shapes(base.model), parameter_shapes(config.model)
+    unfit = [name for name, shape in held.items() if f".{POSITION}" in name and read.get(name) != shape]
+    refuse(
+        bool(unfit),
+        (KEY, "model.position_encoding"),
+        f"{base.path} has parameters, {', '.join(unfit)}, that {now} does not have or has in another shape",
+        f"keep model.position_encoding {was}, or extend a model without them",
     )
     _check_lengths(config.model, base)
     trains, new = config.extension.trains, f"model.position_encoding is {now}"

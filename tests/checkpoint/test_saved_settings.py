@@ -1,9 +1,14 @@
 """Differences between settings and those saved with a checkpoint, and how they are reported."""
 
+from pathlib import Path
+
+import pytest
 from configurations import MODEL, make
 
-from megatron_tape.checkpoint.saved_settings import changes, model_differences
+from megatron_tape.checkpoint import saved_settings
+from megatron_tape.checkpoint.saved_settings import changes, check_same_model, model_differences
 from megatron_tape.config.schema import config_dict, model_dict
+from megatron_tape.errors import ConfigError
 from megatron_tape.position import model_config
 
 
@@ -36,3 +41,12 @@ def test_a_default_spelled_out_is_not_a_difference():
     assert model_differences(saved, saved | {"num_query_groups": 4}) == [
         "model.num_query_groups: checkpoint 8, configuration 4"
     ]
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default_there(monkeypatch):
+    saved = {"model": model_dict(make().model)}
+    del saved["model"]["rope_share"], saved["model"]["layers_without_positions"]
+    monkeypatch.setattr(saved_settings, "read_state", lambda path: {"optimizer_steps": 1, "config": saved})
+    check_same_model(Path("somewhere"), make())
+    with pytest.raises(ConfigError, match="model.rope_share: checkpoint 1.0, configuration 0.5"):
+        check_same_model(Path("somewhere"), make(model__rope_share=0.5))

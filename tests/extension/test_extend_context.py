@@ -531,6 +531,25 @@ def test_a_linear_factor_that_is_too_small_for_the_new_length_is_warned_about(ca
         assert said.count("grow from 16 to 32 tokens; set it to 4, unless this is meant") == warnings
 
 
+@pytest.mark.parametrize("encoding", ["tape", "nope"])
+def test_increments_that_another_encoding_cannot_take_over_are_refused(encoding):
+    model = make(model__position_encoding="rope", model__position_increments="signed").model
+    changed = {"model__position_encoding": encoding, "data__tokenizer": None}
+    changed |= {"model__position_increments": "signed"} if encoding == "tape" else {}
+    with pytest.raises(ConfigError, match="position.increments, that .* does not have or has in another shape"):
+        check_base(make(**changed), Base(Path("somewhere"), model, None))
+
+
+def test_positions_are_dropped_from_a_model_with_layers_that_have_none():
+    model = make(model__position_encoding="rope", model__num_layers=4, model__layers_without_positions=2).model
+    found = with_base_settings(
+        {"model.position_encoding": "nope", "extension.from": "somewhere"}, Base(Path("somewhere"), model, None)
+    )
+    assert found.get("model.layers_without_positions") is None
+    dropped = make(model__position_encoding="nope", model__num_layers=4, data__tokenizer=None)
+    check_base(dropped, Base(Path("somewhere"), model, None))
+
+
 def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
     base = make(model__position_encoding="fire")
     for setting, value in (("rope_scaling_factor", 4.0), ("rope_theta", 1e6)):

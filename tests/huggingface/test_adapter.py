@@ -170,6 +170,13 @@ def test_the_card_of_a_base_describes_what_it_holds(exported):
     assert tables[0] == tables[1]
 
 
+def test_how_tape_began_does_not_tell_models_apart(exported, trained, tmp_path):
+    base = exported / "tape_without_lora" / "base"
+    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / "tape_without_lora", "--adapter", "--base", base]
+    done = convert(*to_hf, "--output", tmp_path / "second")
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "rope_biased"

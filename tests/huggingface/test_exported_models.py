@@ -60,6 +60,13 @@ def test_a_cache_changes_nothing(exported, name):
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         assert_close(in_parts(model, ids, [5, 1, 7, 3])[0], whole, atol=1e-5, rtol=1e-5)
+    # Copies of its layers go on by themselves.
+    _, cache = in_parts(model, ids[:, :9], [4, 5])
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    in_parts(model, ids[:, 9:10], [1], cache)
+    in_parts(model, ids[:, :1], [1], other)
+    assert_close(in_parts(model, ids[:, 10:], [6], cache)[0], whole[:, 10:], atol=1e-5, rtol=1e-5)
     # A copy goes on by itself, and so does one whose sequences have changed places.
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     copied = copy.deepcopy(cache)

@@ -135,6 +135,18 @@ def test_positions_that_are_trained_while_frozen_at_zero_are_named_once(bases, s
     assert caplog.text.count('modules_to_save=["position"]') == int(warns)
 
 
+def test_positions_are_frozen_at_zero_as_well_where_the_first_matrix_of_the_mlp_is(caplog):
+    model = zero_start()
+    for name, matrix in model.named_parameters():
+        if ".position.down_proj." in name:
+            torch.nn.init.normal_(matrix)
+        elif ".position.up_proj." in name:
+            torch.nn.init.zeros_(matrix)
+    with caplog.at_level(logging.WARNING):
+        train(get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION)), steps=1)
+    assert 'modules_to_save=["position"]' in caplog.text
+
+
 def test_a_model_with_frozen_positions_is_trained_in_one_graph():
     model = get_peft_model(zero_start(), LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION)).train()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

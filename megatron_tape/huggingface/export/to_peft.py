@@ -37,7 +37,14 @@ _PREFIX = "base_model.model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # peft's own word for an adapter without LoRA layers.
 _NO_TARGETS = "dummy-target-modules"
-_WITHOUT_EFFECT = ("seq_length", "vocab_size", "unpadded_vocab_size", "attention_backend", "init_std")
+_WITHOUT_EFFECT = (
+    "seq_length",
+    "vocab_size",
+    "unpadded_vocab_size",
+    "attention_backend",
+    "init_std",
+    "position_mlp_zero",
+)
 
 
 def export_adapter(

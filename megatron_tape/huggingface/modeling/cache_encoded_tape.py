@@ -65,7 +65,8 @@ class LayerMemory(Memory):
         if (before := self.layer.get_seq_length()) > 0:
             # Without those of a pass that broke off.
             new = torch.cat([self.layer.of_tokens[name][:, :before], new], dim=1)
-        self.layer.of_tokens[name] = new
+        # Not in place: a shallow copy of the layer has the same dictionary, and continues apart.
+        self.layer.of_tokens = self.layer.of_tokens | {name: new}
         return new.transpose(0, 1)
 
 

@@ -222,10 +222,14 @@ class TapeModel(TapePreTrainedModel):
         position = {name: parameter for name, parameter in self.named_parameters() if ".position." in name}
         if not position or any(parameter.requires_grad for parameter in position.values()):
             return
-        zero_at_first = [each for name, each in position.items() if ".token_mixing." in name or ".down_proj." in name]
+        mixing, up, down = (
+            [each for name, each in position.items() if f".{part}." in name]
+            for part in ("token_mixing", "up_proj", "down_proj")
+        )
         # Where weights are elsewhere (offloaded, or cut over processes), nobody knows.
-        here = all(each.numel() and not each.is_meta for each in zero_at_first)
-        if here and not any(each.any() for each in zero_at_first) and any(p.requires_grad for p in self.parameters()):
+        here = all(each.numel() and not each.is_meta for each in position.values())
+        plain = here and any(not any(each.any() for each in [*mixing, *zero]) for zero in (up, down))
+        if plain and any(p.requires_grad for p in self.parameters()):
             logger.warning(
                 "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
                 'them with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'

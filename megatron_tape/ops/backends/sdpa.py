@@ -55,7 +55,7 @@ def _mask(x: AttentionInputs) -> Tensor | None:
 
 
 def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
-    """Return the bias with what small tiles leave out, without which numbers near a query would be too large to round."""
+    """Return the bias with what small tiles leave out: without it, numbers near a query are too large to round."""
     tile = bias.of(rows, slice(0, keys))
     if bias.left_out is None or rows.stop - rows.start > NEAR:
         return tile
