@@ -12,6 +12,7 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -195,11 +196,10 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     planned = ranks.first(plan)
     if planned:
         by_name = {task.name: task for task in tasks}
-        model = _load(source, output, device, dtype, ranks)
-        for one in planned:
-            _run(by_name[one.task], model, ranks, output, one, source)
-        if ranks.rank == 0:
-            remove(output / "model")
+        with _as_transformers(source, output, dtype, ranks) as directory:
+            model = _load(source, directory, device, dtype, ranks)
+            for one in planned:
+                _run(by_name[one.task], model, ranks, output, one, source)
     if ranks.rank == 0:
         command_line.say(f"results: {output / NAME}")
     ranks.leave()
@@ -227,14 +227,24 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
     sys.stdout.flush()
 
 
-def _load(source: Source, output: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
-    """Return the model; rank 0 exports a checkpoint for it first."""
+@contextmanager
+def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> Iterator[Path]:
+    """Yield the model's directory; a checkpoint is exported to one in `output` that is removed at the end."""
+    if not source.checkpoint:
+        yield source.path
+        return
+    own = ranks.first(lambda: Path(tempfile.mkdtemp(prefix=".exported-", dir=output)))
+    try:
+        ranks.first(lambda: _export(source, own / "model", dtype))
+        yield own / "model"
+    finally:
+        if ranks.rank == 0:
+            remove(own)
+
+
+def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
     from megatron_tape.evaluation.transformers_model import load_model
 
-    directory = source.path
-    if source.checkpoint:
-        directory = output / "model"
-        ranks.first(lambda: _export(source, directory, dtype))
     trusted = source.checkpoint or "auto_map" in source.info.config
     with ranks.alone():
         return load_model(source.info, directory, dtype, device, trusted)
@@ -243,7 +253,6 @@ def _load(source: Source, output: Path, device: str, dtype: str, ranks: Ranks) -
 def _export(source: Source, directory: Path, dtype: str) -> None:
     from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
 
-    remove(directory)
     try:
         tokenizer = None if source.info.has_tokenizer else NO_TOKENIZER
         export(source.path, directory, dtype, tokenizer=tokenizer, average=source.average)

@@ -77,9 +77,8 @@ def unfinished(planned: Iterable[Planned], output: Path, overwrite: bool) -> lis
         results = read_results(output)
     except FileNotFoundError:
         return planned
-    if any(one.model_digest != results.model.digest for one in planned):
-        problem = f"holds results of another model, {results.model.path}"
-        raise FileError(str(output / NAME), problem, "choose another --output")
+    for one in planned:
+        _check_same_model(output, results, one)
     left = []
     for one in planned:
         finished = one.task in results.tasks and results.tasks[one.task].identity == one.identity
@@ -88,6 +87,12 @@ def unfinished(planned: Iterable[Planned], output: Path, overwrite: bool) -> lis
         else:
             left.append(one)
     return left
+
+
+def _check_same_model(output: Path, results: Results, planned: Planned) -> None:
+    if planned.model_digest != results.model.digest:
+        problem = f"holds results of another model, {results.model.path}"
+        raise FileError(str(output / NAME), problem, "choose another --output")
 
 
 class Parts:
@@ -191,10 +196,15 @@ def _do(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Parts, share: 
 
 
 def record(output: Path, label: str, model: EvaluatedModel, planned: Planned, result: TaskResult) -> Results:
-    """Add the result of a task to the results in the output directory, and remove the parts it was made from."""
+    """Add the result of a task to the results in the output directory, and remove the parts it was made from.
+
+    Raises FileError if it has got results of another model in the meantime.
+    """
     with locked(output):
         try:
-            tasks = read_results(output).tasks
+            before = read_results(output)
+            _check_same_model(output, before, planned)
+            tasks = before.tasks
         except FileNotFoundError:
             tasks = {}
         results = Results(label, model, time.time(), {**tasks, planned.task: result})

@@ -134,7 +134,6 @@ class HFModel:
         own = self.model.generation_config.eos_token_id
         ends = set(own if isinstance(own, list) else [own]) | {self.tokenizer.eos_token_id}
         ends = sorted(end for end in ends if end is not None)
-        # A model's own settings may say to sample, or to discourage repetition.
         settings = GenerationConfig(
             max_new_tokens=count, do_sample=False, num_beams=1, repetition_penalty=1.0,
             eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
@@ -179,6 +178,10 @@ def load_model(
             use_safetensors=True,
             local_files_only=True,
         )
+        # Texts are generated greedily; a model's own settings may say to sample, or to discourage repetition.
+        own = model.generation_config
+        ids = {key: getattr(own, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        model.generation_config = transformers.GenerationConfig(**ids)
         tokenizer = None
         if info.has_tokenizer:
             tokenizer = transformers.AutoTokenizer.from_pretrained(

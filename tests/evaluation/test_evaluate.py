@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -120,6 +121,35 @@ def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, c
 def test_files_that_have_changed_places_are_other_data():
     one, other = ({"a.jsonl": first, "b.jsonl": second} for first, second in (("1", "2"), ("2", "1")))
     assert identity_of(Toy(ToySettings()), "m", "fp32", one) != identity_of(Toy(ToySettings()), "m", "fp32", other)
+
+
+def test_a_folder_beside_the_results_that_is_called_model_stays(tmp_path):
+    model = save_llama(tmp_path / "mine" / "model", seed=0)
+    assert run("--model", model, "--output", tmp_path / "mine") == 0
+    assert (model / "model.safetensors").is_file()
+
+
+def test_what_a_model_says_of_generation_is_left_out_but_the_ends_of_texts(tmp_path):
+    directory = save_llama(tmp_path, seed=0)
+    settings = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": [5, 6]}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    found = load_model(ModelInfo("own", 64, 32, {}, has_tokenizer=False), directory, "fp32", "cpu").model
+    assert found.generation_config.eos_token_id == [5, 6]
+    assert not {"do_sample", "temperature", "repetition_penalty"} & found.generation_config.to_diff_dict().keys()
+
+
+def test_results_that_another_model_has_written_in_the_meantime_stay(llama, tmp_path, monkeypatch, capsys):
+    assert run("--model", save_llama(tmp_path / "other", seed=1), "--output", tmp_path / "its") == 0
+    out = tmp_path / "out"
+
+    def summarize(self, values, info):
+        shutil.copy(tmp_path / "its" / "results.json", out)
+        return Summary([])
+
+    monkeypatch.setattr(Toy, "summarize", summarize)
+    assert run("--model", llama, "--output", out) == 2
+    assert "holds results of another model" in capsys.readouterr().err
+    assert (out / "results.json").read_bytes() == (tmp_path / "its" / "results.json").read_bytes()
 
 
 def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
