@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, model_differences
-from megatron_tape.config.schema import ON_VALIDATION_DATA, RunConfig, config_dict, model_dict
+from megatron_tape.config.schema import ON_VALIDATION_DATA, RunConfig, config_dict, default_of, model_dict
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
 from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
 from megatron_tape.io.records import write_record
+from megatron_tape.position import ENCODINGS
 
 FORMAT = 1
 NAME = "comparison.json"
@@ -139,7 +140,7 @@ def first_of(differences: Sequence[str]) -> str:
 
 def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[str]:
     """Describe the settings that differ; what has no effect on results is left out."""
-    found = changed_settings(recorded.settings, base, ("position_encoding",))
+    found = changed_settings(recorded.settings, base, of_variants=True)
     for task, settings in now.evaluation.items():
         before = recorded.evaluation.get(task)
         if before is None:
@@ -149,10 +150,18 @@ def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[
     return found
 
 
-def changed_settings(saved: Settings, config: RunConfig, apart: Sequence[str] = ()) -> list[str]:
-    """Describe the settings that are not as they were saved; keys of `model` that `apart` names may differ."""
-    model, free = model_dict(config.model, unread=False), ("attention_backend", *apart)
-    found = model_differences(saved.get("model", {}), model, free, ("was", "is now"))
+def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = False) -> list[str]:
+    """Describe the settings that are not as they were saved.
+
+    Those `of_variants` are a recipe's: the encoding may differ, and settings of other encodings may not, since variants
+    read them.
+    """
+    before, model, free = saved.get("model", {}), model_dict(config.model, unread=of_variants), {"attention_backend"}
+    if of_variants:
+        of_encodings = (item for encoding in ENCODINGS.values() for item in dataclasses.fields(encoding.Settings))
+        defaults = json.loads(json.dumps({item.name: default_of(item) for item in of_encodings}))
+        before, model, free = defaults | before, defaults | model, free | {"position_encoding"}
+    found = model_differences(before, model, free, ("was", "is now"))
     for section, values in json.loads(json.dumps(config_dict(config))).items():
         if section != "model":
             found += _changes(f"{section}.", saved.get(section, {}), values)
