@@ -42,6 +42,8 @@ class FinishedRun:
     created: Number
     hardware: str
     versions: dict[str, str]
+    data: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of the files that were read in training and evaluation, by path; unknown of older runs."""
 
     @property
     def name(self) -> tuple[str, int]:

@@ -13,7 +13,8 @@ from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.data.indexed_dataset import dataset_paths
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation import comparison
@@ -24,6 +25,7 @@ from megatron_tape.evaluation.report.models import METRICS, SETTINGS, read_run
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
 from megatron_tape.extension.base import check_command
+from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_yaml
 from megatron_tape.io.versions import versions_with_commit
 from megatron_tape.planning.flops import flops_per_token
@@ -106,8 +108,17 @@ class Plan:
             newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
             tasks = read_results(newest).tasks
             scores = [score for task in self.tasks for score in tasks[task.name].scores] + scores
+        files = [file for prefix in blend(run.config.data.prefix)[0] for file in dataset_paths(prefix)]
+        files += [file for task in self.tasks for file in task.inputs()]
         made = FinishedRun(
-            run.variant.label, run.seed, scores, seconds, time.time(), device or hardware(None), versions_with_commit()
+            run.variant.label,
+            run.seed,
+            scores,
+            seconds,
+            time.time(),
+            device or hardware(None),
+            versions_with_commit(),
+            {str(file): fingerprint(file) for file in files},
         )
         comparison.write_comparison(run.result, replace(self.known, runs=[made]))
         self.known.runs.append(made)

@@ -122,6 +122,14 @@ def test_a_warning_says_what_was_not_the_same_for_all_runs():
     assert "different versions of commit" in warnings(mixed)[1]
 
 
+def test_a_warning_names_data_that_changed_between_runs():
+    made, one = comparison(), {"a.idx": "1 bytes", "b.bin": "2 bytes"}
+    made.runs[0], made.runs[1] = (replace(run, data=one) for run in made.runs[:2])
+    assert warnings(made) == []
+    made.runs[1] = replace(made.runs[1], data=one | {"b.bin": "3 bytes"})
+    assert warnings(made) == ["b.bin changed between the runs, whose scores cannot be compared."]
+
+
 def test_the_picture_shows_every_seed_and_the_page_escapes_names():
     (axes,) = picture(comparison(), "selective_copy").figure.axes
     points = [sorted(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None"]

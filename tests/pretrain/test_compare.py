@@ -22,6 +22,7 @@ from megatron_tape.command_line import status_of
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.evaluation.comparison import changed_settings, read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
+from megatron_tape.io.files import fingerprint
 from megatron_tape.synthetic.settings import generator_of
 from pretrain import compare, evaluate, report
 from pretrain.comparison.jobs import Jobs
@@ -289,6 +290,7 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     values = {score.metric: score.value for score in found.scores}
     # 4 sequences of 16 tokens in a step.
     assert values["validation loss"] == 2.5 and values["seconds per step"] == 0.1 and found.hardware == "GPU x"
+    assert found.data == {f"{prefix}{suffix}": fingerprint(f"{prefix}{suffix}") for suffix in (".idx", ".bin")}
     assert [other.name for other in plan.left] == ["rope, seed 1"]
     for evaluations, alike in ((["validation_loss"], True), (["sample"], False)):
         other = replace(run.config, train=replace(run.config.train, evaluations=evaluations, seed=0))

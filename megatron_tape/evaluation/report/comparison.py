@@ -214,6 +214,12 @@ def warnings(comparison: Comparison) -> list[str]:
     different = [key for key in keys if len({run.versions.get(key) for run in comparison.runs}) > 1]
     if different:
         found.append(f"The runs were made with different versions of {enumerated(list(map(clean, different)))}.")
+    contents: dict[str, set[str]] = {}
+    for run in comparison.runs:
+        for file, content in run.data.items():
+            contents.setdefault(file, set()).add(content)
+    if changed := [clean(file) for file, found_in in contents.items() if len(found_in) > 1]:
+        found.append(f"{enumerated(changed)} changed between the runs, whose scores cannot be compared.")
     return found
 
 
