@@ -26,7 +26,8 @@ submit() {
   local script=$1 after=()
   [ "$2" = -- ] || { after=(--dependency="afterok:$2" --kill-on-invalid-dep=yes); shift; }
   shift 2
-  sbatch --parsable "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
+  # shellcheck disable=SC2086
+  sbatch --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
 }
 
 pretrain=() extend=() evaluate=() part=pretrain

@@ -159,9 +159,10 @@ def test_longlora_gives_the_figure_of_its_published_program(llama, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("marks", [True, False])
-def test_yarn_gives_the_figure_of_its_published_program(llama, texts, monkeypatch, marks):
+@pytest.mark.parametrize("sliding_window", [12, 32])
+def test_yarn_gives_the_figure_of_its_published_program(llama, texts, monkeypatch, marks, sliding_window):
     monkeypatch.setattr(llama, "bos", [0] if marks else [])
-    max_length, sliding_window = 32, 12
+    max_length = 32
     max_tokenized_len = max_length - 1 if marks else max_length
     losses = []
     for text in TEXTS:

@@ -36,6 +36,14 @@ def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
         assert open_weights(tmp_path / "imported").model.position.rope_scaling_factor == 32.0
 
 
+def test_a_factor_without_a_type_scales_linearly_as_in_llama_cpp(tmp_path):
+    write_source(tmp_path / "source", "llama2_gqa")
+    write_gguf(tmp_path / "model.gguf", tmp_path / "source", vocab_size=90, rope__scaling__factor=4.0)
+    imported(tmp_path, tmp_path / "model.gguf")
+    position = open_weights(tmp_path / "imported").model.position
+    assert (position.rope_scaling_type, position.rope_scaling_factor) == ("linear", 4.0)
+
+
 def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):
     plain = write_source(tmp_path / "source", "llama2_gqa")
     (tmp_path / "folder").mkdir()

@@ -22,9 +22,9 @@ def submit(inputs, tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TAPE_"))}
     environment |= {"PATH": f"{sbatch.parent}:{os.environ['PATH']}", "TAPE_PYTHON": sys.executable}
 
-    def run(script, *arguments):
+    def run(script, *arguments, **variables):
         command = ["bash", str(REPOSITORY / "slurm" / script), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True)
         submitted = tmp_path / "submitted"
         given = submitted.read_text().splitlines()[1:] if submitted.exists() else None
         return done.returncode, given, done.stdout + done.stderr
@@ -52,3 +52,10 @@ def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit):
     assert "sbatch --array=0-7" in submit("preprocess.sh", "--help")[2]
     for script, arguments in (("pretrain_tape.sh", [RECIPE, "--data.prefix=a"]), ("preprocess.sh", ["--input", "*.x"])):
         assert submit(script, *arguments)[:2] == (0, arguments)
+
+
+def test_a_chain_is_submitted_with_the_options_of_the_site(submit):
+    arguments = [RECIPE, "--data.prefix=a", "--model.position_encoding=rope"]
+    extended = ["--extend", str(REPOSITORY / "tests" / "recipes" / "extend.yaml"), "--data.prefix=a"]
+    status, submitted, said = submit("run_all.sh", *arguments, *extended, TAPE_SBATCH_OPTIONS="--gpus-per-node=8 -A me")
+    assert status == 0 and submitted[:3] == ["--gpus-per-node=8", "-A", "me"], said

@@ -179,8 +179,8 @@ def _yarn_windows(count: int, length: int, stride: int, marks: int) -> Iterator[
     done = 0
     for start in range(0, count, stride):
         stop = min(start + length - marks, count)
-        # Without a mark, the first token of a document is no label.
-        yield Window(start, stop, stop - done - (1 if done == 0 and not marks else 0))
+        # Without a mark, the first token of a window is no label.
+        yield Window(start, stop, min(stop - done, stop - start - (0 if marks else 1)))
         done = stop
         if stop == count:
             return

@@ -152,11 +152,13 @@ class GgufFile(LazyTensors):
         import numpy as np
 
         theta = _shortest(self._key("rope.freq_base", 10000.0))
-        kind, factor = self._key("rope.scaling.type", "none"), _shortest(self._key("rope.scaling.factor", 1.0))
+        stored = self._file_tensors.get(_LLAMA3_FACTORS)
+        # What llama.cpp takes a factor without a type to be.
+        kind = self._key("rope.scaling.type", "linear" if stored is None else "none")
+        factor = _shortest(self._key("rope.scaling.factor", 1.0))
         if kind not in ("none", "linear"):
             problem = f"is {kind!r} in {self.path}, which cannot be imported"
             raise UserError("rope.scaling.type", problem, "none, linear can")
-        stored = self._file_tensors.get(_LLAMA3_FACTORS)
         if stored is None:
             linear = kind == "linear" and factor != 1.0
             return {"rope_theta": theta, **({"rope_type": "linear", "factor": factor} if linear else {})}
