@@ -90,6 +90,17 @@ def trial(tp, stage, what, precision="fp32", **zero):
     return outcome.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
 
 
+def forgotten(stage, what):
+    """Whether a step's gradient is the same before and after one that is skipped, with the optimizer on the host."""
+    e = engine(1, stage, "bf16", offload_optimizer=True)
+    before = e.train_step(batches(e, 20), 0.0).grad_norm
+    if what == "spike":
+        answers = iter([True])
+        e.leave_out(lambda loss, norm: next(answers, False))
+    skipped = e.train_step(batches(e, 10, math.nan if what == "loss" else 1.0), 0.0).skipped
+    return skipped and e.train_step(batches(e, 20), 0.0).grad_norm == before
+
+
 FINE = 2.0**-9
 """Lost when it is added to 1 in bf16, whose next number is 1 + 2^-7."""
 GRADIENTS = {"mlp.linear_fc1.weight": [[1, 0], [FINE, 0]], "mlp.linear_fc2.weight": [[1, FINE], [0, 0]]}
@@ -172,4 +183,5 @@ def main(folder):
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     results["scattered"] = bool(outcome)
     results["averaged_zero1_offload"] = averaged(1, offload_optimizer=True)
+    results["forgotten"] = [forgotten(stage, what) for stage in (1, 2, 3) for what in ("loss", "spike")]
     return results

@@ -273,8 +273,22 @@ def spike_runs(folder, prefix):
     with mock.patch.object(trainer.Trainer, "_build", elsewhere):
         results["rewound"] = run(folder, "rewound", prefix, zero(3), checkpoint, option("train.steps", 8))
     records = Path(folder, "spike-rewind", "attempts").glob("*/spikes.jsonl")
+    results["spike_beside_damage"] = spike_beside_damage(folder, prefix)
     results["spike_records"] = [json.loads(line) for path in records for line in path.read_text().splitlines()]
     return results
+
+
+def spike_beside_damage(folder, prefix):
+    """A run goes back to its second step, after which it has a checkpoint whose damage only its bytes show."""
+    settings = [prefix, option("train.spikes", SPIKES % "rewind"), option("checkpoint.interval", 2)]
+    run(folder, "spike-damaged", *settings, option("train.steps", 4))
+    if dist.get_rank() == 0:
+        file = min(Path(folder, "spike-damaged", "checkpoints", "step-00000004").glob("tensors-*"))
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    dist.barrier()
+    with spikes(4, (1,)):
+        return run(folder, "spike-damaged", *settings, option("train.steps", 8))
 
 
 def spike_twice(folder, prefix):

@@ -162,6 +162,7 @@ class Save:
         self._claim.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
         checkpoint = self._config.checkpoint
+        self._claim.check_owner()  # publishing may have taken long, and what is newer belongs to a newer attempt then
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
 
 

@@ -89,7 +89,12 @@ class Watch:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Note that work has advanced, and what comes next: a stage of the start-up, or of a step."""
+        """Note that work has advanced, and what comes next: a stage of the start-up, or of a step.
+
+        While the run goes back to a checkpoint, the timeout is that of the start-up.
+        """
+        if stage == REWINDING:
+            self._hang_timeout = longest_wait(self._training_hang_timeout)
         before, now = self._facts["stage"], time.monotonic()
         if self._stages is not None:
             counted = REWINDING if self._rewinds else before
@@ -111,11 +116,7 @@ class Watch:
         self._hang_timeout = self._training_hang_timeout
 
     def rewind(self, step: int) -> None:
-        """Count the time of all steps after `step` as lost, and what follows before `begin_training` as going back.
-
-        Until then, the timeout is that of the start-up.
-        """
-        self._hang_timeout = longest_wait(self._training_hang_timeout)
+        """Count the time of all steps after `step` as lost, and what follows before `begin_training` as going back."""
         self.progress(REWINDING)
         first, before = self._leg
         last, seconds = self._facts["step"], self._stages.get(TRAINING, 0.0)

@@ -246,6 +246,10 @@ class Engine:
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
+        if skipped and self.zero_stage in (1, 2):
+            # With offload_optimizer, DeepSpeed 0.19.8 would add the next step's gradients to those of this one.
+            averaged = self.deepspeed_engine.optimizer.averaged_gradients
+            averaged.update(dict.fromkeys(averaged))
         self.optimizer_steps += not skipped
         if self.averages:
             self._average.add(step)

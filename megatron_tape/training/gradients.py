@@ -64,10 +64,11 @@ class ReplicatedGradients:
     @torch.no_grad()
     def sum(self) -> None:
         """Sum them over the tensor-parallel group; call between the last backward pass and the optimizer's step."""
+        if self._offloaded and self._layout.device.type == "cuda":
+            # DeepSpeed copies gradients to the host asynchronously; what watches gradients reads them, too.
+            torch.cuda.synchronize(self._layout.device)
         if not self._parameters:
             return
-        if self._offloaded and self._layout.device.type == "cuda":
-            torch.cuda.synchronize(self._layout.device)  # DeepSpeed copies gradients to the host asynchronously
         parts = [(parameter, own_part(parameter, self._zero_stage)) for parameter in self._parameters]
         parts = [(parameter, part) for parameter, part in parts if part is not None]
         sum_over_group([part for _, part in parts], self._layout.groups.tp, self._layout.device)

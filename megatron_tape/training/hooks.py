@@ -51,6 +51,8 @@ class Training(Protocol):
     """None except on rank 0."""
     step: int
     """The last completed step."""
+    enters_stage: bool
+    """Whether the next step is the first to read another stage of `data.stages`."""
 
     def logs(self, step: int) -> bool:
         """Return whether the metrics of `step` are logged."""

@@ -67,6 +67,8 @@ class SpikeHook(Hook):
             self._spikes = Spikes(self._settings, trainer.progress.get(VALUES))
             if self._settings.action == "skip":
                 trainer.engine.leave_out(self._spikes.is_spike)
+        if trainer.enters_stage:
+            self._spikes.values = [[], []]  # losses of other data say nothing of what is usual now
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
         if result.finite:

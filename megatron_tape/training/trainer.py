@@ -151,8 +151,9 @@ class Trainer:
         gc.collect()  # before another model gets memory
         self.watch.progress(REWINDING)
         if saved or self.checkpoint is not None:
-            # Until a save renames them, there may be later checkpoints than the one that the run was to resume.
-            resume = "auto" if saved else str(self.checkpoint.path)
+            # Beside the checkpoint that the run began with there may be later ones that are damaged.
+            own = saved or self.checkpoint.path.parent == Path(self.config.checkpoint.directory)
+            resume = "auto" if own else str(self.checkpoint.path)
             checkpoint = dataclasses.replace(self.config.checkpoint, resume=resume)
             self.checkpoint = open_to_resume(dataclasses.replace(self.config, checkpoint=checkpoint), self.layout)
         self.step = 0 if self.checkpoint is None else self.checkpoint.step
@@ -160,6 +161,11 @@ class Trainer:
         self.watch.rewind(self.step)
         self._build()
         self.progress = self.progress | {FOUND: found}
+
+    @property
+    def enters_stage(self) -> bool:
+        last = self.samples + self.config.train.batch_size(self.samples) - 1
+        return self.samples > 0 and stage_at(self.stages, last) != stage_at(self.stages, self.samples - 1)
 
     def _leave_together(self) -> None:
         """Wait for the other ranks: a process that ends closes connections that they may still be using."""

@@ -53,3 +53,7 @@ def test_zero_3_averages_and_cuts_as_deepspeed_does(results):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_overlapping_communication_changes_no_weight(results, stage, precision):
     assert results[f"overlapped_zero{stage}_{precision}"]
+
+
+def test_with_the_optimizer_on_the_host_a_skipped_step_leaves_nothing_behind(results):
+    assert results["forgotten"] == [True] * 6

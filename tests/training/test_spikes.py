@@ -1,9 +1,11 @@
 """What counts as a spike."""
 
 import json
+from types import SimpleNamespace
 
 from megatron_tape.config.steering import SpikeSettings
-from megatron_tape.training.spikes import Spikes
+from megatron_tape.training.engine import StepResult
+from megatron_tape.training.spikes import SpikeHook, Spikes
 
 
 def after(values, kept=None):
@@ -42,3 +44,22 @@ def test_what_a_checkpoint_keeps_gives_the_same_decisions():
     assert kept == after(USUAL).values
     again = after([], json.loads(json.dumps(kept)))
     assert again.is_spike(3.5, 1.0) and not again.is_spike(3.2, 1.5)
+
+
+def test_after_a_change_of_the_data_only_its_own_losses_count():
+    trainer = SimpleNamespace(
+        progress={}, enters_stage=False, layout=SimpleNamespace(rank=1, any_rank=lambda found: found)
+    )
+    hook = SpikeHook(SpikeSettings(action="warn", window=5, threshold=6.0))
+
+    def spikes(values, enters_stage=False):
+        before = trainer.progress.get("spikes_found", 0)
+        for step, (loss, norm) in enumerate(values):
+            trainer.enters_stage = enters_stage and step == 0
+            hook.before_step(trainer, step)
+            hook.after_step(trainer, step, StepResult(loss, norm, skipped=False))
+        return trainer.progress.get("spikes_found", 0) - before
+
+    higher = [(loss + 1, norm) for loss, norm in USUAL]
+    assert spikes(USUAL) == 0 and spikes(higher[:1]) == 1
+    assert spikes(higher, enters_stage=True) == 0 and spikes([(9.0, 1.0)]) == 1
