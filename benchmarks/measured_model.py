@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.model.backend import chosen_backend, verified_backend
+from megatron_tape.model.backend import chosen_backend, verified_backend, verified_loss
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
@@ -56,8 +56,15 @@ class MeasuredModel:
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
         translated = transformer_config(config.model, *sizes, dtype, config.train.recompute)
         seed_everything(config.train.seed, layout)
-        selective = config.train.recompute == "selective"
-        self.model = LanguageModel(settings, translated, layout.groups, layout.device, selective_recompute=selective)
+        self.fused_loss = verified_loss(config.model, layout, dtype)
+        self.model = LanguageModel(
+            settings,
+            translated,
+            layout.groups,
+            layout.device,
+            selective_recompute=config.train.recompute == "selective",
+            fused_loss=self.fused_loss,
+        )
         allocate(self.model, layout.device)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
         initialize_weights(self.model, weight_initializations(settings), config.train.seed, rank, size)
@@ -87,8 +94,8 @@ class MeasuredModel:
                 module.backend = backend
 
     def description(self) -> dict[str, str]:
-        """Say what computes attention and, if there is one, the update of the position state."""
-        found = {"attention": self.backend}
+        """Say what computes attention, the loss and, if there is one, the update of the position state."""
+        found = {"attention": self.backend, "loss": "liger" if self.fused_loss else "plain torch"}
         if self.model.position_updates():
             fused = self.model.encoding.update_function(dtype_of(self.config)) is fused_update
             found["position_update"] = "triton" if fused else "plain torch"

@@ -21,6 +21,12 @@ else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
+    # A single process trains on a single GPU; only those that train together get several. Set before CUDA starts,
+    # which counting GPUs does not do; workers of pytest-xdist inherit it.
+    os.environ.setdefault(
+        "TESTED_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["TESTED_GPUS"].split(",")[0]
     if not torch.cuda.is_available():
         pytest.exit("TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels", returncode=1)
 

@@ -108,15 +108,15 @@ def mistakes():
 
         return summed(parts, parallel_state.get_data_parallel_group(), device)
 
-    frequencies = "_frequencies_on"
-    copied = lambda self, device: self.frequencies().to(device, non_blocking=True)  # noqa: E731
+    constant = "constant"
+    copied = lambda self, name, make, device: make().to(device, non_blocking=True)  # noqa: E731
     return {
-        "frequencies_on_the_cpu": [(RotaryPosition, frequencies, lambda self, device: self.frequencies())],
+        "frequencies_on_the_cpu": [(RotaryPosition, constant, lambda self, name, make, device: make())],
         "labels_on_the_cpu": [(Batches, "_on_device", labels_stay)],
         "a_wrong_type": [(RMSNorm, "forward", lambda self, hidden_states: norm(self, hidden_states).float())],
         "an_item_in_a_layer_and_a_copy_from_pageable_memory": [
             (RMSNorm, "forward", reads),
-            (RotaryPosition, frequencies, copied),
+            (RotaryPosition, constant, copied),
         ],
         "a_collective_in_the_wrong_group_a_buffer_kept_twice_and_an_all_gather_of_the_state": [
             (gradients, "sum_over_group", over_data),

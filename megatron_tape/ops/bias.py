@@ -77,21 +77,24 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     high = sums_BHT.to(dtype)
     low = (sums_BHT - high).detach().to(dtype)
 
-    def tile(rows: slice, columns: slice, high: Tensor, low: Tensor, *rest: Tensor) -> Tensor:
-        origins = [x[..., rows.start, None].detach() for x in (high, low)]
-        gates = sum(origin - x[..., columns] for origin, x in zip(origins, (high, low)))[..., None, :]
+    def tile(rows: slice, columns: slice, of_query: Tensor, of_key: Tensor, low: Tensor, *rest: Tensor) -> Tensor:
+        origin, origin_low = (x[..., rows.start, None].detach() for x in (of_query, low))
+        gates = ((origin - of_key[..., columns]) + (origin_low - low[..., columns]))[..., None, :]
         if rows.stop - rows.start > NEAR:
-            gates = gates + sum(x[..., rows] - origin for origin, x in zip(origins, (high, low)))[..., None]
+            gates = gates + ((of_query[..., rows] - origin) + (low[..., rows] - origin_low))[..., None]
         return gates if bias is None else gates + bias.tile(rows, columns, *rest)
 
-    def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, high: Tensor, low: Tensor, *rest: Tensor) -> Tensor:
-        gates = (high[b, h, q] - high[b, h, k]) + (low[b, h, q] - low[b, h, k])
+    def score(
+        b: Tensor, h: Tensor, q: Tensor, k: Tensor, of_query: Tensor, of_key: Tensor, low: Tensor, *rest: Tensor
+    ) -> Tensor:
+        gates = (of_query[b, h, q] - of_key[b, h, k]) + (low[b, h, q] - low[b, h, k])
         return gates if bias is None else gates + bias.score(b, h, q, k, *rest)
 
-    def left_out(rows: slice, high: Tensor, *rest: Tensor) -> Tensor:
-        return high[..., rows]
+    def left_out(rows: slice, of_query: Tensor, *rest: Tensor) -> Tensor:
+        return of_query[..., rows]
 
     of_bias = () if bias is None else bias.tensors
     bias = None if bias is None else bias.without_tensors()
     pointwise = bias is None or bias.score is not None
-    return Bias(tile, (high, low, *of_bias), score if pointwise else None, left_out)
+    # Twice, as FlexAttention's compiled gradient is of tensors that are indexed once.
+    return Bias(tile, (high, high.clone(), low, *of_bias), score if pointwise else None, left_out)

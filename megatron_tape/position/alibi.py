@@ -25,7 +25,7 @@ class AlibiPosition(PositionEncoding):
 
         from megatron_tape.ops.bias import Bias
 
-        slopes = torch.tensor(alibi_slopes(self.model.num_attention_heads), device=hidden_states_sBC.device)
+        slopes = self.constant("slopes", self._slopes, hidden_states_sBC.device)
 
         def tile(rows: slice, columns: slice, slopes: "Tensor") -> "Tensor":
             queries, keys = (torch.arange(x.start, x.stop, device=slopes.device) for x in (rows, columns))
@@ -35,6 +35,11 @@ class AlibiPosition(PositionEncoding):
             return slopes[h] * (k - q)
 
         return Positions(bias=Bias(tile, (self.tokens.local_heads(slopes),), score))
+
+    def _slopes(self) -> "Tensor":
+        import torch
+
+        return torch.tensor(alibi_slopes(self.model.num_attention_heads))
 
 
 def alibi_slopes(heads: int) -> list[float]:

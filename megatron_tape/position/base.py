@@ -13,7 +13,7 @@ of this rank, D head dimension, C hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -142,6 +142,7 @@ class PositionEncoding:
         self.settings = model.position
         self.tokens = tokens
         self.fused = fused
+        self._constants: dict[str, Tensor] = {}
 
     # Declared.
 
@@ -224,6 +225,19 @@ class PositionEncoding:
         return any(parameter.head_axis is None for layer in parameters for parameter in layer)
 
     # Computed.
+
+    def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """Return what `make` returns on `device`; copied there once, as a copy in every layer would stall it."""
+        import torch
+
+        found = self._constants.get(name)
+        if found is None or found.device != device:
+            with torch.inference_mode(False):  # training may follow, which can use no tensor of inference
+                found = make().to(device)
+            # torch.export has tensors of its own, which are none afterwards.
+            if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
+                self._constants[name] = found
+        return found
 
     def token_positions(self, length: int, random: np.random.Generator | None) -> np.ndarray | None:
         """Return the positions of a sequence of `length` tokens, int64 (S,), in ascending order; None means 0, 1, ...

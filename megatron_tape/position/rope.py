@@ -159,7 +159,7 @@ class RotaryPosition(PositionEncoding):
         """Return the phases (..., D), times the attention factor, of real positions (...), in their precision."""
         import torch
 
-        angles = positions[..., None] * self._frequencies_on(positions.device)
+        angles = positions[..., None] * self.constant("frequencies", self.frequencies, positions.device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
     def enter(self, layer, parameters, state, hidden_states_sBC, memory) -> "Tensor | None":
@@ -186,7 +186,8 @@ class RotaryPosition(PositionEncoding):
         """Return the phases of real positions times the attention factor, (S, B, G, D)."""
         from megatron_tape.ops.rotation import phases
 
-        return phases(positions_SBG, self._frequencies_on(positions_SBG.device), self.attention_factor, dtype)
+        frequencies = self.constant("frequencies", self.frequencies, positions_SBG.device)
+        return phases(positions_SBG, frequencies, self.attention_factor, dtype)
 
     @property
     def attention_factor(self) -> float:
@@ -201,12 +202,6 @@ class RotaryPosition(PositionEncoding):
         if settings.rope_attention_factor is not None:
             return settings.rope_attention_factor
         return yarn_attention_factor(settings.rope_scaling_factor)
-
-    def _frequencies_on(self, device: "torch.device") -> "Tensor":
-        """Return the frequencies on `device`; copied there once, as a copy in every forward pass would stall it."""
-        if getattr(self, "_frequencies", None) is None or self._frequencies.device != device:
-            self._frequencies = self.frequencies().to(device)
-        return self._frequencies
 
     def frequencies(self) -> "Tensor":
         """Return the angles per position theta_f, float32 (D/2,).

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from megatron_tape.position import model_config
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_GPU = torch.cuda.is_available()
+# Not whether this process sees a GPU: the one that computes what is expected sees none, and computes the same.
+ON_GPU = os.environ.get("TESTS_ON") == "gpu"
 BACKEND = "triton"
 TIMEOUT = 240.0
 """Seconds to wait for a result of another process."""
@@ -230,6 +231,8 @@ def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subp
     if side == "cpu":
         threads = max(1, (os.cpu_count() or 1) // 2) if ON_GPU else 1
         variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    elif ON_GPU:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(os.environ["TESTED_GPUS"].split(",")[:processes])
     return subprocess.Popen(command, env=variables, cwd=folder)
 
 

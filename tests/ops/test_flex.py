@@ -219,3 +219,19 @@ def test_a_gpu_without_kernels_that_exist_elsewhere_is_no_reason_to_train_slowly
         verified_backend(model, layout, torch.bfloat16)
     assert why in error.value.problem and "allow_slow_attention" in error.value.fix
     assert verified_backend(model, layout, torch.bfloat16, allow_slow=True) in ("torch", "tiled")
+
+
+@pytest.mark.parametrize("name", ["gates", "table"])
+def test_what_torch_compiles_on_a_gpu_accepts_the_gradient_of_a_bias(name):
+    """It refuses tensors that need a gradient and are indexed twice; uncompiled, they work."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+    from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
+
+    bias = table_bias(draw(12, HEADS, seed=5)) if name == "table" else gates_as_bias(logsigmoid(draw(40, 2, 4)))
+    score, pair = torch.zeros((), requires_grad=True), [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in bias.tensors)
+    with TransformGetItemToIndex():
+        _, joint = create_fw_bw_graph(lambda score, *given: score + bias.score(*given), (score, *pair), tensors)
+        traced = torch.fx.experimental.proxy_tensor.make_fx(joint)(score, *pair, torch.zeros(()), *tensors)
+    validate_joint_graph(traced.graph)
