@@ -63,6 +63,15 @@ def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
     assert os.listdir(path.parent) == ["out"] and os.listdir(path) == ["file"]
 
 
+def test_a_link_with_the_name_of_what_is_unfinished_is_not_followed(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis").touch()
+    (tmp_path / "out.partial").symlink_to("precious")
+    with pytest.raises(FileError, match="is a link"), atomic_directory(tmp_path / "out"):
+        pass
+    assert os.listdir(tmp_path / "precious") == ["thesis"]
+
+
 def test_an_existing_directory_is_never_replaced_even_if_it_appears_meanwhile(tmp_path):
     path = tmp_path / "out"
     with pytest.raises(FileError), atomic_directory(path):

@@ -65,7 +65,9 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
     sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {}
     with command_line.step("generating"):
         output = model.generate(**ids, max_new_tokens=count, **({"do_sample": False} | sampling))
-    return tokenizer.decode(output[0, length:], skip_special_tokens=True)
+    # Not the new tokens alone, of which some tokenizers leave out the space before the first word.
+    before, whole = (tokenizer.decode(output[0, :end], skip_special_tokens=True) for end in (length, None))
+    return whole.removeprefix(before)
 
 
 def parser() -> argparse.ArgumentParser:

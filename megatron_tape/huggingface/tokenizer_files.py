@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,25 @@ def _write_config(output: Path, context: int, tokens: dict[str, str], **more: ob
     (output / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
+def files_beside(directory: Path, names: Iterable[str] = TOKENIZER_FILES) -> list[str]:
+    """Return which of these files are in a directory, to be copied.
+
+    Raises FileError for a link out of it, but for those of the Hub's cache, as it could lead to a file that is secret.
+    """
+    found = [name for name in names if (directory / name).is_file()]
+    cached = next((each for each in directory.resolve().parents if each.name.startswith("models--")), directory)
+    for name in found:
+        if not (directory / name).resolve().is_relative_to(cached.resolve()):
+            raise FileError(str(directory / name), "is a link to a file elsewhere", "put a copy in its place")
+    return found
+
+
 def _copy_hugging_face(source: Path, ours: Tokenizer, output: Path, context: int) -> dict[str, int | None]:
     import tokenizers
 
     shutil.copyfile(source, output / "tokenizer.json")
-    for name in _BESIDE:
-        if (source.parent / name).is_file():
-            shutil.copyfile(source.parent / name, output / name)
+    for name in files_beside(source.parent, _BESIDE):
+        shutil.copyfile(source.parent / name, output / name)
     library = tokenizers.Tokenizer.from_file(str(source))
     special = {"bos": ours.bos, "eos": ours.eod}
     if (output / "tokenizer_config.json").is_file():

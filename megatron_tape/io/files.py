@@ -93,14 +93,16 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
     In the meantime it is called `path` + `.partial`, and one that a killed process left behind is taken over. The block
     must flush the files that it writes to disk. Raises FileError if `path` exists, before
-    anything is written, or if another process is writing it.
+    anything is written, if another process is writing it, or if a link has the name of what is unfinished.
     """
     path = Path(os.path.abspath(path))
     fix = "choose another output, or move it away"
     refuse_existing(path, fix=fix)
     partial = path.with_name(path.name + SUFFIX)
+    if partial.is_symlink():
+        raise FileError(str(partial), "is a link, whose target would be emptied", "remove it")
     partial.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     ours = False
     try:
         ours = _lock(descriptor, partial, path)

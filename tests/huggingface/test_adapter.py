@@ -177,6 +177,15 @@ def test_how_tape_began_does_not_tell_models_apart(exported, trained, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_base_in_the_adapters_directory_is_the_one_that_is_written_there(trained, tmp_path):
+    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / "rope_biased", "--adapter"]
+    refused(
+        tmp_path, "in the adapter's own directory", *to_hf, "--output", tmp_path / "a", "--base", tmp_path / "a/b/c"
+    )
+    done = convert(*to_hf, "--output", tmp_path / "a", "--base", tmp_path / "a" / "base")
+    assert done.returncode == 0 and (tmp_path / "a" / "base" / "config.json").is_file(), done.stderr
+
+
 def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "rope_biased"

@@ -60,6 +60,12 @@ def test_a_cache_changes_nothing(exported, name):
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         assert_close(in_parts(model, ids, [5, 1, 7, 3])[0], whole, atol=1e-5, rtol=1e-5)
+    # Training may follow inference.
+    with torch.inference_mode():
+        model(ids)
+    with torch.enable_grad():
+        model(ids, use_cache=False).logits.sum().backward()
+    model.zero_grad()
     # Copies of its layers go on by themselves.
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     other = copy.copy(cache)

@@ -1,6 +1,8 @@
 """tools/generate.py: the continuation is the model's own, and errors are one sentence."""
 
+import json
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -79,3 +81,21 @@ def test_mistakes_are_one_sentence(exports, generate, tmp_path):
     os.truncate(tmp_path / "broken" / "model.safetensors", 5000)
     code, _, line = generate("--model", tmp_path / "broken", "--prompt", "a")
     assert code == 2 and line.startswith(f"error: {tmp_path / 'broken'} cannot be loaded: ")
+
+
+def test_the_space_after_the_prompt_stays_with_tokenizers_that_strip_the_first_one(exports, generate, tmp_path):
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    shutil.copytree(exports["rope"].directory, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    rows = Tokenizer.from_file(str(file)).get_vocab_size()
+    words = {f"\u2581w{index}": index for index in range(rows)}
+    settings = {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "\u2581w0"}}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.save(str(file))
+    code, out, line = generate("--model", tmp_path / "model", "--prompt", "w5 w6", "--max-new-tokens", "2")
+    assert code == 0, line
+    assert re.fullmatch(r"w5 w6 w\d+ w\d+\n", out), out

@@ -58,7 +58,7 @@ def write_card(
     positions, picture = position_section(saved, logged) if tape else ("", None)
     pretrained = was_pretrained_here(saved.state)
     tag = encoding.name if encoding.exports_to == "code" else kind
-    training = [training_facts(saved, () if whole else ("lora",)), final_losses(logged)]
+    training = [training_facts(saved, () if whole else ("lora",)), final_losses(logged, saved.average)]
     if not options.with_lora:
         training.insert(0, base_of_adapter(saved))
     data = _card_data(
@@ -122,12 +122,13 @@ def _described(encoding: PositionEncoding) -> str:
 def write_adapter_card(directory: Path, name: str, saved: SavedWeights, dtype: str, base: str) -> None:
     """Write README.md of an adapter in peft's format for the model in the directory `base`."""
     data = _card_data(saved, library_name="peft", base_model=None)  # which has no name on the Hub
+    losses = final_losses(last_logged(saved.path, saved.state), saved.average)
     card = ModelCard.from_template(
         data,
         _HERE / "adapter_card.md",
         name=name,
         dtype=dtype,
-        training="\n\n".join(filter(None, [training_facts(saved), final_losses(last_logged(saved.path, saved.state))])),
+        training="\n\n".join(filter(None, [training_facts(saved), losses])),
         base=base,
         remote="" if encoding_of(saved.model).exports_to == "plain" else ", trust_remote_code=True",
     )

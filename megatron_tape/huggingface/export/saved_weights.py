@@ -41,6 +41,8 @@ class SavedWeights:
     """The checkpoint that holds the frozen parameters, if this one does not."""
     extension: ExtensionConfig = field(default_factory=ExtensionConfig)
     """The run's settings of LoRA layers."""
+    average: bool = False
+    """Whether the weights are averages of those of many steps."""
 
     @cached_property
     def trained(self) -> list[str]:
@@ -108,7 +110,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     source = find_source(path, state)
     if source is not None:
         source = open_weights(find_checkpoint(source, lambda message: None))
-    saved = SavedWeights(path, state, model, files, source, extension)
+    saved = SavedWeights(path, state, model, files, source, extension, average)
     _check_shapes(saved, shapes)
     return saved
 

@@ -4,6 +4,7 @@ LoRA layers become peft's, and everything else that was trained `modules_to_save
 positions are scaled, so the model that it adds to has the run's settings, and TAPE's code if the run has TAPE.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_settings import model_differences
 from megatron_tape.config.schema import model_dict
-from megatron_tape.errors import CheckpointError, FileError
+from megatron_tape.errors import CheckpointError, FileError, refuse
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
@@ -63,6 +64,11 @@ def export_adapter(
     those of `export.export`. Raises UserError or OSError if the run trained what an adapter cannot hold, or if an
     existing `base` is another model.
     """
+    if base is not None and Path(os.path.abspath(base)).is_relative_to(os.path.abspath(output)):
+        inside = os.path.relpath(base, output)
+        fix = f"name {Path(output) / BASE}, or a directory elsewhere"
+        refuse(inside != BASE, "--base", f"is {base}, in the adapter's own directory", fix)
+        base = None
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint, average)
         if other := [name for name in saved.trained if kind_of(name) not in KINDS]:

@@ -19,6 +19,7 @@ from megatron_tape.text import counted
 
 _METRICS = "metrics.jsonl"
 _LOSSES = {"loss": "Training loss", "validation_loss": "Validation loss"}
+_LOSSES_OF_AVERAGE = {"validation_loss_average": "Validation loss"}
 
 
 class _Row(TypedDict):
@@ -80,6 +81,8 @@ def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
         start |= _extension(config.get("extension", {}))
         if without and not _own_parts(saved):
             return _table(start)
+        if saved.average:
+            start["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
         return _table(start | _trained(saved, without) | _settings(state, config))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         problem = f"holds settings that no run can have had ({type(error).__name__}: {error})"
@@ -116,6 +119,9 @@ def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]
     return facts | {"Trained parameters": f"{counts.total():,} of {sum(numbers.values()):,}"}
 
 
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
+
+
 def _settings(state: dict, config: dict) -> dict[str, object]:
     train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
@@ -131,7 +137,7 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
         "Steps": f"{state['step']:,} of {train['steps']:,}",
         "Tokens": f"{samples * length:,} ({begins}{train['global_batch_size']} sequences of {length:,} a step)",
         "Data": _data(config["data"]),
-        "Optimizer": f"AdamW, weight decay {optimizer['weight_decay']:g}, "
+        "Optimizer": f"{_OPTIMIZERS[optimizer.get('kind', 'adamw')]}, weight decay {optimizer['weight_decay']:g}, "
         f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
         "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
         "Precision": train["precision"],
@@ -160,9 +166,13 @@ def _names(prefix: dict | list | str) -> str:
     return ", ".join(shares)
 
 
-def final_losses(logged: dict[str, tuple[int, float]]) -> str:
-    """Return the section of the final losses, given what `last_logged` found; nothing without losses."""
-    rows = [f"| {name} | {logged[key][1]:.4f} | {logged[key][0]:,} |" for key, name in _LOSSES.items() if key in logged]
+def final_losses(logged: dict[str, tuple[int, float]], average: bool = False) -> str:
+    """Return the section of the final losses, given what `last_logged` found; nothing without losses.
+
+    Those of an `average` of weights are others.
+    """
+    losses = _LOSSES_OF_AVERAGE if average else _LOSSES
+    rows = [f"| {name} | {logged[key][1]:.4f} | {logged[key][0]:,} |" for key, name in losses.items() if key in logged]
     header = ["## Final losses", "", "| | nats per token | at step |", "|---|---|---|"]
     return "\n".join([*header, *rows]) if rows else ""
 

@@ -16,7 +16,7 @@ from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_names
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
-from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
+from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES, files_beside
 from megatron_tape.io.files import atomic_directory, digest, sync_directory
 from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
@@ -160,7 +160,7 @@ def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
         command_line.say(f"the tokenizer is not copied: {error}")
         return []
     target.mkdir()
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    names = files_beside(source)
     for name in names:
         shutil.copyfile(source / name, target / name)
         sync_directory(target / name)

@@ -337,6 +337,9 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def _get_static_cache_init_shape(self) -> None:
+        """Let the first tokens make a static cache: values are wider than keys, and `generate` asks for one width."""
+
     @can_return_tuple
     def forward(
         self,
