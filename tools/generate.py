@@ -6,8 +6,6 @@ The prompt and its continuation, and nothing else, go to stdout.
 """
 
 import argparse
-import contextlib
-import sys
 from pathlib import Path
 
 from megatron_tape import command_line
@@ -32,9 +30,7 @@ def main() -> None:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 below 2**32")
     if not arguments.prompt:
         raise UserError("--prompt", "is empty", "give some text to continue")
-    with contextlib.redirect_stdout(sys.stderr):  # where libraries may log
-        added = continuation(arguments, settings.get("max_position_embeddings"))
-    print(arguments.prompt + added)
+    print(arguments.prompt + continuation(arguments, settings.get("max_position_embeddings")))
 
 
 def continuation(arguments: argparse.Namespace, context: int | None) -> str:

@@ -18,6 +18,7 @@ def generate(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
+        capsys.readouterr()  # what the test itself has made libraries print
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(ROOT / "tools" / "generate.py"), run_name="__main__")
         printed = capsys.readouterr()
