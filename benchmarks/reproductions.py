@@ -50,6 +50,8 @@ class Shown:
 
 NARROW = ("--model.hidden_size=96", "--model.num_attention_heads=3", "--model.ffn_hidden_size=256")
 LOSS = {"loss, nats a token": ("validation loss", "")}
+LENGTHS = {f"{length:,} tokens": ("loss", length) for length in (512, 128, 256, 1024, 2048)}
+LENGTHS_WITH_YARN = {f"{length:,} tokens": ("loss", length) for length in (512, 1024, 2048)}
 GRIDS = {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}
 SUMS = {
     heading: ("exact match", f"{group} digits")
@@ -74,14 +76,12 @@ TASKS = {
     "addition_hints": Shown("addition_hints", SUMS, 0.95),
     "addition_5_digits": Shown("addition_5_digits", SUMS, 0.95),
     "addition": Shown("addition", LOSS),
-    "language_512": Shown(
-        "language_512", {f"{length:,} tokens": ("loss", length) for length in (512, 128, 256, 1024, 2048)}
+    "language_512": Shown("language_512", LENGTHS),
+    "language_512_20m": Shown("language_512_20m", LENGTHS, recipe="language_512", changes=("--train.steps=5000",)),
+    "language_512_20m_yarn": Shown(
+        "language_512_20m_yarn", LENGTHS_WITH_YARN, recipe="language_512", changes=("--train.steps=5000",)
     ),
-    "language_512_yarn": Shown(
-        "language_512_yarn",
-        {f"{length:,} tokens": ("loss", length) for length in (512, 1024, 2048)},
-        recipe="language_512",
-    ),
+    "language_512_yarn": Shown("language_512_yarn", LENGTHS_WITH_YARN, recipe="language_512"),
     "language": Shown("language", LOSS),
     "language_start": Shown("language_start", LOSS, recipe="language"),
     "grid_navigation_start": Shown("grid_navigation_1d_start", GRIDS, 0.8, recipe="grid_navigation_1d"),
