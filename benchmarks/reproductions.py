@@ -69,6 +69,7 @@ TASKS = {
         0.95,
     ),
     "grid_navigation": Shown("grid_navigation_1d", GRIDS, 0.8),
+    "grid_navigation_rates": Shown("grid_navigation_1d_rates", GRIDS, 0.8, recipe="grid_navigation_1d", by_rate=True),
     "grid_navigation_2d": Shown("grid_navigation_2d", GRIDS, 0.8),
     "recall": Shown(
         "recall", {f"{length} tokens": ("accuracy", f"{length} tokens") for length in (256, 64, 128, 512, 1024)}, 0.95
