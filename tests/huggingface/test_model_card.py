@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from conversions import convert, refused
 from huggingface_hub import ModelCard
 from test_import import write_source
 
+from megatron_tape.config.schema import OptimizerConfig
+from megatron_tape.huggingface.export import training_facts
 from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
@@ -174,3 +177,13 @@ def test_the_card_shows_the_evaluation_of_this_model_alone(evaluated, exports, t
     shutil.copytree(evaluated, tmp_path / "other" / "evaluation" / step.name)
     export(tmp_path / "other" / "checkpoints" / step.name, tmp_path / "rope", tokenizer="none")
     assert "## Evaluation" not in (tmp_path / "rope" / "README.md").read_text()
+
+
+def test_the_losses_of_an_average_are_its_own():
+    logged = {"loss": (3, 1.0), "validation_loss": (3, 2.0), "validation_loss_average": (3, 1.5)}
+    assert "| Validation loss | 1.5000 | 3 |" in training_facts.final_losses(logged, average=True)
+    assert "2.0000" in training_facts.final_losses(logged) and "1.5000" not in training_facts.final_losses(logged)
+
+
+def test_every_optimizer_has_a_name_on_cards():
+    assert set(training_facts._OPTIMIZERS) == set(get_args(get_type_hints(OptimizerConfig)["kind"]))
