@@ -62,7 +62,11 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM)
     transformers.set_seed(arguments.seed)
-    sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {}
+    # A model's own settings may leave tokens out or penalize them, and transformers' do so where it has none.
+    own = model.generation_config
+    ids_only = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = transformers.GenerationConfig(**ids_only)
+    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0} if arguments.temperature else {}
     with command_line.step("generating"):
         output = model.generate(**ids, max_new_tokens=count, **({"do_sample": False} | sampling))
     # Not the new tokens alone, of which some tokenizers leave out the space before the first word.

@@ -7,8 +7,8 @@
 
 `stdlib` is the source code of this Python's standard library, 31 MB of real text that every machine has. `folders`
 makes one long document of the files of each folder in a directory, such as a checkout. `hub` is a data set of the
-Hugging Face Hub, a local directory of one, or a format (json, parquet, text) with --data-files. The output appears only
-when it is complete.
+Hugging Face Hub, a local directory of one, or a format (json, parquet, text) with --data-files; each text file is one
+document. The output appears only when it is complete.
 """
 
 import argparse
@@ -135,14 +135,20 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 
 def _open(datasets, arguments: argparse.Namespace):
-    try:
+    def load(**options):
         return datasets.load_dataset(
             arguments.name,
             arguments.config_name,
             split=arguments.split,
             streaming=arguments.streaming,
             data_files=arguments.data_files,
+            **options,
         )
+
+    try:
+        rows = load()
+        # A text file is one document, as it is to preprocess_data.py, and not one a line.
+        return load(sample_by="document") if rows.info.builder_name == "text" else rows
     except Exception as error:  # the library raises a dozen kinds, mostly caused by the user or the network
         reason = " ".join(str(error).split()) or type(error).__name__
         fix = "check name, --config-name and --split"

@@ -63,7 +63,7 @@ def _common_origin(prefixes: list[str]) -> dict:
         if origin is None:
             raise FileError(prefix, "has no .origin file, so it may come from other inputs", "make it again")
         first = origin if first is None else first
-        if origin != first:
+        if not shards.same_origin(origin, first):
             reason = shards.difference(first, origin)
             raise FileError(prefix, f"was made differently from {prefixes[0]} ({reason})", "make one of them again")
     return first

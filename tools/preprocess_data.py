@@ -60,7 +60,7 @@ def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, argum
     with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=True) as writer:
         speed = write(writer, shard.cut(paths), encoding, arguments)
         now = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
-        if now != origin:
+        if not shards.same_origin(now, origin):
             reason = shards.difference(now, origin)
             raise FileError(prefix, f"was made while its inputs changed ({reason})", "make it again")
         writer.finish(json.dumps(origin))

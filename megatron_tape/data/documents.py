@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_tape import command_line
-from megatron_tape.data.raw_chunks import Chunk, FilePart, UnreadableFile, is_text_file, read_chunks
+from megatron_tape.data.raw_chunks import Chunk, FilePart, Place, UnreadableFile, is_text_file, read_chunks
 from megatron_tape.errors import FileError
 
 FORMATS = """input formats, by the ending of the file's name:
@@ -27,9 +27,9 @@ class Problems:
     """How many documents were bad, by reason, and the first few examples of each."""
 
     counts: Counter = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    examples: dict[str, list[Place | str]] = field(default_factory=dict)
 
-    def add(self, reason: str, *places: str, count: int = 1) -> None:
+    def add(self, reason: str, *places: Place | str, count: int = 1) -> None:
         self.counts[reason] += count
         examples = self.examples.setdefault(reason, [])
         examples.extend(places[: _EXAMPLES - len(examples)])
@@ -41,13 +41,13 @@ class Problems:
 
     def first(self) -> tuple[str, str] | None:
         """Return place and reason of the first bad document, or None."""
-        return next(((places[0], reason) for reason, places in self.examples.items()), None)
+        return next(((str(places[0]), reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
         """Yield a sentence for every reason."""
         for reason, count in self.counts.most_common():
             more = ", ..." if count > len(self.examples[reason]) else ""
-            yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
+            yield f"skipped {count:,}: {reason} ({', '.join(map(str, self.examples[reason]))}{more})"
 
 
 def find_inputs(patterns: list[str]) -> list[str]:

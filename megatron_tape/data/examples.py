@@ -57,7 +57,7 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
         if isinstance(chunk, UnreadableFile):
             raise chunk
         for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
-            yield chunk.place(number), line
+            yield str(chunk.place(number)), line
 
 
 def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:

@@ -3,6 +3,7 @@
 This is the cheap half of reading; `documents.parse_chunk`, which may run in another process, is the expensive one.
 """
 
+import codecs
 import functools
 import os
 import zlib
@@ -53,11 +54,27 @@ class Chunk:
     position: int = 0
     offset: int = 0
 
-    def place(self, number: int) -> str:
-        """Name a document of this file for a message."""
+    def place(self, number: int) -> "Place":
+        """Return where a document of this file is."""
+        return Place(self.path, self.unit, number, self.offset)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a document is: line or row `number` of a file, as in `Chunk`.
+
+    Its name is found only when it is shown, since lines have to be counted from the beginning of the file.
+    """
+
+    path: str
+    unit: str
+    number: int
+    offset: int
+
+    def __str__(self) -> str:
         if self.unit == "line":
-            return f"{self.path}:{lines_before(self.path, self.offset) + number}"
-        return f"{self.path} row {number}" if self.unit == "row" else self.path
+            return f"{self.path}:{lines_before(self.path, self.offset) + self.number}"
+        return f"{self.path} row {self.number}" if self.unit == "row" else self.path
 
 
 def is_text_file(path: str) -> bool:
@@ -118,6 +135,8 @@ def _start_of_line(file: IO[bytes], position: int) -> int:
 @functools.lru_cache
 def lines_before(path: str, offset: int) -> int:
     """Count the lines in the first `offset` bytes of a file, for messages only."""
+    if not offset:  # a pipe cannot be opened again
+        return 0
     lines = 0
     with open(path, "rb") as file:
         while file.tell() < offset and file.readline():
@@ -140,12 +159,12 @@ def _read_file(part: FilePart, text_key: str, chunk_bytes: int, position: int) -
         file = _Counted(opened, limit)
         blocks = _decompress(file, path, chunk_bytes)
         if kind == ".txt":
-            yield Chunk(path, "", 1, [b"".join(blocks)], position + file.count)
+            yield Chunk(path, "", 1, [b"".join(blocks).removeprefix(codecs.BOM_UTF8)], position + file.count)
             return
         number = 1
         for payload in _whole_lines(blocks, chunk_bytes):
             if begin == 0 and number == 1:
-                payload = payload.removeprefix(b"\xef\xbb\xbf")
+                payload = payload.removeprefix(codecs.BOM_UTF8)
             yield Chunk(path, "line", number, payload, position + file.count, begin)
             number += payload.count(b"\n")
 
@@ -157,7 +176,7 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
             yield block
         return
     new, broken = _decompressor(path)
-    stream, unfinished = new(), False
+    stream, unfinished = new(), True  # an empty file is one that was cut off
     while data := file.read(_COMPRESSED_BLOCK):
         while data:
             # Files may consist of several compressed streams, as `cat a.gz b.gz` makes them.

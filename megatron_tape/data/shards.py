@@ -118,6 +118,11 @@ def read_origin(prefix: str) -> dict[str, Any] | None:
         raise FileError(error.subject, error.problem, fix) from None
 
 
+def same_origin(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:
+    """Return whether two origins are the same, also in the order of their inputs, which decides what a shard holds."""
+    return one == other and list(one["inputs"]) == list(other["inputs"])
+
+
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     """Return whether the dataset already exists and was made from `origin`; if not, it may be written.
 
@@ -126,7 +131,7 @@ def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     """
     bin_path, idx_path = dataset_paths(prefix)
     found = read_origin(prefix)
-    if idx_path.exists() and found == origin:
+    if idx_path.exists() and same_origin(found, origin):
         return True
     if not overwrite:
         if found is None:

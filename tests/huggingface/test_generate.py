@@ -41,6 +41,17 @@ def test_the_likeliest_tokens_follow_the_prompt(exports, generate):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_the_settings_of_a_models_own_generation_are_not_used(exports, generate, tmp_path):
+    shutil.copytree(exports["rope"].directory, tmp_path / "model")
+    arguments = ["--model", tmp_path / "model", "--prompt", "import heapq", "--max-new-tokens", "20"]
+    temperatures = ("0", "1000")
+    plain = [generate(*arguments, "--temperature", temperature)[1] for temperature in temperatures]
+    file = tmp_path / "model" / "generation_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"repetition_penalty": 9.0, "top_k": 1, "do_sample": True, "top_p": 0.1}))
+    assert [generate(*arguments, "--temperature", temperature)[1] for temperature in temperatures] == plain
+
+
 def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generate):
     from transformers import AutoTokenizer
 

@@ -73,6 +73,13 @@ def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool, form
     assert read_texts(output) == ["one", "two\n", "three"]
 
 
+def test_a_text_file_is_one_document(tmp_path, run_tool):
+    for name, text in (("a", "one\n\ntwo\n"), ("b", "three")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    run_tool("make_corpus", "hub", "text", "--data-files", tmp_path / "*.txt", "--output", tmp_path / "out.jsonl")
+    assert read_texts(tmp_path / "out.jsonl") == ["one\n\ntwo\n", "three"]
+
+
 def test_wrong_names_and_columns_leave_no_output(tmp_path, run_tool):
     write_lines(tmp_path / "a.jsonl", ["one"])
     output = tmp_path / "out.jsonl"

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -17,8 +18,9 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from tool_runs import command, read_pair, write_lines
 
-from megatron_tape.data import preprocessing
-from megatron_tape.data.raw_chunks import Chunk
+from megatron_tape.data import preprocessing, raw_chunks
+from megatron_tape.data.documents import Problems, parse_chunk
+from megatron_tape.data.raw_chunks import Chunk, FilePart
 from megatron_tape.data.tokenizer import load_tokenizer
 
 
@@ -57,7 +59,7 @@ def test_megatron_reads_the_documents_with_their_ends(preprocess, corpus, texts,
 
 
 @pytest.mark.parametrize(
-    "form", ["gz", "two gz streams", "zst", "two zst streams", "parquet", "txt", "no newline, BOM"]
+    "form", ["gz", "two gz streams", "zst", "two zst streams", "parquet", "txt", "txt, BOM", "no newline, BOM"]
 )
 def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, texts, tmp_path, form):
     raw = corpus.read_bytes()
@@ -71,9 +73,10 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
     elif form == "parquet":
         table = pa.table({"text": texts, "number": range(len(texts))})
         pa.parquet.write_table(table, source / "a.parquet", row_group_size=3)
-    elif form == "txt":
+    elif form.startswith("txt"):
+        encoding = "utf-8-sig" if "BOM" in form else "utf-8"
         for number, text in enumerate(texts):
-            (source / f"{number:02}.txt").write_text(text, encoding="utf-8", newline="")
+            (source / f"{number:02}.txt").write_text(text, encoding=encoding, newline="")
     else:
         (source / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.rstrip(b"\n"))
     preprocess(source / "*", "--chunk-bytes", 20000)
@@ -130,6 +133,28 @@ def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
 
 
+def test_a_bad_line_in_a_pipe_is_named(preprocess, tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    lines = b'{"text": "a"}\n{"text": ""}\n{"text": "b"}\n'
+    writer = threading.Thread(target=(tmp_path / "pipe.jsonl").write_bytes, args=(lines,), daemon=True)
+    writer.start()
+    report = preprocess(tmp_path / "pipe.jsonl", "--on-error", "skip").stderr
+    assert f"skipped 1: empty text ({tmp_path}/pipe.jsonl:2)" in report
+    assert len(IndexedDataset(str(tmp_path / "out"))) == 2
+
+
+def test_lines_are_counted_only_for_the_places_that_are_shown(tmp_path, monkeypatch):
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' + b"\n" * 8)
+    parts = [FilePart(str(tmp_path / "bad.jsonl"), 5, 22)]
+    problems = Problems()
+    monkeypatch.setattr(raw_chunks, "lines_before", lambda path, offset: pytest.fail("counted"))
+    for chunk in raw_chunks.read_chunks(parts, "text", 1):
+        problems.merge(parse_chunk(chunk, "text")[2])
+    monkeypatch.undo()
+    places = ", ".join(f"{tmp_path}/bad.jsonl:{line}" for line in (2, 3, 4))
+    assert list(problems.report()) == [f"skipped 8: empty line ({places}, ...)"]
+
+
 def cut_off(content):
     return content[: len(content) * 3 // 4]
 
@@ -144,6 +169,7 @@ def damaged(content):
         ("a.jsonl.gz", lambda raw: cut_off(gzip.compress(raw)), 2),
         ("a.jsonl.gz", lambda raw: damaged(gzip.compress(raw)), 1),
         ("a.jsonl.zst", lambda raw: cut_off(zstandard.compress(raw)), 2),
+        ("a.jsonl.gz", lambda raw: b"", 1),
         ("a.parquet", lambda raw: b"PAR1 and then something else", 1),
     ],
 )

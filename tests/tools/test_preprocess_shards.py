@@ -59,8 +59,8 @@ def read(parts, chunk_bytes=50):
     found, bad = [], []
     for chunk in read_chunks(parts, "text", chunk_bytes):
         texts, numbers, problems = parse_chunk(chunk, "text")
-        found += [(text, chunk.place(number)) for text, number in zip(texts, numbers)]
-        bad += [(place, reason) for reason, places in problems.examples.items() for place in places]
+        found += [(text, str(chunk.place(number))) for text, number in zip(texts, numbers)]
+        bad += [(str(place), reason) for reason, places in problems.examples.items() for place in places]
     return found, sorted(bad)
 
 
@@ -164,6 +164,16 @@ def test_shard_of_another_origin_is_refused_saying_what_differs(preprocess, two_
     error = preprocess(two_shards, "--shard", "1/2", code=2).stderr
     assert f"(from another version of {two_shards})" in error
     preprocess(two_shards, "--shard", "1/2", "--overwrite")
+
+
+def test_inputs_in_another_order_are_another_origin(preprocess, merge, two_shards, tmp_path):
+    more = tmp_path / "more.jsonl"
+    write_lines(more, ["more"] * 9)
+    preprocess(two_shards, more, "--shard", "0/2", prefix="order")
+    preprocess(more, two_shards, "--shard", "1/2", prefix="order")
+    assert "(with its inputs in another order)" in merge(prefix="order", code=2).stderr
+    error = preprocess(two_shards, more, "--shard", "1/2", prefix="order", code=2).stderr
+    assert "was made differently (with its inputs in another order)" in error
 
 
 def test_whole_dataset_of_another_origin_is_in_the_way_unless_overwritten(preprocess, merge, two_shards, tmp_path):
