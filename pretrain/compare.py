@@ -145,7 +145,7 @@ def _conclude(plan: Plan) -> None:
         return
     plan.output.mkdir(parents=True, exist_ok=True)
     print(_write(plan))
-    report.make([plan.output], plan.output / "report.html")
+    report.make([plan.output], plan.output / "report.html", [run.name for run in plan.left])
 
 
 if __name__ == "__main__":

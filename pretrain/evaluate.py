@@ -245,7 +245,8 @@ def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> 
 def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
     from megatron_tape.evaluation.transformers_model import load_model
 
-    trusted = source.checkpoint or "auto_map" in source.info.config
+    # What brings code was refused without --trust-remote-code.
+    trusted = source.checkpoint or source.runs_own_code or "auto_map" in source.info.config
     with ranks.alone():
         return load_model(source.info, directory, dtype, device, trusted)
 

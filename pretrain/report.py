@@ -9,6 +9,7 @@ that needs no network.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tape import command_line
@@ -32,8 +33,11 @@ def main(argv: list[str] | None = None) -> None:
     make(arguments.paths, arguments.output)
 
 
-def make(paths: list[str | Path], output: Path) -> None:
-    """Write a page about runs and results. Raises UserError for what cannot be shown, and OSError."""
+def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
+    """Write a page about runs and results; `missing` names runs of a comparison that are not finished.
+
+    Raises UserError for what cannot be shown, and OSError.
+    """
     fix = "give a name that ends in .html, as a file of that name is replaced"
     refuse(output.suffix.lower() not in (".html", ".htm"), "--output", f"is {output}", fix)
     refuse(output.is_dir(), "--output", f"is {output}, a directory", "name a file in it")
@@ -49,7 +53,7 @@ def make(paths: list[str | Path], output: Path) -> None:
         else:
             others.append(path)
     models = read_models(others)
-    content = page(models, comparisons).encode("utf-8", errors="replace")
+    content = page(models, comparisons, missing).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
     shown = [counted(len(comparisons), "comparison")] if comparisons else []

@@ -29,7 +29,8 @@ from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
 STARTING_SECONDS = 180
-TAIL_BYTES = 1 << 18
+TAIL_BYTES = 1 << 22
+"""What is read of the metrics; a row of 126 layers has 13 KB, and validations may be 100 rows apart."""
 SHOWN = 8
 LONGEST = 120
 

@@ -7,6 +7,7 @@ directory that is named by a digest of all that their values depend on: model, s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -56,8 +57,17 @@ class Planned:
 
 def plan_task(task: Task, model_digest: str, dtype: str) -> Planned:
     """Return what is known of a task before it is done; reads its files."""
-    data = {str(path): digest(path)["sha256"] for path in task.inputs()}
+    data = {str(path): _sha256(path, path.stat().st_size, path.stat().st_mtime_ns) for path in task.inputs()}
     return Planned(task.name, model_digest, dtype, data, identity_of(task, model_digest, dtype, data))
+
+
+@functools.lru_cache
+def _sha256(path: Path, size: int, modified: int) -> str:
+    """Return the sha256 of a file, which several tasks may read; shows how much of a large one has been read."""
+    progress = command_line.Progress(size)
+    found = digest(path, lambda done: progress.update(done, lambda _: f"reading {path}"))["sha256"]
+    progress.end()
+    return found
 
 
 def identity_of(task: Task, model_digest: str, dtype: str, data: dict[str, str]) -> str:

@@ -271,6 +271,29 @@ def test_a_checkpoint_whose_tokenizer_brings_code_is_not_trusted(tmp_path, monke
     assert find_model(str(tmp_path)).runs_own_code
 
 
+def test_a_tokenizers_code_runs_when_it_is_trusted(llama, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    (model / "tokenization_mine.py").write_text(
+        "from transformers import PreTrainedTokenizer\n"
+        "class Mine(PreTrainedTokenizer):\n"
+        "    vocab_files_names = {}\n"
+        "    vocab_size = 64\n"
+        "    def get_vocab(self):\n"
+        "        return {chr(i): i for i in range(64)}\n"
+        "    def _tokenize(self, text):\n"
+        "        return list(text)\n"
+        "    def _convert_token_to_id(self, token):\n"
+        "        return ord(token) % 64\n"
+    )
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "vocab.json").write_text("{}")
+    assert run("--model", model, "--output", tmp_path / "out") == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert run("--model", model, "--output", tmp_path / "out", "--trust-remote-code") == 0
+
+
 def plain_losses(model, tokens):
     """The losses of all tokens but the first, from one pass over the whole text."""
     ids = torch.from_numpy(tokens)[None]

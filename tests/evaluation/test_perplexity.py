@@ -186,6 +186,13 @@ def test_yarn_gives_the_figure_of_its_published_program(llama, texts, monkeypatc
     assert "mean of the windows' means" in result.notes[-1]
 
 
+def test_yarns_last_window_of_one_token_without_a_mark_has_no_loss(tmp_path):
+    texts = write_jsonl(tmp_path / "texts.jsonl", ["x" * 65])
+    result = run(Perplexity, ByteModel(uniform(9)), data=str(texts), protocol="yarn", lengths=[16, 32], stride=16)
+    assert score(result, "perplexity", 16, "texts (yarn)").value == pytest.approx(9)
+    assert score(result, "loss", 16, "texts (yarn)").count == 4
+
+
 def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
     write_dataset(tmp_path / "tokens", documents=9)
     with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:

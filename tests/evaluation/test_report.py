@@ -315,6 +315,18 @@ def test_what_changes_no_score_is_not_warned_of(tmp_path):
     assert "evaluated with different data and different precision: the scores" in page.sections["scores"]
 
 
+def test_results_of_another_model_that_a_task_reads_are_not_its_data(tmp_path):
+    def shiny(data, **others):
+        return {"tasks": {"shiny": task([score()], settings={"data": "x", **others}, data=data)}}
+
+    chosen = {"x": "0" * 64, "a/results.json": "1" * 64}
+    for setting in ({"key_tokens_from": "a"}, {"before": "a/results.json"}):
+        page = evaluated(tmp_path, x=shiny({"x": "0" * 64}), y=shiny(chosen, **setting))
+        assert "comparable" not in page.sections["scores"]
+    page = evaluated(tmp_path, x=shiny({"x": "0" * 64}), y=shiny(chosen))
+    assert "different data" in page.sections["scores"]
+
+
 def test_a_setting_that_one_run_does_not_have_is_not_compared(tmp_path):
     old, new = settings(), settings(train__deterministic=False, optimizer__lr=0.001)
     page = page_of(tmp_path, write_run(tmp_path / "old", config=old), write_run(tmp_path / "new", config=new))

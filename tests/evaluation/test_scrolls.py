@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from evaluation.loss_cases import ByteModel, run, score
 from harness_cases import BYTES, bpe_tokenizer, random_llama
 from transformers import GenerationConfig
 
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.tasks import scrolls_metrics
 from megatron_tape.evaluation.tasks.scrolls import Scrolls
 from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS
@@ -189,6 +191,20 @@ def test_generation_is_greedy_and_the_loss_is_that_of_the_target_alone(llama, tm
     labels = torch.tensor([[-100] * len(prompt) + target])
     loss = llama.model(torch.tensor([[*prompt, *target]]), labels=labels).loss.item()
     assert found["tokens"] == len(target) and found["nats"] == pytest.approx(loss * len(target), rel=1e-5)
+
+
+def test_prompts_begin_with_bos_as_those_of_the_training(llama, tmp_path, monkeypatch):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n")
+    data = {"data": {"own": str(tmp_path / "own.jsonl")}, "metrics": {"own": "f1"}, "generate": False}
+    prompts = []
+    monkeypatch.setattr(llama, "losses", lambda tokens, first: prompts.append(list(tokens[:first])) or np.ones(4))
+    for bos in (None, False, True):
+        run(Scrolls, llama, bos=bos, **data)
+    prompt = llama.encode("Who was it?\n\nAnswer:")
+    assert prompts == [prompt, prompt, [llama.tokenizer.bos_token_id, *prompt]]
+    monkeypatch.setattr(llama, "tokenizer", SimpleNamespace(bos_token_id=None))
+    with pytest.raises(ConfigError, match="^scrolls.bos is true, but the tokenizer has no such token"):
+        run(Scrolls, llama, bos=True, **data)
 
 
 def test_pictures_name_every_dataset(known):

@@ -398,6 +398,7 @@ def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_pat
     assert "Not finished: tape+token_mixing=per_head, seed 2." in printed.out
     assert "1 run of 4 not finished; run the same command to continue" in printed.err
     assert len(read_comparison(tmp_path / "new" / "comparison.json").runs) == 3
+    assert "Not finished: tape+token_mixing=per_head, seed 2." in (tmp_path / "new" / "report.html").read_text()
 
 
 def test_a_single_job_of_an_array_records_its_run_alone(compared, recipe, tmp_path, monkeypatch):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT
 from megatron_tape.evaluation.report.models import Model, clean
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, setting, task_names, task_title
+from megatron_tape.evaluation.results import NAME as RESULTS
 from megatron_tape.evaluation.results import Score, TaskResult
 
 _UNIMPORTANT = ("transformers_version", "_name_or_path", "auto_map.", "architectures", "dtype", "torch_dtype")
 """How entries of `config.json` begin that say nothing about the model itself."""
-_WITHOUT_EFFECT_ON_SCORES = ("batch_size", "key_tokens_from")
-"""Settings of tasks that change no score by themselves; which tokens are key tokens is compared directly."""
+_OTHER_RESULTS = ("key_tokens_from", "before")
+"""Settings of tasks that name results of another model. Which tokens are key tokens is compared directly."""
+_WITHOUT_EFFECT_ON_SCORES = ("batch_size", "trained_length", *_OTHER_RESULTS)
+"""Settings of tasks that change no score which is compared between models."""
 _DIGITS = 12
 _PERPLEXITIES = ("perplexity", "key_perplexity")
 _OF_DOCUMENTS = ("perplexity", "context_gain")
@@ -87,7 +91,9 @@ def _settings_of(task: TaskResult) -> dict[str, Any]:
 
 def _data_of(task: TaskResult) -> list[str]:
     """Return the beginnings of the digests of a task's data; where the files lay does not matter."""
-    return sorted(str(digest)[:_DIGITS] for digest in task.data.values())
+    given = [Path(path) for key in _OTHER_RESULTS if isinstance(path := task.settings.get(key), str)]
+    others = {str(path) for one in given for path in (one, one / RESULTS)}
+    return sorted(str(digest)[:_DIGITS] for path, digest in task.data.items() if path not in others)
 
 
 def _table(caption: str, models: Sequence[Model], values: Mapping[int, Mapping[str, Any]]) -> Table | None:

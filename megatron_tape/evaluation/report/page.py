@@ -70,9 +70,12 @@ class Section:
     parts: list[Part] = field(default_factory=list)
 
 
-def page(models: Sequence[Model], comparisons: Sequence[Comparison] = ()) -> str:
-    """Return the HTML file about these models, whose labels all differ, and about comparisons of variants."""
-    compared = [_comparison(comparison, number) for number, comparison in enumerate(comparisons, 1)]
+def page(models: Sequence[Model], comparisons: Sequence[Comparison] = (), missing: Sequence[str] = ()) -> str:
+    """Return the HTML file about these models, whose labels all differ, and about comparisons of variants.
+
+    `missing` names runs of the comparisons that are not finished.
+    """
+    compared = [_comparison(comparison, number, missing) for number, comparison in enumerate(comparisons, 1)]
     sections = [_scores, _training, _time_spent, _tasks, _settings, _speeds, _published]
     with in_order([model.label for model in models]):
         made = [*compared, *(section(models) for section in sections)]
@@ -135,8 +138,9 @@ def _large(count: int) -> str:
     return str(count)
 
 
-def _comparison(comparison: Comparison, number: int) -> Section:
-    about = Part(warnings=comparing.warnings(comparison), notes=[(note, "") for note in comparing.notes(comparison)])
+def _comparison(comparison: Comparison, number: int, missing: Sequence[str]) -> Section:
+    notes = [(note, "") for note in comparing.notes(comparison, missing)]
+    about = Part(warnings=comparing.warnings(comparison), notes=notes)
     parts = [about]
     with in_order(comparison.variants):
         for task in comparing.tasks_of(comparison):

@@ -179,8 +179,9 @@ def _yarn_windows(count: int, length: int, stride: int, marks: int) -> Iterator[
     done = 0
     for start in range(0, count, stride):
         stop = min(start + length - marks, count)
-        # Without a mark, the first token of a window is no label.
-        yield Window(start, stop, min(stop - done, stop - start - (0 if marks else 1)))
+        # Without a mark, the first token of a window is no label, and a last window of one token has none.
+        if scored := min(stop - done, stop - start - (0 if marks else 1)):
+            yield Window(start, stop, scored)
         done = stop
         if stop == count:
             return

@@ -52,6 +52,9 @@ class ScrollsSettings:
     template: str = TEMPLATE
     """What the model reads before its answer; it should be that of the fine-tuning. Inputs that are too long lose their
     end, as in SCROLLS' own baselines; what the template has behind them stays."""
+    bos: bool | None = None
+    """Whether what the model reads begins with the tokenizer's token for that; it should be the `data.examples.bos` of
+    the fine-tuning. null means as the exported tokenizer does by itself, which one of SentencePiece does not."""
     generate: bool = True
     """Generate answers, greedily, and score them."""
     loss: bool = True
@@ -151,13 +154,21 @@ class Scrolls(Task):
         units = []
         for name in self._files():
             count = self._target_tokens(name, length)
-            self._cutters[name] = Cutter(model.encode, model.bos, settings.template, length, count)
+            self._cutters[name] = Cutter(model.encode, self._bos(model), settings.template, length, count)
             generation = _COST_OF_TOKEN * count if settings.generate else 0.0
             for index, example in enumerate(self._read(name)):
                 key = f"{name}/{index}"
                 self._examples[key] = example
                 units.append(Unit(key, min(length, 1 + len(example.input) / _CHARACTERS_PER_TOKEN) + generation))
         return units
+
+    def _bos(self, model: HuggingFaceModel) -> list[int]:
+        if self.settings.bos is None:
+            return model.bos
+        token = model.tokenizer.bos_token_id
+        missing = self.settings.bos and token is None
+        refuse(missing, self.key("bos"), "is true, but the tokenizer has no such token", "set it to false")
+        return [token] if self.settings.bos else []
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
         example, settings = self._examples[unit.key], self.settings
