@@ -18,7 +18,17 @@ from megatron_tape.planning.hardware import KINDS, Hardware, with_rates
 from megatron_tape.planning.memory import Memory, checkpoint_bytes, checkpoints_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
-from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, Prediction, SearchResult, fits, search, smaller
+from megatron_tape.planning.search import (
+    CHOSEN,
+    GIB,
+    HEADROOM,
+    ONE_GPU,
+    Prediction,
+    SearchResult,
+    fits,
+    search,
+    smaller,
+)
 from megatron_tape.planning.step_time import step_time
 from megatron_tape.position import encoding_of
 from megatron_tape.text import counted, duration
@@ -68,6 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     processes, gib = options.processes, options.gpu_memory
     refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
     refuse(gib is not None and not is_positive(gib), "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
+    if options.search:
+        given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
+        refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")
+        refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
+        settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
     config = parse_run_config(settings, with_base_settings)
     hardware = KINDS[options.gpu or "H100"]
     hardware = with_rates(hardware, options.rates) if options.rates else hardware
@@ -78,9 +93,6 @@ def main(argv: list[str] | None = None) -> int:
         )
     gib = hardware.memory if gib is None and options.gpu else gib
     if options.search:
-        given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
-        refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")
-        refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
         plan, gib = Plan(config, processes), gib or hardware.memory
         found = search(plan, hardware, gib, validate)
         print("\n".join(_found(found, plan, hardware, gib)))
@@ -210,7 +222,7 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
         yield f"{_row(prediction, hardware)}  {most}"
     others = found.too_large
     if found.fitting:
-        yield f"the first of these: {_settings(found.fitting[0].plan.config, plan.config)}"
+        yield f"the first of these: {_settings(found.fitting[0].plan.config)}"
         others = [prediction for prediction in others if prediction.memory.peak < TOO_LARGE * gib * GIB]
     if found.fitting and others:
         yield f"as fast, but too large for {gib:g} GiB, of which {HEADROOM:.0%} must stay free:"
@@ -223,12 +235,9 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
     yield from _reasons(found)
 
 
-def _settings(chosen: RunConfig, given: RunConfig) -> str:
-    """Return the arguments that set what a search chose; those that the configuration leaves open are null."""
+def _settings(chosen: RunConfig) -> str:
+    """Return the arguments that set what a search chose, whatever the configuration says."""
     values = {name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
-    for name in ("parallel.sequence_parallel", "parallel.pipeline_layers"):
-        if values[name] is None and getattr(given.parallel, name.partition(".")[2]) is None:
-            del values[name]
     shown = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()}
     return " ".join(f"--{name} {value}" for name, value in shown.items())
 

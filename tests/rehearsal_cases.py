@@ -20,8 +20,8 @@ ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)
 EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", "--extension.lora_rank=4"]
 QUICK_CASES = {
     **ZERO,
-    "context": ["--parallel.context_parallel_size=2", "--deepspeed.zero_stage=2"],
-    "extension": [*EXTENSION, "--deepspeed.zero_stage=2"],
+    "context": ["--parallel.context_parallel_size=2", "--deepspeed.zero_stage=2", "--train.average={kind: last}"],
+    "extension": [*EXTENSION, "--deepspeed.zero_stage=2", "--checkpoint.frozen=false"],
 }
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 ONE = "--parallel.tensor_model_parallel_size=1"
@@ -49,6 +49,8 @@ MANY = {
     "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
     "without_tensor_parallelism_zero_3": [ONE, "--deepspeed.zero_stage=3"],
     "rope": [ROPE, ZERO_2],
+    "stages_of_data": [ROPE, "--data.stages=[{prefix: nowhere/a, share: 0.05}, {prefix: nowhere/b, share: 0.05}]"],
+    "muon": ["--optimizer.kind=muon"],
     "rope_without_sequence_parallelism": [ROPE, "--parallel.sequence_parallel=false", GATE],
     "packed": PACKED,
     "extension_zero_1": [*EXTENSION, FULL],

@@ -124,10 +124,15 @@ def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: every `stride`-th rank, `size` of them. Ranks fill one node after the other."""
+    """A process group: every `stride`-th rank, `size` of them. Ranks fill one node after the other.
+
+    If it has several dimensions, `neighbours` of its ranks are only `near` apart, and `stride` is the mean.
+    """
 
     size: int
     stride: int
+    neighbours: int = 1
+    near: int = 1
 
     def seconds(self, kind: str, size: int, calls: int, hardware: Hardware) -> float:
         """Return the time of `calls` collectives of one kind, which together have `size` bytes, as `Traffic` counts.
@@ -135,7 +140,8 @@ class Group:
         All-gathers and reduce-scatters go around a ring, an all-reduce takes two of them and goes up and down a tree.
         The members in a node share their links to other nodes; an all-to-all sends each message over its own.
         """
-        here = min(self.size, max(1, hardware.node_size // self.stride))
+        neighbours = min(self.neighbours, hardware.node_size // self.near)
+        here = min(self.size, max(1, neighbours, hardware.node_size // self.stride))
         nodes = ceil(self.size / here)
         if kind in (SEND, BROADCAST):
             # Between some neighbours lies the edge of a node, for which all others wait.

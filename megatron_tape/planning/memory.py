@@ -8,8 +8,11 @@ buffers and fragmentation, which take some per cent more, are not included.
 from dataclasses import asdict, dataclass, replace
 
 from megatron_tape.planning.activations import activations
+from megatron_tape.planning.parameters import parameters
 from megatron_tape.planning.plan import Plan
 
+ELEMENTS_AVERAGED_AT_ONCE = 500_000_000
+"""How many gradients DeepSpeed copies to average them without ZeRO."""
 LIVE_PARAMETERS = 1_000_000_000
 """DeepSpeed's default of stage3_max_live_parameters."""
 
@@ -87,15 +90,17 @@ def zero_state(plan: Plan) -> State:
     settings, stage, width, trained = plan.config.deepspeed, plan.zero_stage, plan.width, plan.trained_elements
     weights = width * (-(-plan.elements // plan.replicas) if stage == 3 else plan.elements)
     if stage == 0:
-        # The update takes square roots of the second moments.
-        return State(weights, gradients=4 * trained, optimizer=_moments(plan, 1), update=4 * trained)
+        copied = 4 * min(trained, ELEMENTS_AVERAGED_AT_ONCE)
+        return State(weights, gradients=4 * trained, optimizer=_moments(plan, 1), update=copied)
     share = -(-trained // plan.replicas)
     state = _moments(plan, plan.replicas) + 4 * share
     gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32
     bucket = settings.reduce_bucket_size
     if settings.scatters_gradients:
-        # ZeRO copies the weights even if they already are fp32.
-        return State(weights, gradients, state, *_scattering(plan), update=8 * share - gradients)
+        # ZeRO copies the weights even if they already are fp32. Norms are taken of each matrix in float64.
+        held = (part for part in parameters(plan.model, plan.extension, plan.held) if part.part in plan.trained_parts)
+        largest = min(share, max((part.shape.elements(plan.tensor_size) for part in held), default=0))
+        return State(weights, gradients, state, *_scattering(plan), update=4 * share - gradients + 8 * largest)
     # A bucket is reduced from a copy in the precision in which it is sent; ZeRO 3 fills it in that precision already.
     # With `overlap_comm` ZeRO 1 and 2 fill one bucket while they reduce the other.
     bucket_width = {1: 4, 2: width, 3: plan.gradient_width}[stage]
@@ -106,8 +111,8 @@ def zero_state(plan: Plan) -> State:
         if plan.hierarchy > 1:
             buffers += width * -(-plan.elements // plan.hierarchy)
     if not settings.offload_optimizer:
-        # The update takes an fp32 copy of the gradients, and square roots.
-        return State(weights, gradients, state, buffers, copy, update=8 * share + bucket_width * bucket)
+        # The update takes an fp32 copy of the gradients.
+        return State(weights, gradients, state, buffers, copy, update=4 * share + bucket_width * bucket)
     if stage == 3:
         return State(weights, 0, 0, buffers, copy, host=state + (4 + 4) * share)
     widest = max(plan.model.vocab_size, 2 * plan.model.ffn_hidden_size)

@@ -1,7 +1,6 @@
 """The layouts in which a run could train on a number of GPUs, the fastest first. Imports no torch."""
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,6 +36,11 @@ CHOSEN = (
     "train.recompute",
 )
 """Settings that a search chooses."""
+ONE_GPU = {name: "1" for name in CHOSEN if name.endswith("_size")} | {
+    "parallel.sequence_parallel": "null",
+    "parallel.pipeline_layers": "null",
+}
+"""The layout that every model can have, in place of that of a configuration whose layout is searched for."""
 
 Validate = Callable[[RunConfig, int], None]
 """Raises ConfigError if a run cannot work on a number of processes."""
@@ -118,18 +122,17 @@ def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[
                 "parallel.virtual_pipeline_size": virtual,
                 "parallel.pipeline_layers": layers,
                 "parallel.sequence_parallel": None,
-                "deepspeed.zero_stage": STAGES[0],
                 "train.micro_batch_size": micro_batch_size,
             }
-            config = replaced(plan.config, changes)
-            try:
-                validate(config, processes)
-            except ConfigError as error:
-                refused[str(error)] += 1
-                continue
-            for recompute, zero_stage in itertools.product(RECOMPUTATION, STAGES if stages == 1 else STAGES[:1]):
-                changes = {"train.recompute": recompute, "deepspeed.zero_stage": zero_stage}
-                yield Plan(replaced(config, changes), processes)
+            for zero_stage in STAGES if stages == 1 else STAGES[:1]:
+                config = replaced(plan.config, changes | {"deepspeed.zero_stage": zero_stage})
+                try:
+                    validate(config, processes)
+                except ConfigError as error:
+                    refused[str(error)] += 1
+                    continue
+                for recompute in RECOMPUTATION:
+                    yield Plan(replaced(config, {"train.recompute": recompute}), processes)
 
 
 def _layouts(plan: Plan, node_size: int) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
@@ -143,7 +146,7 @@ def _layouts(plan: Plan, node_size: int) -> Iterator[tuple[int, int, int, int, l
                     yield tensor_size, context_size, stages, virtual, None
                 # The embedding and the loss are about as much work as a layer.
                 each, rest = divmod(layers + 2, stages)
-                if rest == 0:
+                if rest == 0 and (stages > 2 or layers % stages):
                     yield tensor_size, context_size, stages, 1, [each - 1, *[each] * (stages - 2), each - 1]
 
 

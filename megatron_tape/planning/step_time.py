@@ -147,7 +147,8 @@ def _communication(plan: Plan, hardware: Hardware, forward: float, backward: flo
         CONTEXT: (Group(plan.context_size, plan.tensor_size), "context_parallel"),
         SEQUENCE: (Group(plan.tensor_size * plan.context_size, 1), "context_parallel"),
         PIPELINE: (Group(plan.stages, plan.config.parallel.ranks_per_stage), "pipeline_parallel"),
-        DATA: (Group(plan.replicas, plan.tensor_size * plan.stages), "zero"),
+        # It has the ranks of all context- and data-parallel groups, between which pipeline stages lie.
+        DATA: (Group(plan.replicas, plan.tensor_size * plan.stages, plan.context_size, plan.tensor_size), "zero"),
         NODE: (Group(plan.hierarchy, plan.tensor_size), "zero"),
     }
     found = dict.fromkeys((phase for _, phase in groups.values()), 0.0)

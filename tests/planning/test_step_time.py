@@ -36,6 +36,9 @@ ONE = "--parallel.tensor_model_parallel_size=1"
         (Group(16, 1), ALL_GATHER, 1, 15 / 16 * 1e9 / 8e9 + 7e-3 + 1e-2),
         (Group(2, 8), ALL_GATHER, 1, 0.5e9 / 1e9 + 1e-2),
         (Group(32, 1), ALL_REDUCE, 1, 2 * (31 / 32 * 1e9 / 8e9 + 7e-3 + 2 * 1e-2)),
+        # Four context ranks side by side, and the next four eight stages further: half a node has members.
+        (Group(8, 8, neighbours=4, near=1), ALL_GATHER, 1, 7 / 8 * 1e9 / 4e9 + 3e-3 + 1e-2),
+        (Group(8, 16, neighbours=4, near=2), ALL_GATHER, 1, 7 / 8 * 1e9 / 4e9 + 3e-3 + 1e-2),
         # Of an all-to-all of four, two in each of two nodes, half goes to the other node.
         (Group(4, 4), ALL_TO_ALL, 1, 0.5e9 / 1e9 + 1e-2),
     ],

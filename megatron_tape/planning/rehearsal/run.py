@@ -95,6 +95,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
     changed = {
         "train.global_batch_size": min(train.global_batch_size, micro_batches * train.micro_batch_size * data_size),
         "train.batch_ramp": None,
+        "train.average": None if train.average is None else {"kind": "ema"},  # of the same size as any
         "train.steps": STEPS,
         "train.eval_steps": 1,
         "train.hang_timeout": None,
@@ -103,8 +104,10 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
         "schedule.decay_steps": None if schedule.decay_steps is None else 1,
         "data.tokenizer": None,
         "data.num_workers": 0,
+        "data.stages": None,
         "checkpoint.directory": f"{home}/checkpoints",
         "checkpoint.resume": "none",
+        "checkpoint.frozen": True,
         "checkpoint.interval": STEPS,
         "logging.directory": home,
         "logging.interval": STEPS,
