@@ -20,7 +20,11 @@ ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)
 EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", "--extension.lora_rank=4"]
 QUICK_CASES = {
     **ZERO,
-    "context": ["--parallel.context_parallel_size=2", "--deepspeed.zero_stage=2", "--train.average={kind: last}"],
+    "context": [
+        "--parallel.context_parallel_size=2",
+        "--deepspeed.zero_stage=2",
+        "--train.average={kind: last, count: 2, every: 10}",
+    ],
     "extension": [*EXTENSION, "--deepspeed.zero_stage=2", "--checkpoint.frozen=false"],
 }
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
