@@ -4,19 +4,18 @@ python -m benchmarks.environment        prints what a record says of this machin
 """
 
 import argparse
-import importlib.metadata
 import json
 import logging
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 
 from megatron_tape.io.files import atomic_output
+from megatron_tape.io.versions import commit, cpu_name, toolchain, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,13 +27,13 @@ PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdi
 def describe() -> dict:
     """Return hardware, versions, git commit, command and time, ready for JSON.
 
-    `commit` ends in "+changes" when tracked files differ from it. GPUs are listed when this process has imported torch.
+    `commit` ends in "-dirty" when tracked files differ from it. GPUs are listed when this process has imported torch.
     """
     found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
-        "commit": _commit(),
-        "cpu": _cpu(),
+        "commit": commit(),
+        "cpu": cpu_name(),
         "threads": None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -42,7 +41,7 @@ def describe() -> dict:
         "gpu_software": {},
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": versions(PACKAGES),
     }
     if torch := sys.modules.get("torch"):
         found["threads"] = torch.get_num_threads()
@@ -51,7 +50,8 @@ def describe() -> dict:
             found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
             found["gpu_memory_gib"] = round(first.total_memory / 2**30, 1)
             found["capability"] = f"{first.major}.{first.minor}"
-            found["gpu_software"] = {"cuda": f"CUDA {torch.version.cuda}", "driver": f"driver {_driver()}"}
+            driver = toolchain().get("driver", "unknown")
+            found["gpu_software"] = {"cuda": f"CUDA {torch.version.cuda}", "driver": f"driver {driver}"}
             found["gpu_software"]["cudnn"] = f"cuDNN {torch.backends.cudnn.version()}"
     return found
 
@@ -140,41 +140,6 @@ def _program() -> list[str]:
         return ["-m", spec.name]
     program = Path(sys.argv[0]).resolve()
     return [program.relative_to(ROOT).as_posix() if program.is_relative_to(ROOT) else program.name]
-
-
-def _commit() -> str | None:
-    try:
-        commit = _answer("git", "-C", str(ROOT), "rev-parse", "HEAD")
-        changes = _answer("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
-        return f"{commit}+changes" if changes else commit
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _driver() -> str:
-    try:
-        return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
-def _answer(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ import functools
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from megatron_tape.evaluation.results import (
     write_results,
 )
 from megatron_tape.io.files import digest, remove
-from megatron_tape.io.versions import versions_with_commit
+from megatron_tape.io.versions import cpu_name, versions_with_commit
 from megatron_tape.text import counted
 
 
@@ -142,11 +140,7 @@ def hardware(device: Any) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
-    name = ""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"CPU {name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return f"CPU {cpu_name()}, {os.cpu_count()} cores"
 
 
 def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, planned: Planned) -> TaskResult | None:

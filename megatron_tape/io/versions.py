@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +30,21 @@ def toolchain() -> dict[str, str]:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     said = _output([compiler, "-dumpfullversion"]) if compiler else None
     found = {"C compiler": f"{Path(compiler).name} {said}" if said else "none that runs"}
-    driver = Path("/sys/module/nvidia/version")
-    return found | ({"driver": driver.read_text().strip()} if driver.is_file() else {})
+    file, query = (
+        Path("/sys/module/nvidia/version"),
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+    )
+    driver = file.read_text() if file.is_file() else _output(query)
+    return found | ({"driver": driver.split()[0]} if driver else {})
+
+
+def cpu_name() -> str:
+    """Return what the CPU calls itself."""
+    name = ""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.processor() or platform.machine()
 
 
 def node_name() -> str:
