@@ -128,12 +128,14 @@ def steps(
     keep: Callable[[], None],
 ) -> None:
     """Measure training steps of each encoding in turn with RoPE's, and memory."""
+    before = allocated()
     rope = built(configs[BASELINE], layout)
     own = result["encodings"][BASELINE]
-    own["memory"] = rope.memory()["peak"]
+    own["memory"] = peak_of_step(rope, before)
     for name in arguments.only:
         print(f"training steps: {name}", flush=True)
         row = result["encodings"][name]
+        before = allocated()
         try:
             other = built(configs[name], layout)
         except (ConfigError, RuntimeError) as error:
@@ -142,7 +144,7 @@ def steps(
         taken = [(rope.step().seconds, other.step().seconds) for _ in range(1 + arguments.repetitions)][1:]
         row["seconds_per_step"] = statistics.median(b for _, b in taken)
         row["step_over_rope"] = statistics.median(b / a for a, b in taken)
-        row["memory"] = other.memory()["peak"]
+        row["memory"] = peak_of_step(other, before)
         row["memory_over_rope"] = row["memory"] / own["memory"]
         row["attention"] = other.backend
         own.setdefault("seconds_per_step", statistics.median(a for a, _ in taken))
@@ -150,6 +152,20 @@ def steps(
         other.release()
         keep()
     rope.release()
+
+
+def allocated() -> int:
+    """Return the bytes that live on the GPU, if there is one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def peak_of_step(measured: MeasuredModel, before: int) -> int:
+    """Return the peak of a model's step in bytes, without what was allocated before the model was built."""
+    if measured.layout.device.type != "cuda":
+        return measured.memory()["peak"]
+    torch.cuda.reset_peak_memory_stats()
+    measured.step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def built(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:

@@ -40,10 +40,10 @@ def of_one(device: torch.device) -> dict[str, float]:
     backend = "triton" if on_gpu else "tiled"
 
     def attention() -> None:
-        attend(*own[:3], None, False, None, library)[0].backward(gradient)
+        torch.autograd.grad(attend(*own[:3], None, False, None, library)[0], own[:3], gradient)
 
     def state_attention() -> None:
-        torch.autograd.backward(attend(*own, True, None, backend), [gradient] * 2)
+        torch.autograd.grad(attend(*own, True, None, backend), own, [gradient] * 2)
 
     candidates = {"attention": attention, "state_attention": state_attention, "addition": lambda: large.add_(other)}
     found = timed(candidates, 10, device)[0]

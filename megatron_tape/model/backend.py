@@ -70,7 +70,8 @@ def verified_backend(
     concerned. With `allow_slow`, `auto` then becomes plain torch on all ranks, with a warning.
     """
     device = torch.device(layout.device)
-    unfit = _unfit_libraries(model, layout, dtype, packed)
+    # Shifted sparse attention calls kernels as documents do.
+    unfit = _unfit_libraries(model, layout, dtype, packed or shifted_sparse)
     chosen = choice(model, dtype, device, shifted_sparse, packed, unfit.keys())
     problem = _why_slow(model, chosen.backend, dtype, device)
     if (why := unfit.get(chosen.backend)) is not None:

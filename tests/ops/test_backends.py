@@ -79,6 +79,11 @@ def test_cudnn_computes_with_no_other_kernel(monkeypatch):
     ours, theirs = (attention(*tensors, True, None, name) for name in ("cudnn", "naive"))
     assert asked == [SDPBackend.CUDNN_ATTENTION, None]
     assert_same(ours, theirs, tensors)
+    # It has none for a single key, with which a text begins that is sampled from one token.
+    tensors = draw_qkvz(1, 6, 2, 8)
+    ours, theirs = (attention(*tensors, True, None, name) for name in ("cudnn", "naive"))
+    assert len(asked) == 2
+    assert_same(ours, theirs, tensors)
 
 
 @pytest.mark.parametrize("backend", ["flash_attn", "flash_attn_3"])

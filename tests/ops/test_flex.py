@@ -158,6 +158,22 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         assert "the kernels of flex agree with plain torch here" in caplog.text
 
 
+def test_every_length_is_compiled(monkeypatch):
+    compiled, of_torch = [], torch.compile
+
+    def backend(graph, inputs):
+        compiled.append(inputs)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: of_torch(function, backend=backend, **options))
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, limit, 3)
+    attend = flex._compiled.__wrapped__()
+    for length in range(2, 8):
+        attend(*torch.zeros(3, 1, 2, length, 16))
+    assert len(compiled) == 6
+
+
 def test_rope_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank(monkeypatch, caplog):
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -188,6 +204,8 @@ def test_rope_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank
         monkeypatch.setattr(sdpa, "attend", lambda x: tuple(1.1 * y for y in doubled(x)))
         fails |= {"flash_attn_3": "torch", "cudnn": "torch"}
         assert verified(packed=True) == "flash_attn" and asked[-1] == ("flash_attn", True)
+        verified(shifted_sparse=True)
+        assert asked[-1] == ("flash_attn", True)
         assert "does not use cudnn, which does not work here (tensor 0" in caplog.text
         fails["flash_attn"] = "torch"
         assert verified() == "torch"

@@ -14,6 +14,7 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 
 BLOCK = 128
 """Queries and keys of a block of the mask."""
+RECOMPILATIONS = 1 << 16
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
@@ -24,7 +25,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         mask = _causal_mask(S, T, q.device)
     else:
         mask = x.packing.kept(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
-    function = _compiled() if q.is_cuda else flex_attention
+    # Every length is compiled for itself, which takes seconds; of the shortest, all scores take little.
+    function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
 
     def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
         score = None
@@ -43,6 +45,12 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _compiled():
+    import torch._dynamo
+
+    # Beyond these limits torch would run the plain function, which holds all scores.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, RECOMPILATIONS)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, RECOMPILATIONS)
     return torch.compile(flex_attention, dynamic=False)
 
 
