@@ -45,9 +45,15 @@ EXAMPLE = (
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and evaluate; return the exit status. Mistakes end in one sentence, before torch is imported."""
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    status = 1  # also after an exception
     try:
-        return _main(argv)
+        status = _main(argv)
+        return status
     finally:
+        # Tells the Slurm script that the other ranks, which it then ends, were not interrupted from outside.
+        if status not in (0, EXIT_RESTART) and (mark := os.environ.get("TAPE_FAILURE")):
+            with suppress(OSError):
+                Path(mark).touch()
         for number, handler in before.items():
             signal.signal(number, handler)
 

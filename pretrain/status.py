@@ -28,7 +28,8 @@ from megatron_tape.run.weights_and_biases import read_wandb
 from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
-STARTING_SECONDS = 180
+STARTING_SECONDS, STARTING_SECONDS_OF_JOBS = 180, 1800
+"""How long a run may take to start without a sign of life: by hand, and in a job, which compares its nodes before."""
 TAIL_BYTES = 1 << 22
 """What is read of the metrics; a row of 126 layers has 13 KB, and validations may be 100 rows apart."""
 SHOWN = 8
@@ -115,7 +116,8 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
         return State("failed", False, "its job has ended; submit the same command to continue")
     beat = last.heartbeat
     silent = now - beat.get("time", last.facts.get("started", 0))
-    if silent > (SILENT_SECONDS if beat else STARTING_SECONDS) or queue == "":
+    starting = STARTING_SECONDS_OF_JOBS if queue == "RUNNING" else STARTING_SECONDS
+    if silent > (SILENT_SECONDS if beat else starting) or queue == "":
         word, but = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
         return State(word, False, f"no sign of life from its processes for {duration(silent)}{but}")
     if not beat:

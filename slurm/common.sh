@@ -116,7 +116,10 @@ look_at_job() {
   gpus=${SLURM_GPUS_ON_NODE:-0}
   # One task per GPU; on nodes without GPUs, one per node. srun starts them, gives each its rank, and ends all when one
   # dies. A second launcher (torchrun) below it would only intercept Slurm's signals to the processes.
-  tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+  # Asked of the job, as SLURM_NTASKS_PER_NODE may be that of a session in which the job was submitted.
+  tasks=$(job_field NtasksPerN:B:S:C)
+  tasks=${tasks%%:*}
+  [ "${tasks:-0}" -gt 0 ] 2>/dev/null || tasks=$((gpus > 0 ? gpus : 1))
   say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
 }
 
@@ -128,9 +131,14 @@ run_evaluation() {
   export MASTER_ADDR MASTER_PORT
   MASTER_ADDR=$(head_address "${nodes%%,*}")
   MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0} * 1009) % 12000))
+  export TAPE_FAILURE=$PWD/runs/.jobs/$SLURM_JOB_ID.failed
+  mkdir -p "$PWD/runs/.jobs"
+  rm -f "$TAPE_FAILURE"
   STEP_STATUS=75
   [ -n "$SIGNALED" ] || step pretrain.evaluate "$@"
   [ "$STEP_STATUS" = 0 ] && exit 0
+  # srun ends the other ranks when one fails. They say 75, which is the largest status and so the step's.
+  if [ "$STEP_STATUS" = 75 ] && [ -e "$TAPE_FAILURE" ]; then STEP_STATUS=1; fi
   [ "$SIGNALED" = TERM ] && exit 1
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
   # 1 is an error and 2 a mistake in the command; both have said what is wrong.
@@ -285,7 +293,7 @@ nodes_to_avoid() {
     awk -v list="$bad" -v hosts="$(scontrol show hostnames "$bad" | paste -sd' ')" -v needed="$SLURM_JOB_NUM_NODES" '
       BEGIN { split(hosts, names, " "); for (i in names) avoided[names[i]] = 1 }
       $1 in avoided { kinds[$3] = 1; next }
-      $2 ~ /^(idle|alloc|mix|comp)[~#%]?$/ { spare[$3]++ }
+      $2 ~ /^(idle|alloc|mix|comp|plnd)[~#%-]?$/ { spare[$3]++ }
       END { for (kind in kinds) left += spare[kind]; if (left >= needed) print list }'
 }
 

@@ -20,7 +20,7 @@ trap 'on_signal USR1' USR1
 trap 'on_signal TERM' TERM
 on_signal() { SIGNALED=$1; }
 
-if [ -z "${SLURM_JOB_ID:-}" ]; then
+if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a job: Slurm runs a copy elsewhere
   case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"

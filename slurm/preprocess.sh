@@ -29,8 +29,11 @@ case ${1:-} in
     ;;
 esac
 
-# Slurm runs a copy of this script; the job's Command field holds the path of the original.
-if [ -n "${SLURM_JOB_ID:-}" ]; then
+# Slurm runs a copy of this script; the job's Command field holds the path of the original. What lies beside common.sh
+# was started by hand, perhaps within a job.
+by_hand=
+[ ! -f "$(dirname "$0")/common.sh" ] || by_hand=1
+if [ -z "$by_hand" ]; then
   root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/preprocess\.sh.*|\1|p')
   root=${root%%$'\n'*} # for the last task of an array, scontrol shows every task
 else
@@ -43,7 +46,7 @@ fi
 source "$root/slurm/common.sh"
 load_site "$root"
 
-[ -n "${SLURM_JOB_ID:-}" ] || exec sbatch "$0" "$@"
+[ -z "$by_hand" ] || exec sbatch "$0" "$@"
 [ -n "${SLURM_ARRAY_TASK_ID:-}" ] || fail "this job is not an array; submit with sbatch --array=0-7"
 
 task=$SLURM_ARRAY_TASK_ID

@@ -14,8 +14,9 @@ from configurations import make
 from launch import run_group
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig
 
+from megatron_tape.command_line import Interrupted
 from megatron_tape.config.schema import config_dict
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.evaluation import model_source, tasks
 from megatron_tape.evaluation.base import ModelInfo, Summary, Task, Unit
 from megatron_tape.evaluation.model_source import find_model
@@ -106,6 +107,25 @@ def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_p
     assert results.label == "llama" and results.model.trained_length == 32
     assert results.model.parameters == sum(p.numel() for p in LlamaForCausalLM.from_pretrained(llama).parameters())
     assert whole.versions["torch"] == torch.__version__ and len(results.model.digest) == 64
+
+
+def test_a_rank_that_fails_leaves_a_mark_and_one_that_is_interrupted_does_not(llama, tmp_path, monkeypatch):
+    mark = tmp_path / "failed"
+    monkeypatch.setenv("TAPE_FAILURE", str(mark))
+
+    def status(error):
+        def fail(*_):
+            raise error
+
+        monkeypatch.setattr(Toy, "evaluate", fail)
+        return run("--model", llama, "--output", tmp_path / "out")
+
+    assert status(Interrupted(15)) == EXIT_RESTART and not mark.exists()
+    assert status(ValueError("no")) == 1 and mark.exists()
+    mark.unlink()
+    with pytest.raises(RuntimeError):
+        status(RuntimeError("no"))
+    assert mark.exists()
 
 
 def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, capsys):

@@ -24,6 +24,14 @@ def test_the_odd_node_is_named_with_both_versions():
     assert problem.nodes == ("b",) and not problem.mistake
 
 
+def test_without_a_majority_each_start_leaves_out_another_side(monkeypatch):
+    found = []
+    for start in "0123":
+        monkeypatch.setenv("SLURM_RESTART_COUNT", start)
+        found += [problem.nodes for problem in nodes.differences({"a": node(), "b": node(torch="2.12.0")})]
+    assert found == [("b",), ("a",)] * 2
+
+
 def test_other_code_other_data_and_unreadable_data_are_named():
     other, blind = node(code="xyz"), node()
     other["data"] = {"a.bin": "10 bytes, sha256 2"}

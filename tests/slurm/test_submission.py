@@ -52,6 +52,8 @@ def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit):
     assert "sbatch --array=0-7" in submit("preprocess.sh", "--help")[2]
     for script, arguments in (("pretrain_tape.sh", [RECIPE, "--data.prefix=a"]), ("preprocess.sh", ["--input", "*.x"])):
         assert submit(script, *arguments)[:2] == (0, arguments)
+        # A terminal on a node of the cluster is a job, too.
+        assert submit(script, *arguments, SLURM_JOB_ID="7", SLURM_NTASKS_PER_NODE="1")[:2] == (0, arguments)
 
 
 def test_a_chain_is_submitted_with_the_options_of_the_site(submit):
