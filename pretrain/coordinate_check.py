@@ -71,7 +71,17 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
     factors = read_widths(options.widths)
     options.output = Path(options.output or f"runs/coordinate_check/{Path(options.recipe).stem}")
     own = ["--train.steps", str(options.steps), "--schedule.kind", "constant", "--schedule.warmup_steps", "0"]
-    own += ["--schedule.decay_steps", "null", "--train.profile", "null", "--logging.directory", str(options.output)]
+    own += [
+        "--schedule.decay_steps",
+        "null",
+        "--schedule.power",
+        "1",
+        "--train.profile",
+        "null",
+        "--train.average",
+        "null",
+    ]
+    own += ["--train.batch_ramp", "null", "--train.spikes", "null", "--logging.directory", str(options.output)]
     config = parse_run_config(["--config", options.recipe, *overrides, *own], train.refuse_extension)
     problem = "is set, but the check takes the recipe's own model as the base"
     refuse(config.optimizer.mup_base is not None, KEY, problem, f"add --{KEY} null")
@@ -101,7 +111,7 @@ def widened(config: RunConfig, factor: int, mup: bool) -> RunConfig:
     widths = {name: value for name in WIDENED if (value := getattr(config.model, name)) is not None}
     changed = {f"model.{name}": factor * value for name, value in widths.items()}
     # What remains would only take time: it changes no step.
-    changed |= {"train.eval_interval": None, "train.average": None, "data.num_workers": 0}
+    changed |= {"train.eval_interval": None, "data.num_workers": 0}
     changed |= {"optimizer.mup_base": widths if mup else None}
     alone = {"parallel": ParallelConfig(), "deepspeed": DeepSpeedConfig(), "evaluation": EvaluationConfig()}
     return dataclasses.replace(replaced(config, changed), **alone)

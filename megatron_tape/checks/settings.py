@@ -102,6 +102,8 @@ def _validate_schedule(config: RunConfig) -> None:
     clash(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
     other, why = decay is not None and config.schedule.kind != "wsd", "which decays until the last step"
     clash(other, "schedule.decay_steps schedule.kind", "remove it or use kind wsd", why)
+    other = config.schedule.power != 1 and config.schedule.kind != "polynomial"
+    clash(other, "schedule.power schedule.kind", "remove it or use kind polynomial", "which has no power")
     clash(warmup + (decay or 0) > steps, f"{key} schedule.decay_steps train.steps", "lower either")
 
 

@@ -33,6 +33,7 @@ _REQUIRED = {
     for item in keys_of(ModelConfig)
     if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 }
+_OF_A_MODEL = {item.name for item in keys_of(ModelConfig)}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -69,16 +70,18 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     """Add the settings of the model that a run extends, by default `extension.from`, to those that are given.
 
     A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
-    themselves. Nothing is read if the model is described completely. Raises ConfigError.
+    themselves. Nothing is read if every setting of the model is given, as in a run's config.yaml. Raises ConfigError.
     """
-    described = values.keys() >= _REQUIRED
     refuse(
-        values.get(KEY) is None and not described and any(key.startswith("extension.") for key in values),
+        values.get(KEY) is None
+        and not values.keys() >= _REQUIRED
+        and any(key.startswith("extension.") for key in values),
         KEY,
         "is not set",
         "give a model to extend: a run, a checkpoint, or a directory in the format of transformers",
     )
-    if values.get(KEY) is None or described:
+    given = {key.removeprefix("model.") for key in values if key.startswith("model.")}
+    if values.get(KEY) is None or given >= _OF_A_MODEL | setting_names(values.get("model.position_encoding", "")):
         return dict(values)
     base = base or find_base(values[KEY], values.get("logging.directory"))
     encoding = values.get("model.position_encoding", base.model.position_encoding)
@@ -254,6 +257,13 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
         f"set it to more than that, or, to train on shorter contexts, model.rope_scaling_factor to {before:g}",
     )
     if factor == 1:
+        kind = getattr(position, "rope_scaling_type", "linear")
+        refuse(
+            kind not in ("linear", getattr(was, "rope_scaling_type", "linear")),
+            ("model.rope_scaling_factor", "model.rope_scaling_type"),
+            f"is 1, with which model.rope_scaling_type {kind} changes nothing",
+            "set it to the new length over the old one",
+        )
         return
     scaling = was.rope_scaling_type if before != 1 else None
     if position.rope_scaling_type == "linear":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_tape.config.stages import Stage, stage_at
 from megatron_tape.config.steering import SpikeSettings
 from megatron_tape.errors import TrainingStopped
 from megatron_tape.run.attempts import Spike
@@ -53,6 +55,14 @@ class Spikes:
         """Take the loss and the gradient norm of an update."""
         kept = self._settings.window - 1
         self.values = [[*values[-kept:], value] for values, value in zip(self.values, (loss, norm))]
+
+
+def of_same_data(progress: Mapping[str, Any], stages: Sequence[Stage], seen: int, samples: int) -> dict[str, Any]:
+    """Return a run's progress, without the losses before if `samples` - `seen` samples are passed over and the next are
+    of another stage of the data than those.
+    """
+    same = samples == seen or stage_at(stages, samples) == stage_at(stages, seen - 1)
+    return {key: value for key, value in progress.items() if same or key != VALUES}
 
 
 class SpikeHook(Hook):

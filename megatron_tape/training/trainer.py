@@ -41,7 +41,7 @@ from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Hook, HookResult, joined
 from megatron_tape.training.model_building import build_model, dtype_of
 from megatron_tape.training.schedule import learning_rate
-from megatron_tape.training.spikes import FOUND, Rewind
+from megatron_tape.training.spikes import FOUND, Rewind, of_same_data
 from megatron_tape.training.step_clock import SAVE
 from megatron_tape.training.step_times import utilization
 from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
@@ -208,7 +208,8 @@ class Trainer:
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
             restoring.load_training_state(self.checkpoint, self.engine)
-            self.progress |= self.checkpoint.state["progress"]
+            seen = self.checkpoint.state["consumed_samples"]  # fewer than now, after going back
+            self.progress |= of_same_data(self.checkpoint.state["progress"], self.stages, seen, self.samples)
             where = (self.checkpoint.path, self.step + 1, config.train.steps)
             logger.info("continuing from %s at step %d of %d", *where)
         elif self.base is not None and (card := self.base.state["progress"].get("card")):

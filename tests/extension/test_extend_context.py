@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import status_of
+from megatron_tape.config.schema import model_dict
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
 from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
@@ -511,6 +512,23 @@ def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
     assert found["model.rope_original_seq_length"] == model.seq_length
     given = scaled | {"model.rope_original_seq_length": 7}
     assert with_base_settings(given, Base(Path("somewhere"), model, None))["model.rope_original_seq_length"] == 7
+
+
+def test_a_recipe_with_a_whole_model_inherits_what_it_does_not_name():
+    model = make(model__position_encoding="rope", model__rope_theta=5e5, model__norm_epsilon=1e-3).model
+    required = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+    given = {f"model.{key}": getattr(model, key) for key in required} | {"extension.from": "somewhere"}
+    found = with_base_settings(given | {"model.seq_length": 64}, Base(Path("somewhere"), model, None))
+    assert (found["model.rope_theta"], found["model.norm_epsilon"], found["model.seq_length"]) == (5e5, 1e-3, 64)
+    whole = {f"model.{key}": value for key, value in model_dict(model).items()} | {"extension.from": "gone"}
+    assert with_base_settings(whole) == whole
+
+
+def test_yarn_without_a_factor_is_refused():
+    base = Base(Path("somewhere"), make(model__position_encoding="rope", model__seq_length=16).model, None)
+    now = {"model__rope_scaling_type": "yarn", "model__rope_original_seq_length": 16, "data__tokenizer": None}
+    with pytest.raises(ConfigError, match="^model.rope_scaling_factor is 1, with which .* yarn changes nothing"):
+        check_base(make(model__position_encoding="rope", model__seq_length=32, **now), base)
 
 
 def test_a_length_before_the_extension_that_is_below_the_models_is_warned_about(capsys):

@@ -3,9 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+from configurations import make
+
+from megatron_tape.config.stages import Stage
 from megatron_tape.config.steering import SpikeSettings
 from megatron_tape.training.engine import StepResult
-from megatron_tape.training.spikes import SpikeHook, Spikes
+from megatron_tape.training.spikes import FOUND, VALUES, SpikeHook, Spikes, of_same_data
 
 
 def after(values, kept=None):
@@ -44,6 +48,13 @@ def test_what_a_checkpoint_keeps_gives_the_same_decisions():
     assert kept == after(USUAL).values
     again = after([], json.loads(json.dumps(kept)))
     assert again.is_spike(3.5, 1.0) and not again.is_spike(3.2, 1.5)
+
+
+@pytest.mark.parametrize("seen, samples, kept", [(90, 90, True), (90, 95, True), (90, 110, False), (110, 120, True)])
+def test_losses_of_another_stage_of_the_data_are_forgotten_where_a_run_goes_back_before_it(seen, samples, kept):
+    stages = [Stage(make(), number, start) for number, start in enumerate((0, 100))]
+    progress = {VALUES: [[1.0], [2.0]], FOUND: 1}
+    assert of_same_data(progress, stages, seen, samples) == (progress if kept else {FOUND: 1})
 
 
 def test_after_a_change_of_the_data_only_its_own_losses_count():
