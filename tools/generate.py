@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.imports.config_json import read_settings
+from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 
 
 def main() -> None:
@@ -40,14 +41,14 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
     except ImportError:
         raise UserError("transformers", "is not installed", "pip install transformers") from None
 
-    def load(kind):
+    def load(read):
         try:
-            return kind.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
+            return read(arguments.model, trust_remote_code=arguments.trust_remote_code)
         except Exception as error:  # any error of the libraries below, often with many lines
             reason = str(error).strip().split("\n")[0]
             raise FileError(arguments.model, f"cannot be loaded: {reason or type(error).__name__}") from None
 
-    tokenizer = load(transformers.AutoTokenizer)
+    tokenizer = load(read_tokenizer)
     ids = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False)
     length, count = ids["input_ids"].shape[1], arguments.max_new_tokens
     if length == 0:
@@ -60,7 +61,7 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
             count = context - length
             command_line.say(f"the model's context of {context} tokens leaves room for {count}; see --beyond-context")
     with command_line.step(f"loading {arguments.model}"):
-        model = load(transformers.AutoModelForCausalLM)
+        model = load(transformers.AutoModelForCausalLM.from_pretrained)
     transformers.set_seed(arguments.seed)
     # A model's own settings may leave tokens out or penalize them, and transformers' do so where it has none.
     own = model.generation_config

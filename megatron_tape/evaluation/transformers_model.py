@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
+from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK = 2048
@@ -184,9 +185,7 @@ def load_model(
         model.generation_config = transformers.GenerationConfig(**ids)
         tokenizer = None
         if info.has_tokenizer:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                directory, trust_remote_code=trust_remote_code, local_files_only=True
-            )
+            tokenizer = read_tokenizer(directory, trust_remote_code=trust_remote_code, local_files_only=True)
             # Long texts are cut by the tasks themselves, and the tokenizer would warn of each.
             tokenizer.model_max_length = int(1e30)
     except Exception as error:  # any error of the libraries below, often with many lines

@@ -26,6 +26,8 @@ _BESIDE = (
 TOKENIZER = "tokenizer"
 """The directory in a checkpoint that holds the original tokenizer of an imported model."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *_BESIDE)
+FROM_THE_FILE = "PreTrainedTokenizerFast"
+"""The class of transformers that reads a tokenizer.json as it is."""
 _ROLES = ("bos", "eos", "unk", "pad")
 _SPACE = "▁"
 _TRIED_MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
@@ -64,14 +66,41 @@ def write_tokenizer(source: str | Path, output: Path, context: int) -> ExportedT
     return ExportedTokenizer(ours.vocab_size, ids)
 
 
+def read_tokenizer(directory: str | Path, **options: Any) -> Any:
+    """Return the tokenizer of an export, or of another model, as transformers loads it with these `options`.
+
+    AutoTokenizer would replace that of every Qwen2 model by Qwen's.
+    """
+    import transformers
+
+    kind, file = transformers.AutoTokenizer, Path(directory) / "tokenizer_config.json"
+    if file.is_file() and (Path(directory) / "tokenizer.json").is_file():
+        settings = read_record(file, dict[str, Any])
+        if settings.get("tokenizer_class") == FROM_THE_FILE and "auto_map" not in settings:
+            kind = transformers.PreTrainedTokenizerFast
+    return kind.from_pretrained(directory, **options)
+
+
+def is_qwens(directory: Path) -> bool:
+    """Return whether a tokenizer.json takes the steps that transformers puts in place of every Qwen2 model's."""
+    settings = read_record(directory / "tokenizer.json", dict[str, Any])
+    steps = (settings.get("pre_tokenizer") or {}).get("pretokenizers") or ()
+    normal = (settings.get("normalizer") or {}).get("type") == "NFC"
+    return normal and [step.get("type") for step in steps] == ["Split", "ByteLevel"]
+
+
 def _write_config(output: Path, context: int, tokens: dict[str, str], **more: object) -> None:
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": FROM_THE_FILE,
         **{f"{role}_token": token for role, token in tokens.items()},
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
         **more,
     }
+    _write_settings(output, settings)
+
+
+def _write_settings(output: Path, settings: dict[str, Any]) -> None:
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (output / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
@@ -97,13 +126,19 @@ def _copy_hugging_face(source: Path, ours: Tokenizer, output: Path, context: int
         shutil.copyfile(source.parent / name, output / name)
     library = tokenizers.Tokenizer.from_file(str(source))
     special = {"bos": ours.bos, "eos": ours.eod}
+    tokens = {role: library.id_to_token(index) for role, index in special.items() if index is not None}
     if (output / "tokenizer_config.json").is_file():
         settings = read_record(output / "tokenizer_config.json", dict[str, Any])
         pad = settings.get("pad_token")
         pad = pad.get("content") if isinstance(pad, dict) else pad
         special["pad"] = library.token_to_id(pad) if isinstance(pad, str) else None
+        # Classes such as GPT2Tokenizer make another tokenizer from the vocabulary, without the file's own steps.
+        padding = {"padding_side": "left"} if str(settings.get("tokenizer_class")).startswith("Llama") else {}
+        named = {f"{role}_token": token for role, token in tokens.items()}
+        settings = padding | named | settings | {"tokenizer_class": FROM_THE_FILE}
+        settings.pop("auto_map", None)  # of code that is not copied
+        _write_settings(output, settings)
     else:
-        tokens = {role: library.id_to_token(index) for role, index in special.items() if index is not None}
         unknown = getattr(library.model, "unk_token", None)
         _write_config(output, context, tokens | ({"unk": unknown} if unknown else {}))
     return special

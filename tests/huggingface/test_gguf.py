@@ -6,12 +6,14 @@ import shutil
 import gguf
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from conversions import change_config, convert, refused
 from gguf_files import write_gguf
 from test_import import IDS, training_logits, write_source
 from transformers import AutoModelForCausalLM
 
+from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports import from_gguf
@@ -99,6 +101,35 @@ def test_the_tokenizer_comes_along_and_gives_the_same_ids(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported", trust_remote_code=True)
     assert tokenizer(TEXT)["input_ids"] == ids and tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token_id == 0
+
+
+def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text(tmp_path):
+    from sentencepiece import sentencepiece_model_pb2
+
+    with open(tmp_path / "t.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([TEXT] * 9), model_writer=file, vocab_size=300, model_type="bpe", minloglevel=2,
+            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            hard_vocab_limit=False,
+        )  # fmt: skip
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString((tmp_path / "t.model").read_bytes())
+
+    def add(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([piece.piece for piece in model.pieces])
+        writer.add_token_scores([piece.score for piece in model.pieces])
+        writer.add_token_types([piece.type for piece in model.pieces])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    write_source(tmp_path / "source", vocab_size=len(model.pieces))
+    change_config(tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
+    imported(tmp_path, tmp_path / "model.gguf")
+    found, expected = load_tokenizer(tmp_path / "imported" / "tokenizer"), load_tokenizer(tmp_path / "t.model")
+    for text in ("a b", " a", "  a  b", "\n    a\n"):
+        assert found.encode(text) == expected.encode(text), text
 
 
 def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_beside(tmp_path):

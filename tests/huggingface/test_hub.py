@@ -49,9 +49,10 @@ def test_the_export_is_uploaded_in_one_commit_which_replaces_older_weights_and_c
     assert (first, second, third) == ("whoami", "create_repo", "upload_folder")
     assert created == ("lab/model",) and options == {"private": True, "exist_ok": True}
     assert (uploaded["repo_id"], str(uploaded["folder_path"])) == ("lab/model", str(tmp_path / "out"))
-    before = [".gitattributes", "notes.md", "model-00001-of-00002.safetensors", "old_tape.py", "config.json"]
+    old = ["chat_template.jinja", "model-00001-of-00002.safetensors", "old_tape.py", "tokenizer.json"]
+    before = [".gitattributes", "notes.md", "config.json", *old]
     deleted = filter_repo_objects(before, allow_patterns=uploaded["delete_patterns"])
-    assert sorted(deleted) == ["model-00001-of-00002.safetensors", "old_tape.py"]
+    assert sorted(deleted) == old
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"README.md", "positions.png", "model.safetensors", "modeling_tape.py"} <= files
     card = (tmp_path / "out" / "README.md").read_text()

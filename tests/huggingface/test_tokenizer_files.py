@@ -1,13 +1,14 @@
 """The tokenizer of an export gives the ids that the model was trained with."""
 
 import io
+import json
 
 import pytest
 from datasets_for_tests import source_code
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface.tokenizer_files import files_beside, write_tokenizer
+from megatron_tape.huggingface.tokenizer_files import files_beside, is_qwens, read_tokenizer, write_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,51 @@ def test_sentencepiece_models_of_other_settings_convert_exactly(tmp_path, option
         assert theirs.encode(piece) == ours.encode(piece)
         assert theirs.decode(ours.encode(piece)) == ours.decode(ours.encode(piece))
     assert (theirs.vocab_size, theirs.eod, theirs.bos) == (ours.vocab_size, ours.eod, ours.bos)
+
+
+TEXT = "List:\n\n1.  x =   25"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_tokenizer_takes_the_steps_of_its_file_whatever_class_and_model_are_named(tmp_path, kind):
+    """transformers makes a tokenizer without the first of these steps for GPT2Tokenizer, and Qwen's for every Qwen2."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT * 9], trainer)
+    source, output = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    output.mkdir()
+    tokenizer.save(str(source / "tokenizer.json"))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<|endoftext|>", "model_max_length": 7}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert write_tokenizer(source, output, 128).special_ids == {
+        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+    (output / "config.json").write_text(json.dumps({"model_type": kind}))
+    found = read_tokenizer(output)
+    assert found(TEXT)["input_ids"] == load_tokenizer(source).encode(TEXT) == tokenizer.encode(TEXT).ids
+    assert (found.eos_token, found.pad_token, found.model_max_length) == ("<|endoftext|>", "<|endoftext|>", 7)
+    automatic = AutoTokenizer.from_pretrained(output)(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
+    assert automatic == (kind == "llama") and not is_qwens(output)
+
+
+def test_qwens_steps_are_known(tmp_path):
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert is_qwens(tmp_path)
 
 
 def test_links_lead_out_of_a_directory_only_in_the_hubs_cache(tmp_path):

@@ -13,6 +13,10 @@ from huggingface_hub.utils import validate_repo_id
 from megatron_tape import command_line
 from megatron_tape.errors import UserError
 from megatron_tape.huggingface.export.position_picture import PICTURE
+from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
+
+REPLACED = ("model*.safetensors", "model.safetensors.index.json", "*_tape.py", PICTURE)
+"""What an upload deletes of earlier ones, beside tokenizers: it could be read in place of what is new."""
 
 
 def repository_of(name: str) -> str:
@@ -41,20 +45,19 @@ def repository_of(name: str) -> str:
 def upload(directory: str | Path, repository: str, private: bool) -> None:
     """Upload all files of `directory` in one commit to the model OWNER/NAME, which is created if it does not exist.
 
-    Weights, code and pictures of an earlier upload are replaced; the repository's other files are kept. A new model is
-    `private` or public; an existing one stays what it is. Raises UserError if that fails; the
-    directory stays as it is.
+    Weights, code, pictures and tokenizers of an earlier upload are replaced; the repository's other files are kept. A
+    new model is `private`, or what is usual for the owner; an existing one stays what it is. Raises UserError if that
+    fails; the directory stays as it is.
     """
     again = f"{directory} is complete, but was not uploaded; try again with: hf upload {repository} {directory}"
     with _errors_of_hub(again), command_line.step(f"uploading {directory} to {repository}"):
         api = HfApi()
-        url = api.create_repo(repository, private=private, exist_ok=True)
-        # Weights of an earlier upload could be read in place of the new ones.
+        url = api.create_repo(repository, private=private or None, exist_ok=True)
         api.upload_folder(
             repo_id=repository,
             folder_path=directory,
             commit_message=f"Upload {Path(directory).name}",
-            delete_patterns=["model*.safetensors", "model.safetensors.index.json", "*_tape.py", PICTURE],
+            delete_patterns=[*REPLACED, *TOKENIZER_FILES],
         )
     command_line.say(f"uploaded {directory} to {url}")
 
