@@ -2,7 +2,7 @@
 
 TEST_INJECT is JSON: `sleep` seconds before every step, or before every text that an evaluation measures; `hang` or
 `crash`: [rank, step]; `once` (a path): only if that file does not exist; it is then created. `no_kernels`: the node on
-which no kernel of attention works.
+which no kernel of attention works; `cannot_evaluate`: the rank that fails in an evaluation.
 """
 
 import json
@@ -16,7 +16,7 @@ def inject():
     settings = json.loads(os.environ["TEST_INJECT"])
     while not hasattr(sys.modules.get("megatron_tape.training.engine"), "Engine"):
         if hasattr(model := sys.modules.get("megatron_tape.evaluation.transformers_model"), "HFModel"):
-            slow_down(model.HFModel, settings.get("sleep", 0))
+            change(model.HFModel, settings)
             return
         time.sleep(0.005)
     if os.environ.get("SLURMD_NODENAME") == settings.get("no_kernels", ""):
@@ -46,11 +46,13 @@ def inject():
     engine.train_step = train_step
 
 
-def slow_down(model, seconds):
+def change(model, settings):
     original = model.losses
 
     def losses(self, *arguments, **named):
-        time.sleep(seconds)
+        time.sleep(settings.get("sleep", 0))
+        if int(os.environ["RANK"]) == settings.get("cannot_evaluate"):
+            raise ValueError("a text that was made to fail")
         return original(self, *arguments, **named)
 
     model.losses = losses
