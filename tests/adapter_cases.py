@@ -13,6 +13,7 @@ from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.restoring import load_weights
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
+from megatron_tape.extension.base import with_base_settings
 from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.parallel.partitions import allocate
@@ -53,7 +54,7 @@ def train(folder, name, options, kinds=None):
     # Adam would turn the rounding of gradients near zero into steps of full length.
     steps += [option("optimizer.eps", 1e-3), option("data.prefix", f"{folder}/a")]
     arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *options]
-    config = parse_run_config(arguments)
+    config = parse_run_config(arguments, *([with_base_settings] if kinds is None else []))
     validate(config, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
     watch = Watch(None)
     try:

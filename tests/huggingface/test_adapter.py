@@ -148,7 +148,7 @@ def test_the_cards_say_what_was_trained(exported):
         assert "| LoRA layers | rank 3, alpha 7.5, for q, k, v, o |" in card
     assert "| Validation loss |" in card or "| Training loss |" in card
     card = (exported / "extended_merged" / "README.md").read_text()
-    assert "| Extends | matrices |" in card and "norms (" not in card and "output (2,048)" in card
+    assert "| Extends | matrices, step 3 |" in card and "norms (" not in card and "output (2,048)" in card
     assert "Pre-trained on text only" not in card
 
 
