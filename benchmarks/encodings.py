@@ -263,8 +263,4 @@ def table(result: dict) -> list[str]:
 
 
 if __name__ == "__main__":
-    if (status := main()) == 0:
-        from megatron_tape.parallel.layout import end_process_groups
-
-        end_process_groups()
-    sys.exit(status)
+    sys.exit(main())

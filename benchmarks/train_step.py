@@ -139,8 +139,4 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
 
 
 if __name__ == "__main__":
-    if (status := main()) == 0:
-        from megatron_tape.parallel.layout import end_process_groups
-
-        end_process_groups()
-    sys.exit(status)
+    sys.exit(main())

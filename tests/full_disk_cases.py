@@ -21,7 +21,6 @@ from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Save, Writer
 from megatron_tape.errors import CheckpointError
-from megatron_tape.parallel.layout import end_process_groups
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.training import zero_shares
 
@@ -149,5 +148,4 @@ def main(folder):
         "unreadable": unreadable(e, config),
         "states": states,
     }
-    end_process_groups()
     return results

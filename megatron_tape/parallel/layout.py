@@ -1,5 +1,6 @@
 """Process groups, seeds, and what DeepSpeed needs to know of them."""
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -225,6 +226,7 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, timeout=timeout, **alone)
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    atexit.register(_end_process_groups)
 
 
 def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
@@ -255,14 +257,23 @@ def _destroy_groups() -> None:
     for group in groups - {dist.group.WORLD}:
         with contextlib.suppress(ValueError):  # Megatron has destroyed some of them itself
             dist.destroy_process_group(group)
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):  # which Megatron forgets
+            setattr(parallel_state, name, None)
 
 
-def end_process_groups() -> None:
-    """Wait for all ranks and end their process groups, whose threads could otherwise abort a process that exits."""
+def _end_process_groups() -> None:
+    """End all groups and their threads, unless they were aborted.
+
+    A thread of gloo's frees the tensors of a finished collective, for which it asks for Python's lock; if Python is
+    ending by then, the process aborts.
+    """
     if dist.is_initialized():
-        dist.barrier()
+        from deepspeed.comm import comm
+
         _destroy_groups()
-        dist.destroy_process_group()
+        comm.destroy_process_group()
+        comm.cdb = None  # it holds the group of all ranks
 
 
 def abort_process_groups() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets_for_tests import write_all
-from launch import start_python
+from launch import alone, start_python
 from torch.distributed import distributed_c10d
 from training_cases import RECIPE, option, packed, rows, steps_saved
 
@@ -79,6 +79,27 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data):
     assert done.stdout.splitlines() == ["2 False"] * len(MISTAKES)
     for error, reported in zip(done.stderr.splitlines(), MISTAKES.values(), strict=True):
         assert error.startswith("error: ") and reported in error
+
+
+ENDING = """
+import atexit, sys
+from pathlib import Path
+names = lambda: {path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')}
+atexit.register(lambda: print(*sorted(names())))  # what is registered later runs before
+from pretrain.train import main
+status = main(sys.argv[1].split())
+print(*sorted(names()))
+sys.exit(status)
+"""
+
+
+def test_no_thread_of_a_process_group_is_left_to_abort_a_process_that_ends(data, tmp_path):
+    given = f"--config {RECIPE} --data.prefix {data}/a --logging.directory {tmp_path / 'run'} --train.steps=4"
+    command = [sys.executable, "-c", ENDING, given]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=alone())
+    assert done.returncode == 0, done.stderr
+    during, after = done.stdout.splitlines()[-2:]
+    assert "gloo" in during and "gloo" not in after
 
 
 def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypatch, capfd):
