@@ -2,7 +2,7 @@
 
     python -m benchmarks.reproductions --write
 
-A table has one row a variant: how many of its seeds learned the task where it was trained, then mean and standard
+A table has one row a variant: how many of its seeds solved the task where it was trained, then mean and standard
 deviation over all seeds, with the p of a paired t test against the first variant (corrected by Holm's method for the
 number of variants), and the arithmetic of a training. In a figure every run is a point. Where variants differ in their
 learning rate, the table has one column a rate instead, and the figure one line a variant.
@@ -36,23 +36,27 @@ class Shown:
 
     record: str
     columns: dict[str, tuple[str, str | int]]
-    """By heading, the metric and the group or the length of a score; the first is what was trained."""
-    learned: float | None = None
-    """What the first column must reach for a run to have learned the task; None where that cannot be said."""
+    """By heading, the metric and the group or the length of a score. `solved` and `by_rate` are about the first."""
+    solved: float | None = None
+    """What the first column must reach for a run to have solved the task; None where that cannot be said."""
     digits: int = 3
     recipe: str | None = None
     """What was trained, if it does not have the record's name."""
     changes: tuple[str, ...] = ()
     """Settings that were not the recipe's, of all variants."""
     by_rate: bool = False
-    """Whether learning rates are compared, by the first of `columns`."""
+    """Whether learning rates are compared."""
 
 
 NARROW = ("--model.hidden_size=96", "--model.num_attention_heads=3", "--model.ffn_hidden_size=256")
 LOSS = {"loss, nats a token": ("validation loss", "")}
-LENGTHS = {f"{length:,} tokens": ("loss", length) for length in (512, 128, 256, 1024, 2048)}
-LENGTHS_WITH_YARN = {f"{length:,} tokens": ("loss", length) for length in (512, 1024, 2048)}
+LENGTHS_WITH_YARN = {"512 tokens (trained)": ("loss", 512), "1,024": ("loss", 1024), "2,048": ("loss", 2048)}
+LENGTHS = {"128 tokens": ("loss", 128), "256": ("loss", 256)} | LENGTHS_WITH_YARN
 GRIDS = {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}
+RECALL = {
+    f"{length:,}{more}": ("accuracy", f"{length} tokens")
+    for length, more in ((64, " tokens"), (128, ""), (256, " (trained)"), (512, ""), (1024, ""))
+}
 SUMS = {
     heading: ("exact match", f"{group} digits")
     for heading, group in (("to 5 digits", "up to 5"), ("beyond", "beyond 5"), ("to 10", "up to 10"))
@@ -71,9 +75,7 @@ TASKS = {
     "grid_navigation": Shown("grid_navigation_1d", GRIDS, 0.8),
     "grid_navigation_rates": Shown("grid_navigation_1d_rates", GRIDS, 0.8, recipe="grid_navigation_1d", by_rate=True),
     "grid_navigation_2d": Shown("grid_navigation_2d", GRIDS, 0.8),
-    "recall": Shown(
-        "recall", {f"{length} tokens": ("accuracy", f"{length} tokens") for length in (256, 64, 128, 512, 1024)}, 0.95
-    ),
+    "recall": Shown("recall", RECALL, 0.95),
     "addition_hints": Shown("addition_hints", SUMS, 0.95),
     "addition_5_digits": Shown("addition_5_digits", SUMS, 0.95),
     "addition": Shown("addition", LOSS),
@@ -98,7 +100,7 @@ def table(shown: Shown, comparison: Comparison) -> Iterator[str]:
     if shown.by_rate:
         yield from _rates_table(shown, comparison)
         return
-    headings = ["variant", "seeds", *(["learned"] if shown.learned else []), *shown.columns, "TFLOP"]
+    headings = ["variant", "seeds", *(["solved"] if shown.solved else []), *shown.columns, "TFLOP"]
     yield f"| {' | '.join(headings)} |"
     yield "|---|" + "--:|" * (len(headings) - 1)
     by_column = [
@@ -108,8 +110,8 @@ def table(shown: Shown, comparison: Comparison) -> Iterator[str]:
         found = [column[variant] for column in by_column]
         seeds = len(found[0].values)
         cells = [f"`{variant}`", f"{seeds}"]
-        if shown.learned:
-            cells.append(f"{sum(value >= shown.learned for value in found[0].values.values())}")
+        if shown.solved:
+            cells.append(f"{sum(value >= shown.solved for value in found[0].values.values())}")
         cells += [_described(row, shown.digits) for row in found]
         yield f"| {' | '.join([*cells, f'{_teraflops(shown, variant):,.0f}'])} |"
 
@@ -170,6 +172,8 @@ def figure(shown: Shown, comparison: Comparison):
         return _rates_figure(shown, comparison)
     drawn, axes = new_figure(1, len(shown.columns), width=2.6 if len(shown.columns) > 1 else 5, height=3.6)
     looks = _looks(comparison.variants)
+    for one in axes[1:]:
+        one.sharey(axes[0])
     for one, (heading, column) in zip(axes, shown.columns.items()):
         for place, row in enumerate(rows(comparison, _metric(comparison, *column))):
             look = looks[row.variant] | {"linestyle": "none"}
@@ -191,7 +195,8 @@ def _rates_figure(shown: Shown, comparison: Comparison):
     rates = sorted({rate for scores in by_variant.values() for rate in scores})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.minorticks_off()
-    axes.set(xlabel="learning rate", ylabel=next(iter(shown.columns)))
+    heading, (metric, group) = next(iter(shown.columns.items()))
+    axes.set(xlabel="learning rate", ylabel=f"{metric}, {heading}" if group else metric)
     legend(drawn)
     return drawn
 
