@@ -28,7 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.environment import Record, add_record_arguments, positive, quieten_libraries
 from benchmarks.generate import cached_seconds
-from benchmarks.measured_model import MeasuredModel, dtype_of
+from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory
 from benchmarks.shapes import SHAPES, run_config
 from benchmarks.step_comparison import EQUAL
 from benchmarks.timing import reason
@@ -130,11 +130,13 @@ def steps(
     """Measure training steps of each encoding in turn with RoPE's, and memory."""
     before = allocated()
     rope = built(configs[BASELINE], layout)
+    rope.step()  # which makes the optimizer's state
     own = result["encodings"][BASELINE]
     own["memory"] = peak_of_step(rope, before)
     for name in arguments.only:
         print(f"training steps: {name}", flush=True)
         row = result["encodings"][name]
+        free_memory()  # of an encoding that failed
         before = allocated()
         try:
             other = built(configs[name], layout)

@@ -135,7 +135,9 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 
 def _open(datasets, arguments: argparse.Namespace):
-    def load(**options):
+    # A text file is one document, as it is to preprocess_data.py; data sets of the Hub say themselves what theirs are.
+    options = {"sample_by": "document"} if arguments.name == "text" else {}
+    try:
         return datasets.load_dataset(
             arguments.name,
             arguments.config_name,
@@ -144,11 +146,6 @@ def _open(datasets, arguments: argparse.Namespace):
             data_files=arguments.data_files,
             **options,
         )
-
-    try:
-        rows = load()
-        # A text file is one document, as it is to preprocess_data.py, and not one a line.
-        return load(sample_by="document") if rows.info.builder_name == "text" else rows
     except Exception as error:  # the library raises a dozen kinds, mostly caused by the user or the network
         reason = " ".join(str(error).split()) or type(error).__name__
         fix = "check name, --config-name and --split"

@@ -37,6 +37,9 @@ _TRIED_TEXT = (
 )
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece's types of pieces
 _FROM_TEXT = (_NORMAL, _USER_DEFINED)
+_QWENS_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _NEVER = -1e9
 """Score of a piece that is never used for text, even if the text contains its name."""
 
@@ -76,17 +79,20 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
     kind, file = transformers.AutoTokenizer, Path(directory) / "tokenizer_config.json"
     if file.is_file() and (Path(directory) / "tokenizer.json").is_file():
         settings = read_record(file, dict[str, Any])
-        if settings.get("tokenizer_class") == FROM_THE_FILE and "auto_map" not in settings:
+        if settings.get("tokenizer_class") in (FROM_THE_FILE, "TokenizersBackend") and "auto_map" not in settings:
             kind = transformers.PreTrainedTokenizerFast
     return kind.from_pretrained(directory, **options)
 
 
 def is_qwens(directory: Path) -> bool:
-    """Return whether a tokenizer.json takes the steps that transformers puts in place of every Qwen2 model's."""
+    """Return whether a tokenizer.json is like that which transformers puts in place of every Qwen2 model's."""
     settings = read_record(directory / "tokenizer.json", dict[str, Any])
     steps = (settings.get("pre_tokenizer") or {}).get("pretokenizers") or ()
+    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
+        return False
     normal = (settings.get("normalizer") or {}).get("type") == "NFC"
-    return normal and [step.get("type") for step in steps] == ["Split", "ByteLevel"]
+    has_end = any(token.get("content") == "<|endoftext|>" for token in settings.get("added_tokens") or ())
+    return normal and has_end and steps[0].get("pattern") == {"Regex": _QWENS_SPLIT}
 
 
 def _write_config(output: Path, context: int, tokens: dict[str, str], **more: object) -> None:

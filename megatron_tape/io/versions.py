@@ -59,9 +59,10 @@ def commit(source: Path = ROOT) -> str | None:
 
 def _output(command: list[str]) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip() or None
 
 
 def versions_with_commit() -> dict[str, str]:

@@ -103,14 +103,15 @@ def test_the_tokenizer_comes_along_and_gives_the_same_ids(tmp_path):
     assert tokenizer.eos_token_id == 0
 
 
-def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text(tmp_path):
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text_or_none(tmp_path, prefix):
     from sentencepiece import sentencepiece_model_pb2
 
     with open(tmp_path / "t.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter([TEXT] * 9), model_writer=file, vocab_size=300, model_type="bpe", minloglevel=2,
             byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            hard_vocab_limit=False,
+            hard_vocab_limit=False, add_dummy_prefix=prefix,
         )  # fmt: skip
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString((tmp_path / "t.model").read_bytes())
@@ -122,6 +123,7 @@ def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text(tmp_path):
         writer.add_token_types([piece.type for piece in model.pieces])
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
+        writer.add_add_space_prefix(prefix)
 
     write_source(tmp_path / "source", vocab_size=len(model.pieces))
     change_config(tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
@@ -130,6 +132,7 @@ def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text(tmp_path):
     found, expected = load_tokenizer(tmp_path / "imported" / "tokenizer"), load_tokenizer(tmp_path / "t.model")
     for text in ("a b", " a", "  a  b", "\n    a\n"):
         assert found.encode(text) == expected.encode(text), text
+        assert found.decode(found.encode(text)) == text
 
 
 def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_beside(tmp_path):

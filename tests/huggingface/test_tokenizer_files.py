@@ -8,6 +8,7 @@ from datasets_for_tests import source_code
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
+from megatron_tape.huggingface.tokenizer_files import _QWENS_SPLIT as QWENS
 from megatron_tape.huggingface.tokenizer_files import files_beside, is_qwens, read_tokenizer, write_tokenizer
 
 
@@ -43,6 +44,7 @@ def test_sentencepiece_models_of_other_settings_convert_exactly(tmp_path, option
     assert (theirs.vocab_size, theirs.eod, theirs.bos) == (ours.vocab_size, ours.eod, ours.bos)
 
 
+END = "<|endoftext|>"
 TEXT = "List:\n\n1.  x =   25"
 
 
@@ -76,16 +78,29 @@ def test_a_tokenizer_takes_the_steps_of_its_file_whatever_class_and_model_are_na
     assert automatic == (kind == "llama") and not is_qwens(output)
 
 
-def test_qwens_steps_are_known(tmp_path):
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+@pytest.mark.parametrize("split, special, same", [(QWENS, END, True), (QWENS, "<s>", False), (r"\p{N}", END, False)])
+def test_qwens_tokenizers_are_known(tmp_path, split, special, same):
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import AutoTokenizer
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=[special], show_progress=False)
+    tokenizer.train_from_iterator([TEXT * 9], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert is_qwens(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    automatic = AutoTokenizer.from_pretrained(tmp_path)
+    unchanged = automatic(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids and len(automatic) == len(
+        tokenizer.get_vocab()
+    )
+    assert is_qwens(tmp_path) == unchanged == same
+    read_tokenizer(tmp_path).save_pretrained(tmp_path)  # under another name of the class
+    assert read_tokenizer(tmp_path)(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
 
 
 def test_links_lead_out_of_a_directory_only_in_the_hubs_cache(tmp_path):

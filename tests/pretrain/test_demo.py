@@ -74,7 +74,7 @@ def first(folder):
 
 @pytest.mark.slow
 def test_the_demo_runs_to_its_summary(first, folder):
-    assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
+    assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-8000:]
     rows = [line.split("|")[1:-1] for line in (folder / "summary.md").read_text().splitlines() if line.startswith("|")]
     rows = [row for row in rows if row[0].strip().startswith(("TAPE", "RoPE"))]
     parts = rows[:2], rows[2:4], rows[4:]

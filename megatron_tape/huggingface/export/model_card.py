@@ -47,9 +47,12 @@ class ExportOptions:
 
 
 def write_card(
-    directory: Path, kind: str, saved: SavedWeights, options: ExportOptions, rows: int, has_tokenizer: bool
+    directory: Path, kind: str, saved: SavedWeights, options: ExportOptions, rows: int, loader: str | None
 ) -> None:
-    """Write README.md, and its picture, of a model of `rows` tokens whose `model_type` in transformers is `kind`."""
+    """Write README.md, and its picture, of a model of `rows` tokens whose `model_type` in transformers is `kind`.
+
+    `loader` is the class that loads its tokenizer, if it has one.
+    """
     model, encoding = saved.model, encoding_of(saved.model)
     tape, is_plain = encoding.exports_to == "tape", encoding.exports_to == "plain"
     whole = options.with_lora or not saved.extension.adds_lora
@@ -82,7 +85,7 @@ def write_card(
         positions=positions,
         place='"."  # this directory' if options.repository is None else f'"{options.repository}"',
         remote="" if is_plain else ", trust_remote_code=True",
-        has_tokenizer=has_tokenizer,
+        loader=loader,
         padding=model.vocab_size - rows,
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,
         adapts=tape and options.with_lora,

@@ -22,7 +22,13 @@ from megatron_tape.huggingface.export.model_card import ExportOptions, write_car
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
-from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, is_qwens, write_tokenizer
+from megatron_tape.huggingface.tokenizer_files import (
+    FROM_THE_FILE,
+    TOKENIZER,
+    ExportedTokenizer,
+    is_qwens,
+    write_tokenizer,
+)
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.model.shapes import parameter_shapes
@@ -88,7 +94,9 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     rows = vocabulary_rows(model, pieces)
     ids = _NO_IDS if pieces is None else pieces.special_ids
     config = huggingface_config(model, rows, options.dtype)
+    loader = None if pieces is None else "AutoTokenizer"
     if pieces is not None and config["model_type"] == "qwen2" and not is_qwens(directory):
+        loader = FROM_THE_FILE
         command_line.say(
             "warning: with model.qkv_bias this export is a Qwen2, and AutoTokenizer of transformers replaces the "
             "tokenizer of every Qwen2 by Qwen's own; load it with PreTrainedTokenizerFast.from_pretrained"
@@ -97,7 +105,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
     if encoding.exports_to != "plain":
         write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
-    write_card(directory, config["model_type"], saved, options, rows, has_tokenizer=pieces is not None)
+    write_card(directory, config["model_type"], saved, options, rows, loader)
     _write_weights(saved, directory, rows, options)
     for file in directory.iterdir():
         sync_directory(file)

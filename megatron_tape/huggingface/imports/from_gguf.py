@@ -201,7 +201,7 @@ class GgufFile(LazyTensors):
         """
         kind, split = (self._fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         try:
-            from tokenizers import normalizers
+            from tokenizers import decoders, normalizers
             from transformers import AutoTokenizer
             from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
         except ImportError:
@@ -210,11 +210,17 @@ class GgufFile(LazyTensors):
             if kind == "llama" or (kind == "gpt2" and split in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2")):
                 with self._readable("the tokenizer"):
                     tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
-                    if kind == "llama" and self._fields.get("tokenizer.ggml.add_space_prefix", True):
-                        # transformers leaves out the prefix before a space, which SentencePiece has before every text.
-                        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+                    if kind == "llama":
+                        # transformers has a prefix before all texts without a space at the beginning, SentencePiece
+                        # before every text or, if the file says so, before none.
+                        steps = [normalizers.Replace(" ", "\u2581")]
+                        back = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+                        if self._fields.get("tokenizer.ggml.add_space_prefix", True):
+                            steps.insert(0, normalizers.Prepend("\u2581"))
+                            back.append(decoders.Strip(" ", 1, 0))
                         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
                         tokenizer.backend_tokenizer.pre_tokenizer = None
+                        tokenizer.backend_tokenizer.decoder = decoders.Sequence(back)
                     tokenizer.save_pretrained(directory)
                 return True
             reason = f"of the kind {kind}, {split}, which transformers cannot convert without changing tokens"
