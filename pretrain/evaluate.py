@@ -45,17 +45,18 @@ EXAMPLE = (
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and evaluate; return the exit status. Mistakes end in one sentence, before torch is imported."""
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    status = 1  # also after an exception
+    status, mark = 1, os.environ.get("TAPE_FAILURE")  # also after an exception
     try:
         status = _main(argv)
         return status
     finally:
         # Tells the Slurm script that the other ranks, which it then ends, were not interrupted from outside.
-        if status not in (0, EXIT_RESTART) and (mark := os.environ.get("TAPE_FAILURE")):
+        failed_in_job = mark is not None and status not in (0, EXIT_RESTART)
+        if failed_in_job:
             with suppress(OSError):
                 Path(mark).touch()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if failed_in_job else handler)  # until the process has ended
 
 
 def _main(argv: list[str] | None) -> int:

@@ -26,6 +26,17 @@ load_site() {
   fi
 }
 
+# submit ARGS...: sbatch without what Slurm has set for a job in which this runs: the new job's srun would take its CPUs
+# and memory from that.
+submit() {
+  (
+    for name in ${!SLURM_@}; do
+      case $name in SLURM_CONF | SLURM_CLUSTERS | SLURM_JWT) ;; *) unset "$name" ;; esac
+    done
+    exec sbatch "$@"
+  )
+}
+
 # run_python ARGS...: Python, in the container if there is one, with the modules of $ROOT.
 run_python() {
   # shellcheck disable=SC2086
@@ -137,8 +148,9 @@ run_evaluation() {
   STEP_STATUS=75
   [ -n "$SIGNALED" ] || step pretrain.evaluate "$@"
   [ "$STEP_STATUS" = 0 ] && exit 0
-  # srun ends the other ranks when one fails. They say 75, which is the largest status and so the step's.
-  if [ "$STEP_STATUS" = 75 ] && [ -e "$TAPE_FAILURE" ]; then STEP_STATUS=1; fi
+  # srun ends the other ranks when one fails. They say 75 or, while they start, die of its TERM, and the largest status
+  # is the step's.
+  case $STEP_STATUS in 75 | 143) [ ! -e "$TAPE_FAILURE" ] || STEP_STATUS=1 ;; esac
   [ "$SIGNALED" = TERM ] && exit 1
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
   # 1 is an error and 2 a mistake in the command; both have said what is wrong.

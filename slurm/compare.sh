@@ -41,11 +41,11 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   echo "$checked"
   runs=${checked%% *} # such as 1,200
   # shellcheck disable=SC2086
-  array=$(sbatch --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
+  array=$(submit --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
     "$root/slurm/compare.sh" "$@" | cut -d';' -f1)
   echo "runs    job $array"
   # Also after tasks that have failed: the tables then say what is missing.
-  report=$(sbatch --parsable --dependency="afterany:$array" --output=slurm-%x-%j.out "$root/slurm/compare.sh" "$@" |
+  report=$(submit --parsable --dependency="afterany:$array" --output=slurm-%x-%j.out "$root/slurm/compare.sh" "$@" |
     cut -d';' -f1)
   echo "report  job $report, after $array"
   exit 0

@@ -26,7 +26,8 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   source "$root/slurm/common.sh" && load_site "$root"
   run_module pretrain.evaluate "$@" --check || exit
   # shellcheck disable=SC2086
-  exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
+  submit ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
+  exit
 fi
 # Slurm runs a copy of this file; the code is in the repository it was submitted from.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/evaluate_tape\.sh.*|\1|p')

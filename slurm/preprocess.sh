@@ -46,7 +46,10 @@ fi
 source "$root/slurm/common.sh"
 load_site "$root"
 
-[ -z "$by_hand" ] || exec sbatch "$0" "$@"
+if [ -n "$by_hand" ]; then
+  submit "$0" "$@"
+  exit
+fi
 [ -n "${SLURM_ARRAY_TASK_ID:-}" ] || fail "this job is not an array; submit with sbatch --array=0-7"
 
 task=$SLURM_ARRAY_TASK_ID

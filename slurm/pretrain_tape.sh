@@ -27,7 +27,8 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   source "$root/slurm/common.sh" && load_site "$root"
   check_arguments pretrain.train pretrain/recipes/tape_155m.yaml "$@" || exit
   # shellcheck disable=SC2086
-  exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
+  submit ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
+  exit
 fi
 # Slurm runs a copy of this file. The code is in the repository it was submitted from or, after a requeue, in the job's
 # copy in the run directory.

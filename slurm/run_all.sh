@@ -21,13 +21,13 @@ if [ "${1:-}" = --sbatch ]; then
   shift 2
 fi
 
-# submit SCRIPT [PREDECESSOR] -- ARGUMENTS: print the job's number.
-submit() {
+# add SCRIPT [PREDECESSOR] -- ARGUMENTS: print the job's number.
+add() {
   local script=$1 after=()
   [ "$2" = -- ] || { after=(--dependency="afterok:$2" --kill-on-invalid-dep=yes); shift; }
   shift 2
   # shellcheck disable=SC2086
-  sbatch --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
+  submit --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
 }
 
 pretrain=() extend=() evaluate=() part=pretrain
@@ -47,10 +47,10 @@ with_recipe pretrain/recipes/tape_155m.yaml "${pretrain[@]}"
 runs=$(run_module pretrain.attempt chain --scratch "${TAPE_SCRATCH:-}" -- "${ARGUMENTS[@]}" --extend "${extend[@]}" \
   ${evaluate[@]:+--evaluate "${evaluate[@]}"}) || exit
 { read -r pretrained && read -r extended; } <<<"$runs"
-pretraining=$(submit pretrain_tape.sh -- "${ARGUMENTS[@]}")
+pretraining=$(add pretrain_tape.sh -- "${ARGUMENTS[@]}")
 echo "pretraining  job $pretraining, in $pretrained"
-extension=$(submit extend_tape.sh "$pretraining" -- "${extend[@]}" --extension.from "$pretrained")
+extension=$(add extend_tape.sh "$pretraining" -- "${extend[@]}" --extension.from "$pretrained")
 echo "extension    job $extension, after $pretraining, in $extended"
 [ ${#evaluate[@]} -gt 0 ] || exit 0
-evaluation=$(submit evaluate_tape.sh "$extension" -- "${evaluate[@]}" --model "$extended")
+evaluation=$(add evaluate_tape.sh "$extension" -- "${evaluate[@]}" --model "$extended")
 echo "evaluation   job $evaluation, after $extension, in $extended/evaluation"

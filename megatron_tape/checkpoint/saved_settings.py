@@ -103,9 +103,11 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
     now = json.loads(json.dumps(config_dict(config)["extension"]))
     keys = ["trains", *LORA_KEYS] if "lora" in saved["trains"] and "lora" in now["trains"] else ["trains"]
     found = [key for key in keys if _in_order(saved[key]) != _in_order(now[key])]
-    # A run that is named as the model to extend stands for its newest checkpoint, which may be another one by now.
+    # A run that is named as the model to extend stands for its newest checkpoint, which may be another one by now;
+    # earlier versions saved the run's name.
     a, b = (Path(value).resolve() for value in (saved["from"], now["from"]))
-    if a != b and not (a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")):
+    of_one_run = a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")
+    if not of_one_run and not b.is_relative_to(a):
         found.insert(0, "from")
     both = "; ".join(f"extension.{key}: was {shown(saved[key])}, is now {shown(now[key])}" for key in found)
     without = "" if config.checkpoint.resume in ("auto", "none") else " and without checkpoint.resume"

@@ -83,7 +83,12 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     given = {key.removeprefix("model.") for key in values if key.startswith("model.")}
     if values.get(KEY) is None or given >= _OF_A_MODEL | setting_names(values.get("model.position_encoding", "")):
         return dict(values)
-    base = base or find_base(values[KEY], values.get("logging.directory"))
+    try:
+        base = base or find_base(values[KEY], values.get("logging.directory"))
+    except ConfigError:
+        if values.keys() >= _REQUIRED:  # perhaps the run has begun; one that has not is refused later
+            return dict(values)
+        raise
     encoding = values.get("model.position_encoding", base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
     scaled = getattr(base.model.position, "rope_scaling_factor", 1) != 1

@@ -85,14 +85,17 @@ def _directory_facts(home: Path) -> dict[str, Any]:
 
 def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
     """Return a problem for each difference from most nodes in versions, code or data; `nodes` maps names to facts."""
-    found = []
+    found, side = [], None
     for kind in ("versions", "data"):
         for key in {key: None for facts in nodes.values() for key in facts[kind]}:
             values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
             counts = Counter(values.values())
             tied = [value for value, count in counts.items() if count == max(counts.values())]
-            # Without a majority nobody knows who differs, so each start leaves out another side.
+            # Without a majority nobody knows who differs, so each start leaves out another side, the same for all keys.
             usual = tied[int(os.environ.get("SLURM_RESTART_COUNT", "0")) % len(tied)]
+            if len(tied) > 1:
+                usual = values[side] if side and values[side] in tied else usual
+                side = side or next(node for node, value in values.items() if value == usual)
             unreadable = [node for node, value in values.items() if value.startswith("not readable")]
             if kind == "data" and unreadable:
                 found.append(Problem(f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}", tuple(unreadable)))

@@ -238,11 +238,16 @@ def test_what_is_refused_after_loading_leaves_no_empty_directory(llama, tmp_path
     assert "--output /proc/out cannot be created" in capsys.readouterr().err
 
 
-def test_the_programs_own_handlers_of_signals_come_back(capsys):
+def test_the_programs_own_handlers_of_signals_come_back_except_in_a_job_that_ends_failed_ranks(monkeypatch, tmp_path):
+    monkeypatch.undo()  # of what lets the other tests keep pytest's handlers
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     assert evaluate.main(["perplexity", "--model", "runs/no_such_run"]) == 2
     assert [signal.getsignal(number) for number in numbers] == before
+    monkeypatch.setenv("TAPE_FAILURE", str(tmp_path / "failed"))
+    assert evaluate.main(["perplexity", "--model", "runs/no_such_run"]) == 2
+    ignored = [signal.signal(number, handler) for number, handler in zip(numbers, before)]
+    assert ignored == [signal.SIG_IGN] * 2
 
 
 def test_a_name_in_a_directory_of_this_machine_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):

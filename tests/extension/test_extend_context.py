@@ -18,6 +18,7 @@ from extension_cases import RECIPE, STEPS, arguments, continued, extended, pretr
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from megatron_tape.checkpoint import saved_settings
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import status_of
@@ -444,7 +445,7 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
     )
 
 
-def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capfd):
+def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capfd, monkeypatch):
     shutil.copytree(bases["rope"], tmp_path / "copy")
     lora = ["--model.position_encoding=rope", "--extension.trains=[norms,lora]", "--train.steps=1"]
     extend("rope", *lora)
@@ -464,6 +465,11 @@ def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capf
     sentence = refused(capfd, extend_context.main, whole_run, statuses=[2])
     assert sentence.endswith(f"give one of them, such as {step}")
     assert not (tmp_path / "x").exists()
+    config = extend_context.parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *lora), with_base_settings)
+    state = read_state(step)
+    state["config"]["extension"]["from"] = str(bases["rope"])  # as versions before did
+    monkeypatch.setattr(saved_settings, "read_state", lambda _: state)
+    saved_settings.check_same_model(step, config)
     extend("rope", *lora, "--extension.trains=[lora,norms]", "--extension.attention=shifted_sparse", "--train.steps=2")
 
 
@@ -522,6 +528,8 @@ def test_a_recipe_with_a_whole_model_inherits_what_it_does_not_name():
     assert (found["model.rope_theta"], found["model.norm_epsilon"], found["model.seq_length"]) == (5e5, 1e-3, 64)
     whole = {f"model.{key}": value for key, value in model_dict(model).items()} | {"extension.from": "gone"}
     assert with_base_settings(whole) == whole
+    of_an_older_version = {key: value for key, value in whole.items() if key != "model.norm_epsilon"}
+    assert with_base_settings(of_an_older_version) == of_an_older_version  # its run may need the base no longer
 
 
 def test_yarn_without_a_factor_is_refused():

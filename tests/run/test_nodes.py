@@ -30,6 +30,11 @@ def test_without_a_majority_each_start_leaves_out_another_side(monkeypatch):
         monkeypatch.setenv("SLURM_RESTART_COUNT", start)
         found += [problem.nodes for problem in nodes.differences({"a": node(), "b": node(torch="2.12.0")})]
     assert found == [("b",), ("a",)] * 2
+    # Keys with different sides agree about one node.
+    three = {"a": node(x="1", y="1"), "b": node(x="2", y="1"), "c": node(x="3", y="2")}
+    four = three | {"d": node(x="4", y="2")}
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert [problem.nodes for problem in nodes.differences(four)] == [("a", "b", "d"), ("a", "b")]
 
 
 def test_other_code_other_data_and_unreadable_data_are_named():

@@ -17,7 +17,7 @@ def submit(inputs, tmp_path):
     shutil.copytree(inputs / "data", tmp_path, dirs_exist_ok=True)
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/submitted\n')
+    sbatch.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/submitted\nenv >{tmp_path}/environment\n')
     sbatch.chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TAPE_"))}
     environment |= {"PATH": f"{sbatch.parent}:{os.environ['PATH']}", "TAPE_PYTHON": sys.executable}
@@ -47,13 +47,16 @@ def test_a_mistake_is_refused_before_sbatch_whether_a_recipe_is_named_or_not(sub
     assert (status, submitted) == (2, None) and told in said
 
 
-def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit):
+def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit, tmp_path):
     assert submit("run_all.sh", RECIPE)[:2] == (1, None) and "--extend RECIPE is missing" in submit("run_all.sh")[2]
     assert "sbatch --array=0-7" in submit("preprocess.sh", "--help")[2]
     for script, arguments in (("pretrain_tape.sh", [RECIPE, "--data.prefix=a"]), ("preprocess.sh", ["--input", "*.x"])):
         assert submit(script, *arguments)[:2] == (0, arguments)
-        # A terminal on a node of the cluster is a job, too.
-        assert submit(script, *arguments, SLURM_JOB_ID="7", SLURM_NTASKS_PER_NODE="1")[:2] == (0, arguments)
+        # A terminal on a node of the cluster is a job, too, whose CPUs and memory are not those of the new one.
+        session = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_PER_CPU": "100"}
+        assert submit(script, *arguments, SLURM_CONF="/etc/slurm.conf", **session)[:2] == (0, arguments)
+        passed_on = (tmp_path / "environment").read_text().splitlines()
+        assert [line for line in passed_on if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
 
 
 def test_a_chain_is_submitted_with_the_options_of_the_site(submit):
