@@ -254,10 +254,8 @@ def _destroy_groups() -> None:
     groups = {group for values in held for group in values if isinstance(group, dist.ProcessGroup)}
     parallel_state.destroy_model_parallel()
     gc.collect()  # of models in cycles of references, which hold groups
-    names = distributed_c10d._world.pg_names
-    for group in sorted(
-        groups - {dist.group.WORLD}, key=lambda group: names.get(group, "")
-    ):  # NCCL: on all ranks alike
+    names = distributed_c10d._world.pg_names  # NCCL wants the same order on all ranks
+    for group in sorted(groups - {dist.group.WORLD}, key=lambda group: names.get(group, "")):
         with contextlib.suppress(ValueError):  # Megatron has destroyed some of them itself
             dist.destroy_process_group(group)
     for name, value in list(vars(parallel_state).items()):

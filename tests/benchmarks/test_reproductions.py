@@ -13,7 +13,7 @@ def test_tables_and_figures_are_those_of_the_records():
     assert all((reproductions.PAGE.with_suffix("") / f"{name}.png").is_file() for name in pictures)
 
 
-def test_a_seed_counts_as_learned_by_where_it_was_trained():
+def test_a_seed_counts_as_solved_by_where_it_was_trained():
     shown = reproductions.TASKS["grid_navigation"]
     record = reproductions.read_comparison(reproductions.RECORDS / f"{shown.record}.json")
     lines = {line.split("`")[1]: line.split("|") for line in reproductions.table(shown, record) if "`" in line}
