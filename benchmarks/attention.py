@@ -1,67 +1,75 @@
-"""Time every implementation of attention with TAPE, compared with RoPE's fastest attention on this machine.
+"""Time the attention backends with TAPE and with RoPE.
 
-    python -m benchmarks.attention [--shapes 12x64 32/8x128] [--lengths 1024 4096] [--record]
+    python -m benchmarks.attention [--shapes 12x64@1024 32/8x128@4096] [--flex] [--record]
 
-If a candidate cannot run here, the reason is printed; if its results differ from float64, no time is reported for it.
-Repetitions alternate between the candidates, and medians are reported. Both TAPE and RoPE rotate queries and keys;
-TAPE also averages its state, and computes its gradient. `of_rope` is the time, forward and backward, of the fastest of
-TAPE's candidates that a model can run (`model.attention_backend`) over that of RoPE's fastest candidate of any kind. On
-a GPU, those that are not backends of a model use a rotation that torch.compile has fused. Only torch is required;
-`flash_attn`, `flash_attn_3` and `triton` are candidates if they are installed. Without a GPU, TRITON_INTERPRET=1 lets
-triton's candidates take part, without a time.
+A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both encodings rotate
+queries and keys; TAPE also averages its position state and computes the state's gradient. Repetitions alternate between
+candidates, and medians are reported. A candidate that cannot run is listed with the reason. One whose results differ
+from float64's gets no time. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's fastest.
+
+TFLOP/s count the matrix products that the encoding needs, of which the causal mask leaves half: RoPE two forward and
+five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 lets `triton` take part, without a time.
 """
 
 import argparse
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.environment import positive
 from benchmarks.timing import DTYPES, TimeLimit, add_arguments, device_here, reason, relate, run_all, timed_both_ways
 from megatron_tape.model.reference import rope_phases
-from megatron_tape.ops.attention import attention, unsupported
-from megatron_tape.ops.parity import inexact
-from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, ROTATION, lacks
+from megatron_tape.ops.backends.choice import unsupported
+from megatron_tape.ops.parity import Check, inexact
 
-Candidate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Maps q, k, v and z to the averages of v and, for TAPE, of z."""
-
-ON_GPU = ("12x64@1024", "32x128@8192", "16x128@4096", "32/8x128@8192", "12x64@8192", "32x128@4096", "16x64@4096")
-"""What is measured on a GPU by default, the most important first."""
-
-BACKENDS = ("triton", "flash_attn_3", "flash_attn", "torch", "tiled")
-"""Backends of a model that are measured, each as `rope NAME` and as `tape NAME`."""
-
-FLEX_WIDE = {"fwd_num_stages": 2, "bwd_num_stages": 2, "bwd_num_warps": 8}
-FLEX_WIDE |= dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
-"""FlexAttention chooses tiles by the width of the keys; with values of 256 those do not fit into shared memory."""
+NEEDS = {"rope": frozenset({ROTATION}), "tape": frozenset({ROTATION, AVERAGE})}
+"""What each encoding needs from a backend."""
+PRODUCTS = {"rope": {"forward": 2, "forward+backward": 7}, "tape": {"forward": 3, "forward+backward": 10}}
+"""Matrix products of each encoding's attention."""
 
 
-def shape_of(text: str) -> tuple[int, int, int]:
-    """Return heads, groups and head dimension of a shape such as `12x64` or `32/8x128`."""
-    try:
-        heads, dim = text.split("x")
-        heads, _, groups = heads.partition("/")
-        heads, groups, dim = int(heads), int(groups or heads), int(dim)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a shape such as 12x64 or 32/8x128") from None
-    if min(heads, groups, dim) < 1 or heads % groups or dim % 2:
-        raise argparse.ArgumentTypeError(f"{text}: groups must divide heads, and the dimension must be even")
-    return heads, groups, dim
+class Shape(NamedTuple):
+    """Query heads, key/value groups, head dimension and tokens of a sequence."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """Read a shape such as `12x64@1024` or `32/8x128@4096`."""
+        try:
+            heads, _, rest = text.partition("x")
+            heads, _, groups = heads.partition("/")
+            dim, length = rest.split("@")
+            shape = cls(int(heads), int(groups or heads), int(dim), int(length))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not a shape such as 12x64@1024 or 32/8x128@4096") from None
+        if min(shape) < 1 or shape.heads % shape.groups or shape.head_dim % 2:
+            raise argparse.ArgumentTypeError(f"{text}: groups must divide heads, and the head dimension must be even")
+        return shape
+
+    def __str__(self) -> str:
+        groups = "" if self.groups == self.heads else f"/{self.groups}"
+        return f"{self.heads}{groups}x{self.head_dim}@{self.length}"
 
 
-def inputs(length: int, batch: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
+SHAPES = tuple(map(Shape.parse, ("12x64@1024", "16x128@4096", "32x128@8192")))
+"""The 155M, 1.3B and 7B models' own, measured on a GPU by default."""
+TOY = Shape(2, 1, 32, 64)
+
+
+def inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
     """Draw q, k, v and z; z is RoPE's phases with small changes."""
-    (heads, groups, dim), device = shape, device_here()
+    device = device_here()
     generator = torch.Generator(device).manual_seed(0)
-    shapes = [(length, batch, n, dim) for n in (heads, groups, groups, groups)]
-    q, k, v, z = (torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
-    z.mul_(0.1).add_(rope(length, dim, dtype))
+    sizes = [(shape.length, batch, n, shape.head_dim) for n in (shape.heads, *[shape.groups] * 3)]
+    q, k, v, z = (torch.randn(size, generator=generator, device=device, dtype=dtype) for size in sizes)
+    z.mul_(0.1).add_(rope(shape.length, shape.head_dim, dtype))
     return [x.requires_grad_() for x in (q, k, v, z)]
 
 
@@ -72,99 +80,44 @@ def rope(length: int, dim: int, dtype: torch.dtype) -> Tensor:
     return rope_phases(torch.arange(length), frequencies)[:, None, None].to(device_here(), dtype)
 
 
-def candidates(dim: int, dtype: torch.dtype) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Return the candidates of RoPE and TAPE that can run, by name, and the reasons why others cannot.
+def attend(encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return an encoding's attention; RoPE's state has no gradient and is shared by all sequences and heads."""
+    averages = encoding == "tape"
+    state = z if averages else rope(len(z), z.shape[-1], q.dtype).to(q.dtype)
+    return attention(q, k, v, state, averages, None, backend)
 
-    Those that are likely to take long to compile, or to fail, come last.
+
+def candidates(dim: int, dtype: torch.dtype, flex: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the candidates that can run, and the reasons why others cannot.
+
+    FlexAttention takes part only with `flex`, because it compiles for a minute, and fla, made for forget gates, never.
+    On a GPU `tiled`, made for CPUs, takes no part.
     """
-    found: dict[str, Candidate] = {}
-    rejected: dict[str, str] = {}
-    device = device_here()
+    device, found, rejected = device_here(), [], {}
     for backend in BACKENDS:
-        why = unsupported(backend, device, dtype, dim)
-        if backend == "tiled" and device.type != "cpu":
-            why = "is for CPUs"
+        if backend in ("naive", "fla") or (backend == "flex" and not flex):
+            continue
+        if not (why := unsupported(backend, device, dtype, dim)):
+            why = "is for CPUs" if backend == "tiled" and device.type != "cpu" else None
         if why:
             rejected[backend] = why
         else:
-            found |= {"rope " + backend: rope_with(backend, dtype), "tape " + backend: tape_with(backend)}
-    if device.type != "cuda":
-        rejected["flex"] = "is only compiled for GPUs here"
-        return found, rejected
-    # Beyond this limit torch would run the plain function, and the comparison would not be fair.
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = 100
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    rotate = torch.compile(rotate_groups, dynamic=False)
-    kernels = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa": None}
-    for name, kernel in kernels.items():
-        found |= {"rope " + name: sdpa(rotate, kernel, False), "tape " + name: sdpa(rotate, kernel, True)}
-    return found | {"tape flex": flex(rotate, True), "rope flex": flex(rotate, False)}, rejected
+            found += [f"{encoding} {backend}" for encoding, needs in NEEDS.items() if not lacks(backend, needs)]
+    return found, rejected
 
 
-def tape_with(backend: str) -> Candidate:
-    """Return TAPE's attention."""
-    return lambda q, k, v, z: attention(q, k, v, z, True, None, backend)
+def check(name: str, shape: Shape, dtype: torch.dtype) -> Check:
+    """Return the comparison of a candidate with the plainest attention, at one sequence of `shape`."""
+    encoding, backend = name.split()
+    ours, plain = (functools.partial(attend, encoding, each) for each in (backend, "naive"))
+    return Check(ours, plain, inputs(shape, 1, dtype))
 
 
-def rope_with(backend: str, dtype: torch.dtype) -> Candidate:
-    """Return RoPE's attention, whose state has no gradient and is shared by all sequences and heads."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, None]:
-        return attention(q, k, v, rope(len(z), z.shape[-1], dtype).to(q.dtype), False, None, backend)
-
-    return attend
-
-
-def sdpa(rotate: Callable, kernel: SDPBackend | None, averages: bool) -> Candidate:
-    """Return attention with a fused rotation and a call of torch's SDPA for each value; TAPE's, if it `averages` z.
-
-    Without a kernel, torch chooses one.
-    """
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        state = z if averages else rope(len(z), z.shape[-1], q.dtype)
-        q, k, *values = (
-            x.permute(1, 2, 0, 3) for x in (rotate(q, state), rotate(k, state), v, *([z] if averages else []))
-        )
-        grouped = q.shape[1] != k.shape[1]
-        with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            found = [
-                F.scaled_dot_product_attention(q, k, x, is_causal=True, enable_gqa=grouped).permute(2, 0, 1, 3)
-                for x in values
-            ]
-        return found[0], found[1] if averages else None
-
-    return attend
-
-
-def flex(rotate: Callable, averages: bool) -> Candidate:
-    """Return attention with torch's FlexAttention: RoPE's, or TAPE's with a value twice as wide as the key."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    from megatron_tape.ops.backends.flex import block_mask
-
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    mask = functools.cache(lambda length: block_mask(length, length, None, device_here()))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        state, value = (z, torch.cat([v, z], dim=-1)) if averages else (rope(len(z), z.shape[-1], q.dtype), v)
-        tiles = FLEX_WIDE if value.shape[-1] > 128 else None
-        q, k, value = (x.permute(1, 2, 0, 3) for x in (rotate(q, state), rotate(k, state), value))
-        grouped = q.shape[1] != k.shape[1]
-        out = compiled(q, k, value, block_mask=mask(len(z)), enable_gqa=grouped, kernel_options=tiles)
-        out = out.permute(2, 0, 1, 3)
-        return out.chunk(2, dim=-1) if averages else (out, None)
-
-    return attend
-
-
-def inexact_at(name: str, candidate: Candidate, lengths: set[int], shape: tuple, dtype: torch.dtype) -> str | None:
+def inexact_at(name: str, lengths: set[int], shape: Shape, dtype: torch.dtype) -> str | None:
     """Return how outputs or gradients differ from float64's, if the error is more than twice that of plain torch."""
-    naive = rope_with("naive", dtype) if name.startswith("rope") else tape_with("naive")
     for length in sorted(lengths):
         try:
-            why = inexact(candidate, naive, inputs(length, 1, shape, dtype), dtype)
+            why = inexact(*check(name, shape._replace(length=length), dtype), dtype)
         except Exception as error:  # a compiler may raise anything
             why = reason(error)
         if why:
@@ -172,64 +125,64 @@ def inexact_at(name: str, candidate: Candidate, lengths: set[int], shape: tuple,
     return None
 
 
-def measure(shape: tuple[int, int, int], length: int, arguments: argparse.Namespace, limit: TimeLimit) -> dict:
+def measure(shape: Shape, arguments: argparse.Namespace, limit: TimeLimit) -> dict:
     """Time every candidate that is exact, forward and forward with backward."""
-    dtype, batch, exact = DTYPES[arguments.precision], max(1, arguments.tokens // length), {}
-    found, rejected = candidates(shape[2], dtype)
-    for name, candidate in found.items():
-        # Triton compiles our kernels anew for the multiples of 16 that are timed.
-        odd = {min((length - 1) | 1, 257)} if name.endswith("triton") else set()
-        if limit.over():
+    dtype, batch, exact = DTYPES[arguments.precision], max(1, arguments.tokens // shape.length), {}
+    found, rejected = candidates(shape.head_dim, dtype, arguments.flex)
+    for name in found:
+        if name.split()[1] in arguments.without:
+            rejected[name.split()[1]] = "is left out"
+        elif limit.over():
             rejected[name] = "there was no time left"
-        elif why := inexact_at(name, candidate, {*odd, min(length, 1024)}, shape, dtype):
+        elif why := inexact_at(name, {min(shape.length, 1024)}, shape, dtype):
             rejected[name] = why
         else:
-            exact[name] = candidate
-    timed, failed = timed_both_ways(exact, inputs(length, batch, shape, dtype), arguments.repetitions)
-    against = {direction: fastest(timings, "rope") for direction, timings in timed.items()}
-    result = {"shape": shape, "length": length, "batch": batch, "against": against, "timed": timed}
+            exact[name] = functools.partial(attend, *name.split())
+    timed, failed = timed_both_ways(exact, inputs(shape, batch, dtype), arguments.repetitions)
+    result = {"shape": str(shape), "batch": batch, "against": {}, "of_rope": {}, "timed": timed}
+    product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
     for direction, timings in timed.items():
-        if against[direction]:
-            relate(timings, timings[against[direction]]["seconds"])
-    timings = timed["forward+backward"]
-    ours, rope = fastest(timings, "tape", BACKENDS), against["forward+backward"]
-    if ours and rope:
-        result["of_rope"] = {"ratio": timings[ours]["ratio"], "tape": ours, "rope": rope}
+        for name, timing in timings.items():
+            if "seconds" in timing:
+                timing["tflops"] = PRODUCTS[name.split()[0]][direction] * product / timing["seconds"]
+        tape, rope = (fastest(timings, encoding) for encoding in ("tape", "rope"))
+        result["against"][direction] = rope
+        if rope:
+            relate(timings, timings[rope]["seconds"])
+        if tape and rope:
+            result["of_rope"][direction] = {"ratio": timings[tape]["ratio"], "tape": tape, "rope": rope}
     return result | {"rejected": rejected | failed}
 
 
-def fastest(timings: dict[str, dict], encoding: str, names: tuple[str, ...] | None = None) -> str | None:
-    """Return the fastest candidate of an encoding (among `names`, if given), or None if none was timed."""
-    timed_ones = [
-        name
-        for name, timing in timings.items()
-        if "seconds" in timing and name.startswith(encoding) and (names is None or name.split(" ")[1] in names)
-    ]
-    return min(timed_ones, key=lambda name: timings[name]["seconds"], default=None)
+def fastest(timings: dict[str, dict], encoding: str) -> str | None:
+    """Return the fastest candidate of an encoding, or None if none was timed."""
+    timed = [name for name, timing in timings.items() if "seconds" in timing and name.startswith(encoding)]
+    return min(timed, key=lambda name: timings[name]["seconds"], default=None)
 
 
-def main() -> None:
-    """Print tables; `--record` or `--output` also writes them."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shapes", nargs="+", type=shape_of, metavar="H[/G]xD",
-        help="query heads, groups if there are fewer, and head dimension (default: 12x64)",
+    default = SHAPES if torch.cuda.is_available() else SHAPES[:1]
+    add = parser.add_argument
+    add(
+        "--shapes", nargs="+", type=Shape.parse, metavar="H[/G]xD@S", default=default,
+        help="query heads, groups if there are fewer, head dimension, and tokens of a sequence; if these are more than "
+        f"--tokens, the batch is one sequence (default here: {' '.join(map(str, default))})",
     )  # fmt: skip
-    parser.add_argument(
-        "--lengths", nargs="+", type=positive, metavar="N",
-        help="tokens per sequence; if above --tokens, the batch is one sequence (default: 1024; on a GPU, with neither "
-        f"--shapes nor --lengths: {' '.join(ON_GPU)})",
-    )  # fmt: skip
+    add("--flex", action="store_true", help="compile and time FlexAttention as well")
+    add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help="backends to leave out")
     add_arguments(parser, repetitions=10)
-    arguments = parser.parse_args()
-    shapes, lengths = arguments.shapes or [(12, 12, 64)], arguments.lengths or [1024]
-    chosen = [(shape, length) for length in sorted(lengths) for shape in shapes]
+    arguments = parser.parse_args(argv)
     if arguments.toy:
-        arguments.tokens, arguments.repetitions, chosen = 64, 1, [((2, 1, 32), 64)]
-    elif torch.cuda.is_available() and not arguments.shapes and not arguments.lengths:
-        chosen = [(shape_of(shape), int(length)) for shape, length in (text.split("@") for text in ON_GPU)]
-    names = {f"{shape[0]}/{shape[1]}x{shape[2]} at {length} tokens": (shape, length) for shape, length in chosen}
-    run_all("attention", arguments, names, measure)
+        arguments.tokens, arguments.repetitions, arguments.shapes = 64, 1, [TOY]
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print tables; `--record` or `--output` also writes them."""
+    arguments = parse(argv)
+    run_all("attention", arguments, {str(shape): (shape,) for shape in arguments.shapes}, measure)
 
 
 if __name__ == "__main__":

@@ -47,19 +47,26 @@ def recorded(monkeypatch, tmp_path):
 KERNELS = ("--tokens=32", "--repetitions=1")
 
 
-def test_attention_is_timed_beside_rope(recorded, monkeypatch):
-    why = {"triton": "is not wanted", "flash_attn": "is not installed", "flash_attn_3": "is not installed"}
-    monkeypatch.setattr(attention, "unsupported", lambda backend, *_: why.get(backend))
-    short, long = recorded(attention, *KERNELS, "--shapes", "4/2x32", "--lengths", "17", "16")["results"]
-    assert (short["length"], short["batch"], long["length"], long["batch"]) == (16, 2, 17, 1)
-    for direction, timings in short["timed"].items():
-        against = short["against"][direction]
-        assert against.startswith("rope") and timings[against]["ratio"] == 1
+def test_attention_is_timed_next_to_rope(recorded, monkeypatch):
+    can_run = attention.unsupported
+    monkeypatch.setattr(
+        attention, "unsupported", lambda name, *rest: "is not wanted" if name == "triton" else can_run(name, *rest)
+    )
+    grouped, long = recorded(attention, *KERNELS, "--shapes", "4/2x32@16", "2x32@34")["results"]
+    assert [(result["shape"], result["batch"]) for result in (grouped, long)] == [("4/2x32@16", 2), ("2x32@34", 1)]
+    for direction, timings in grouped["timed"].items():
         assert set(timings) == {f"{encoding} {name}" for encoding in ("rope", "tape") for name in ("torch", "tiled")}
-    assert short["rejected"].items() >= why.items()
-    timings, of_rope = short["timed"]["forward+backward"], short["of_rope"]
-    assert of_rope["tape"] == min(("tape torch", "tape tiled"), key=lambda name: timings[name]["seconds"])
-    assert of_rope["ratio"] == timings[of_rope["tape"]]["seconds"] / timings[of_rope["rope"]]["seconds"]
+        rope = min(("rope torch", "rope tiled"), key=lambda name: timings[name]["seconds"])
+        tape = min(("tape torch", "tape tiled"), key=lambda name: timings[name]["seconds"])
+        ratio = timings[tape]["seconds"] / timings[rope]["seconds"]
+        assert grouped["of_rope"][direction] == {"ratio": ratio, "tape": tape, "rope": rope}
+        for name, found in timings.items():
+            products = attention.PRODUCTS[name.split()[0]][direction]
+            flops = products * 2 * 2 * 4 * 32 * 16 * 16 / 2  # two sequences; half of the products of 4 heads of 32
+            assert found["tflops"] == pytest.approx(flops / found["seconds"] / 1e12)
+    assert grouped["rejected"]["triton"] == "is not wanted" and "flash_attn" in grouped["rejected"]
+    (result,) = recorded(attention, "--toy", "--without", "torch")["results"]
+    assert result["rejected"]["torch"] == "is left out" and "tape torch" not in result["timed"]["forward"]
 
 
 def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
@@ -74,15 +81,14 @@ def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
 
 
 def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
-    exact = attention.tape_with
+    exact = attention.attend
 
-    def wrong(backend):
-        right = exact(backend)
-        return right if backend != "torch" else lambda *x: tuple(1.1 * y for y in right(*x))
+    def attend(encoding, backend, *tensors):
+        found = exact(encoding, backend, *tensors)
+        return tuple(1.1 * x for x in found) if (encoding, backend) == ("tape", "torch") else found
 
-    monkeypatch.setattr(attention, "tape_with", wrong)
-    monkeypatch.setattr(attention, "BACKENDS", ("torch", "tiled"))
-    (result,) = recorded(attention, *KERNELS, "--shapes", "2x32", "--lengths", "16")["results"]
+    monkeypatch.setattr(attention, "attend", attend)
+    (result,) = recorded(attention, *KERNELS, "--shapes", "2x32@16", "--without", "triton")["results"]
     assert set(result["timed"]["forward"]) == {"rope torch", "rope tiled", "tape tiled"}
     assert "off by" in result["rejected"]["tape torch"]
     assert "tape torch has no figure: 16 tokens: tensor 0" in capsys.readouterr().out
@@ -105,7 +111,7 @@ def test_the_position_update_is_timed_beside_its_floor(recorded, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", ["--shapes=4x32x2", "--shapes=4/3x32", "--shapes=4x31", "--lengths=0", "--minutes=0"]
+    "options", ["--shapes=4x32", "--shapes=4/3x32@8", "--shapes=4x31@8", "--shapes=4x32@0", "--minutes=0"]
 )
 def test_wrong_options_are_refused(monkeypatch, options, capsys):
     monkeypatch.setattr("sys.argv", ["attention", options])
@@ -117,9 +123,9 @@ def test_wrong_options_are_refused(monkeypatch, options, capsys):
 def test_nothing_begins_when_time_is_over(recorded, capsys):
     late = "--minutes=1e-9"
     with pytest.raises(FileNotFoundError):
-        recorded(attention, *KERNELS, "--lengths=16", late)
+        recorded(attention, *KERNELS, "--shapes=2x32@16", late)
     assert len(recorded(generate, "--toy", late)["rejected"]) == 1
-    assert "no time for 12/12x64 at 16 tokens; --minutes gives more" in capsys.readouterr().err
+    assert "no time for 2x32@16; --minutes gives more" in capsys.readouterr().err
 
 
 def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_does():
