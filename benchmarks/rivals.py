@@ -36,7 +36,8 @@ class Llama(nn.Module):
             use_cache=False,
             attn_implementation="sdpa",
         )
-        self.llama = LlamaForCausalLM(config).to(layout.device, dtype)
+        with layout.device:  # drawing the weights on the CPU would take long
+            self.llama = LlamaForCausalLM(config).to(dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.llama(tokens).logits.float().flatten(0, 1), labels.flatten())

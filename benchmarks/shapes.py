@@ -67,9 +67,7 @@ def run_config(encoding: str, shape: Shape, world_size: int, options: argparse.N
             seq_length=shape.seq_length,
             vocab_size=shape.vocab_size,
             position_mlp_size=shape.position_mlp,
-            attention_backend=options.tape_backend
-            if encoding == "tape"
-            else options.rope_backend.replace("fastest", "auto"),
+            attention_backend=options.tape_backend if encoding == "tape" else options.rope_backend,
         ),
         data=DataConfig(prefix="random tokens"),
         optimizer=OptimizerConfig(weight_decay=0.01),

@@ -3,18 +3,16 @@
 import argparse
 import dataclasses
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
 from benchmarks.environment import Record
-from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory, training_backend
+from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory
 from benchmarks.rivals import Rival
 from benchmarks.shapes import ENCODINGS, Shape, run_config
 from benchmarks.step_results import summarize
@@ -22,27 +20,24 @@ from benchmarks.timing import matmul_peak, reason
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import verified_backend
-from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.hardware import peak_flops
 from megatron_tape.planning.parameters import parameter_count
 
 EQUAL = 1e-4
 """Largest difference between the models' losses of a token in fp32, as root mean square in nats."""
-TRIED = 3
-"""Measured steps of each backend that RoPE tries."""
 
 
 def turns(order: str, rivals: list[str]) -> list[tuple[str, ...]]:
     """Return which models take steps in turn, one group after the other.
 
-    With blocks, of which only one model exists at a time, a steady drift changes all medians alike, and TAPE is built
-    only once.
+    `alternate` lets all models exist at once. Otherwise only one does, and TAPE, which needs the most memory, is first.
+    `blocks` measures each model once and then again in reverse order, so that a steady drift changes all medians alike.
     """
     if order == "alternate":
         return [(*ENCODINGS, *rivals)]
-    there = ["rope", *rivals, "tape"]
-    return [(name,) for name in (*there, *reversed(there))]
+    once = [(name,) for name in ("tape", "rope", *rivals)]
+    return once if order == "once" else [*once, *reversed(once)]
 
 
 class Comparison:
@@ -71,8 +66,6 @@ class Comparison:
                 # The other ranks may be waiting for this one anywhere.
                 raise ConfigError("--micro-batch", why, "start again with a smaller one")
             self._halve(why)
-        if self.arguments.profile:
-            self._profile()
         self.layout.any_rank(False)  # a rank that ends closes connections that others may still be using
         return self.result
 
@@ -98,6 +91,7 @@ class Comparison:
     def _begin(self) -> None:
         self.first_losses: dict[str, torch.Tensor] = {}
         self.backends: dict[str, str] = {}
+        self.profiled: set[str] = set()
         layout, arguments = self.layout, self.arguments
         self.result = {
             "shape": {"name": arguments.shape, **dataclasses.asdict(self.shape)},
@@ -120,15 +114,11 @@ class Comparison:
     def _measure(self) -> None:
         """Take steps of the groups of models in order."""
         warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
-        if self.arguments.order == "blocks":
-            with self._built("tape") as tape:  # which needs more memory: it runs out here, if at all
-                tape.step()
-        self._choose_backend()
         rivals = [name for name in self.rivals if self._trains(name)]
         for group, again in itertools.groupby(turns(self.arguments.order, rivals)):
             with ExitStack() as stack:
                 models = [stack.enter_context(self._built(name)) for name in group]
-                if not self.result["blocks"]:
+                if self.first_losses.keys() >= set(ENCODINGS) and "parity" not in self.result:
                     self._check_parity()
                 for _ in again:
                     blocks = [self._new_block(measured) for measured in models]
@@ -145,6 +135,9 @@ class Comparison:
                     for block, measured in zip(blocks, models):
                         block["memory"] = measured.memory()
                     self._summarize()
+                if self.arguments.profile:
+                    for measured in models:
+                        self._profile(measured)
 
     def _trains(self, rival: str) -> bool:
         """Return whether a rival can take a step; if it cannot, note why."""
@@ -158,12 +151,12 @@ class Comparison:
         return True
 
     @contextmanager
-    def _built(self, name: str, backend: str | None = None) -> Iterator[MeasuredModel]:
+    def _built(self, name: str) -> Iterator[MeasuredModel]:
         """Build a model; when the block ends, free its memory."""
         started = time.perf_counter()
         if name in ENCODINGS:
             config = self.config(name)
-            measured = MeasuredModel(config, self.layout, backend or self._backend(name, config))
+            measured = MeasuredModel(config, self.layout, self._backend(name, config))
             self.first_losses[name] = measured.first_losses
             if name == "rope":
                 self.plain_losses = measured.plain_losses
@@ -178,36 +171,8 @@ class Comparison:
 
     def _backend(self, encoding: str, config: RunConfig) -> str:
         if encoding not in self.backends:
-            self.backends[encoding], why = training_backend(config.model, self.layout, dtype_of(config))
-            if why:
-                self.result["fell_back"] = why
-                self.say(f"WARNING: {encoding} is measured with {self.backends[encoding]}: {why}")
+            self.backends[encoding] = verified_backend(config.model, self.layout, dtype_of(config), allow_slow=True)
         return self.backends[encoding]
-
-    def _choose_backend(self) -> None:
-        """Let RoPE attend with the fastest backend, if that was asked for."""
-        if self.arguments.rope_backend != "fastest":
-            return
-        config = self.config("rope")
-        seconds: dict[str, float] = {}
-        rejected: dict[str, str] = {}
-        for name in sorted(BACKENDS.keys() - {"naive", "tiled" if self.on_gpu else "triton"}):
-            model = dataclasses.replace(config.model, attention_backend=name)
-            try:
-                verified_backend(model, self.layout, dtype_of(config))
-                with self._built("rope", name) as rope:
-                    taken = statistics.median([rope.step().seconds for _ in range(1 + TRIED)][1:])
-            except Exception as error:  # a compiler may raise anything
-                rejected[name] = reason(error)
-                self.say(f"RoPE cannot attend with {name}: {rejected[name]}")
-                continue
-            slowest = torch.tensor(taken, dtype=torch.float64, device=self.layout.device)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # so that all ranks choose alike
-            seconds[name] = slowest.item()
-        self.result["rope_backends"] = {"seconds_per_step": seconds, "rejected": rejected}
-        self.backends["rope"] = min(seconds, key=seconds.__getitem__)
-        compared = ", ".join(f"{name} {taken:.4f} s" for name, taken in seconds.items())
-        self.say(f"RoPE attends with {self.backends['rope']}, the fastest here: {compared}")
 
     def _check_parity(self) -> None:
         """Exit without a figure if the models do not start out equal: with zero matrices, TAPE is RoPE.
@@ -226,17 +191,17 @@ class Comparison:
             f"before the first step, the models' losses of a token differ by {difference:.2g} (allowed: {allowed:.2g})"
         )
 
-    def _profile(self) -> None:
-        for encoding in reversed(ENCODINGS):
-            with self._built(encoding) as measured:
-                measured.step()
-                measured.step()
-                with profile() as profiler:
-                    measured.step()
-            order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-            self.say(profiler.key_averages().table(sort_by=order, row_limit=20))
-            if self.record and (path := self.record.path):
-                profiler.export_chrome_trace(str(path.with_name(f"{path.stem}-{encoding}.trace.json.gz")))
+    def _profile(self, measured: MeasuredModel) -> None:
+        """Profile a step of TAPE and one of RoPE: print the longest kernels, and write a trace next to the record."""
+        if measured.name not in ENCODINGS or measured.name in self.profiled:
+            return
+        self.profiled.add(measured.name)
+        with profile() as profiler:
+            measured.step()
+        order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+        self.say(profiler.key_averages().table(sort_by=order, row_limit=20))
+        if self.record and (path := self.record.path):
+            profiler.export_chrome_trace(str(path.with_name(f"{path.stem}-{measured.name}.trace.json.gz")))
 
     def _new_block(self, measured: MeasuredModel) -> dict:
         block = {
@@ -250,10 +215,10 @@ class Comparison:
         return block
 
     def _summarize(self) -> None:
-        """Calculate what the blocks so far say, and write it."""
+        """Calculate what the blocks so far say, and write it once parity has been checked."""
         models = {encoding: self.config(encoding).model for encoding in ENCODINGS}
         summarize(self.result, models | dict.fromkeys(self.rivals, models["rope"]))
-        if self.record:
+        if self.record and "parity" in self.result:
             self.record.write(self.result)
 
 

