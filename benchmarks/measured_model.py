@@ -11,21 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.model.backend import chosen_backend, verified_backend, verified_loss
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.model.backend import verified_kernels
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
 from megatron_tape.model.names import kind_of
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
-from megatron_tape.ops.attention import unsupported
-from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.memory import memory
 from megatron_tape.planning.plan import Plan
-from megatron_tape.position import encoding_of
 from megatron_tape.training.engine import Engine
 
 LEARNING_RATE = 1e-4
@@ -56,14 +53,14 @@ class MeasuredModel:
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
         translated = transformer_config(config.model, *sizes, dtype, config.train.recompute)
         seed_everything(config.train.seed, layout)
-        self.fused_loss = verified_loss(config.model, layout, dtype)
+        self.fused = verified_kernels(settings, layout, dtype)
         self.model = LanguageModel(
             settings,
             translated,
             layout.groups,
             layout.device,
             selective_recompute=config.train.recompute == "selective",
-            fused_loss=self.fused_loss,
+            fused=self.fused,
         )
         allocate(self.model, layout.device)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
@@ -95,7 +92,7 @@ class MeasuredModel:
 
     def description(self) -> dict[str, str]:
         """Say what computes attention, the loss and, if there is one, the update of the position state."""
-        found = {"attention": self.backend, "loss": "liger" if self.fused_loss else "plain torch"}
+        found = {"attention": self.backend, "loss": "liger" if self.fused.loss else "plain torch"}
         if self.model.position_updates():
             fused = self.model.encoding.update_function(dtype_of(self.config)) is fused_update
             found["position_update"] = "triton" if fused else "plain torch"
@@ -189,19 +186,3 @@ def random_batches(config: RunConfig, layout: ParallelLayout) -> list[dict[str, 
     shape = (train.micro_batch_size, model.seq_length + 1)
     drawn = (torch.randint(model.vocab_size, shape, generator=generator).to(layout.device) for _ in range(count))
     return [{"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()} for x in drawn]
-
-
-def training_backend(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -> tuple[str, str | None]:
-    """Return the backend that training uses, and on a GPU why our kernels are not used where `auto` would; all ranks
-    call this.
-    """
-    wanted = chosen_backend(model, dtype, layout.device)
-    backend = verified_backend(model, layout, dtype, allow_slow=True)
-    averages = AVERAGE in encoding_of(model).needs
-    if model.attention_backend != "auto" or layout.device.type != "cuda" or backend == "triton" or not averages:
-        return backend, None
-    if wanted == "triton":
-        return backend, "the fused kernels do not work here; the warning above says why"
-    why = unsupported("triton", layout.device, dtype, model.head_dim)
-    # Otherwise another backend was measured to be faster on this GPU.
-    return backend, f"triton {why}" if why else None

@@ -29,7 +29,7 @@ from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.mup import check_base
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
-from megatron_tape.ops.backends import LIBRARIES, REFLECTIONS, SCORES
+from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.run.weights_and_biases import INSTALL, installed
 from megatron_tape.synthetic.settings import generator_of
@@ -113,7 +113,7 @@ def _validate_precision(config: RunConfig) -> None:
     clash(precision == "bf16" and deepspeed.zero_stage == 0, "train.precision deepspeed.zero_stage", fix, why)
     for key, in_bf16 in (
         ("deepspeed.communication_precision", deepspeed.communication_precision == "bf16"),
-        ("model.attention_backend", config.model.attention_backend in LIBRARIES),
+        ("model.attention_backend", config.model.attention_backend in ONLY_HALF),
     ):
         clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
     copies = deepspeed.hierarchical_partition > 1 and deepspeed.zero_stage < 3

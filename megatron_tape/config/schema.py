@@ -25,7 +25,7 @@ TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
 OF_ENCODING = TRAINABLE[0]
 """The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
-ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "flash_attn_3", "cudnn", "flex", "fla", "naive")
+ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
 SAMPLE_SOURCES = ("generator", "examples")
 """Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
@@ -78,9 +78,10 @@ class ModelConfig:
     unpadded_vocab_size: Count | None = None
     """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
-    """What computes attention: triton (our GPU kernels, which also compute the position update), tiled (plain torch,
-    made for CPUs), torch (its SDPA), flash_attn, flash_attn_3, cudnn (torch's SDPA with cuDNN's kernels), flex (torch's
-    FlexAttention) or fla (flash-linear-attention), which take biases and forget gates on GPUs, or naive."""
+    """What computes attention: triton (our GPU kernels), tiled (plain torch, made for CPUs), torch (SDPA, called once
+    for the values and once for the position state), torch_wide (one call of SDPA for both, by cuDNN), flash_attn
+    (version 2, 3 or 4), flex (torch's FlexAttention) or fla (flash-linear-attention), which take biases and forget
+    gates on GPUs, or naive."""
     norm_epsilon: Positive = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False

@@ -11,9 +11,9 @@ from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.model.backend import chosen_backend
+from megatron_tape.model.backend import FusedKernels, chosen_backend
 from megatron_tape.model.decoder import Decoder
-from megatron_tape.model.layers import LayerPosition, Shared
+from megatron_tape.model.layers import LayerPosition, Shared, SwiGLU
 from megatron_tape.model.specs import block_spec
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
@@ -74,8 +74,9 @@ class LanguageModel(torch.nn.Module):
     Its parameters are built on torch's meta device: `parallel.partitions.allocate` gives them memory, and
     `model.initialization.initialize_weights` or a checkpoint fills it.
     With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
-    With `selective_recompute`, layers that `config` recomputes do not compute attention again. With `fused_loss`,
-    Liger's kernels compute the loss; its gradient includes that of `z_loss` times the mean of log(sum(exp(logits)))^2.
+    With `selective_recompute`, layers that `config` recomputes do not compute attention again. `fused` names the
+    kernels that are to run apart from attention (by default the position update's with the backend triton). The
+    gradient of the loss includes that of `z_loss` times the mean of log(sum(exp(logits)))^2.
 
     Given other `layers` than all, it is a stretch of the model in a pipeline stage: it gets from `set_input_tensor`
     what the stretch before it returned, and returns (s, B, `sent_width`) for the next one.
@@ -89,7 +90,7 @@ class LanguageModel(torch.nn.Module):
         device: torch.device | str = "cpu",
         shifted_sparse: bool = False,
         selective_recompute: bool = False,
-        fused_loss: bool = False,
+        fused: FusedKernels | None = None,
         layers: range | None = None,
         z_loss: float = 0.0,
     ):
@@ -99,8 +100,8 @@ class LanguageModel(torch.nn.Module):
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
         """What computes attention on `device`, where the caller must place the parameters."""
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
-        fused = self.attention_backend == "triton"
-        self.encoding = encoding_of(model, self.tokens, fused)
+        self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
+        self.encoding = encoding_of(model, self.tokens, self.fused.position_update)
         with torch.device("meta"):
             self.gpt = Decoder(
                 config,
@@ -113,7 +114,10 @@ class LanguageModel(torch.nn.Module):
                 pg_collection=groups,
             )
         if self.is_last:
-            self.gpt.output_layer.fused, self.gpt.output_layer.z_loss = fused_loss, z_loss
+            self.gpt.output_layer.fused, self.gpt.output_layer.z_loss = self.fused.loss, z_loss
+        for module in self.gpt.modules():
+            if isinstance(module, SwiGLU):
+                module.fused = self.fused.swiglu
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
         self.selective_recompute = selective_recompute

@@ -49,10 +49,12 @@ class SwiGLU(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
+        self.fused = False
+        """Whether a Triton kernel computes it."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """See `megatron_tape.ops.swiglu.swiglu`."""
-        return swiglu(gate_and_up)
+        return swiglu(gate_and_up, self.fused)
 
 
 class Shared(NamedTuple):

@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Set
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
@@ -19,11 +18,7 @@ from megatron_tape.ops.backends.choice import unsupported
 from megatron_tape.ops.bias import gates_as_bias
 from megatron_tape.ops.packing import Packing
 
-_MODULES = {name: name for name in BACKENDS} | {
-    "torch": "sdpa",
-    "flash_attn": "flash",
-    "flash_attn_3": "flash_3",
-}
+_MODULES = {name: name for name in BACKENDS} | {"torch": "sdpa", "torch_wide": "sdpa_wide", "flash_attn": "flash"}
 
 
 def attention(
@@ -47,8 +42,8 @@ def attention(
 def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by z, if given, and average v (with `average_state` also z) with softmax(q k^T / sqrt(D) + ...).
 
-    z has v's type (in the triton backend it may be float32 instead). Returns o (S, B, H, D) and u, which has o's shape
-    and z's type, or None. `backend` is one of `BACKENDS`; `choose_backend` resolves auto.
+    z has v's type. Returns o and u (S, B, H, D), or o and None. `backend` is one of `BACKENDS`; `choose_backend`
+    resolves auto.
 
     With a cache (T > S, for example one query at a time), the caller rotates each token once, when it arrives: q by its
     own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
@@ -100,7 +95,7 @@ def _check_state(x: AttentionInputs, backend: str) -> None:
     z, v = x.z_TBGD, x.v_TBGD
     if x.average_state and z is None:
         raise ValueError("there is no position state to average")
-    if z is not None and z.dtype != v.dtype and not (backend == "triton" and z.dtype == torch.float32):
+    if z is not None and z.dtype != v.dtype:
         raise ValueError(f"{backend} cannot combine states of {z.dtype} with values of {v.dtype}")
 
 

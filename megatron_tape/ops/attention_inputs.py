@@ -7,12 +7,13 @@ head dimension.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_tape.ops.activation_checkpointing import run_directly
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.positions import Positions
-from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.ops.rotation import rotate_groups, runs_fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,25 @@ class AttentionInputs(Positions):
     of scores, do not use it."""
 
     def rotated(self) -> tuple[Tensor, Tensor]:
-        """Return q and k, rotated if that is still to be done; some backends rotate in their kernel instead."""
+        """Return q and k, rotated if that is still to be done; the backend triton rotates them itself."""
         q, k, z = self.q_SBHD, self.k_TBGD, self.z_TBGD
-        if z is not None and self.rotate:
-            q, k = rotate_groups(q, z), rotate_groups(k, z)
-        return q, k
+        if z is None or not self.rotate:
+            return q, k
+        if runs_fused(q):
+            from megatron_tape.ops.kernels.triton_rotation import prepared
+
+            return prepared(q, k, self.v_TBGD, z, wide=False)
+        return rotate_groups(q, z), rotate_groups(k, z)
+
+    def with_one_value(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same q and k, and what the attention map averages as one tensor: v or, on request, [v | z]."""
+        if not self.average_state:
+            return *self.rotated(), self.v_TBGD
+        if self.rotate and runs_fused(self.q_SBHD):
+            from megatron_tape.ops.kernels.triton_rotation import prepared
+
+            return prepared(self.q_SBHD, self.k_TBGD, self.v_TBGD, self.z_TBGD, wide=True)
+        return *self.rotated(), torch.cat(self.values(), dim=-1)
 
     def values(self) -> list[Tensor]:
         """Return what the attention map averages: v and, on request, z."""

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import BACKENDS, POINTWISE
+from megatron_tape.ops.backends import BACKENDS, LIBRARIES, POINTWISE
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
+from megatron_tape.ops.swiglu import swiglu
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 """Relative error that is always allowed for a type, as plain torch may be exact by chance for small tensors."""
@@ -27,7 +27,13 @@ ROWS = 16
 """Rows of a tensor's first axis that are compared as a block, in addition to the whole tensor."""
 
 LENGTH = 272
-"""Tokens with which `check_fused_kernels` runs: several tiles of each kernel, and a partial one."""
+"""Tokens with which `backend_fails` runs: several tiles of each kernel, and a partial one."""
+LENGTHS = (LENGTH, 192)
+"""Those for other libraries: a length of 64 modulo 128 as well, at which a kernel of cuDNN gave NaN (pytorch issue
+196678)."""
+
+PACKED = " of packed documents"
+"""How the names of checks with several documents in a sequence end."""
 
 Outputs = Sequence[Tensor | None]
 Function = Callable[..., Outputs]
@@ -126,38 +132,47 @@ class Check(NamedTuple):
 def kernel_checks(
     shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None, tokens: int = 48
 ) -> dict[str, Check]:
-    """Return, by name, what `check_fused_kernels` compares.
+    """Return, by name, the checks of our own kernels.
 
     Attention gets two sequences of `length` tokens (None: `LENGTH`), the position update `tokens` tokens in all.
     """
-    draw, length = _drawing(dtype, device), length or LENGTH
-    heads, groups, dim, P, averages = shapes.heads, shapes.groups, shapes.head_dim, shapes.inner, shapes.averages
-    H, G = shapes.local
+    checks = attention_checks("triton", "torch", shapes, dtype, device, length or LENGTH)
+    return checks | update_checks(shapes, dtype, device, tokens)
+
+
+def attention_checks(
+    backend: str, plain: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
+) -> dict[str, Check]:
+    """Return, by name, what is compared of two backends: two sequences of `length` tokens, of one document or more."""
+    draw, averages, dim, (H, G) = _drawing(dtype, device), shapes.averages, shapes.head_dim, shapes.local
     *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
     checks = {}
     # The first layer's state needs no gradient, and the last layer's is not averaged: both have kernels of their own.
-    for where, average, learned in (
-        ("", averages, True),
-        (" in the first layer", averages, False),
-        (" in the last layer", False, averages),
-    ):
+    layers = {"": (True, True), " in the first layer": (True, False), " in the last layer": (False, True)}
+    for where, (average, learned) in layers.items() if averages else [("", (False, False))]:
 
         def attend(backend: str, packing: Packing | None, *tensors: Tensor, average: bool = average) -> Outputs:
             state = () if len(tensors) == 4 else (z.to(tensors[0]),)
             return attention(*tensors, *state, average, packing, backend)
 
-        checks |= _of_attention(where, attend, "triton", "torch", [*qkv, z] if learned else qkv)
-    if averages and fits_fused(groups, heads, dim, P, dtype):
-        mixing = (groups, heads) if shapes.full_mixing else (heads,)
-        states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]
-        matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, groups), (groups, P))]
-        functions = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
-        checks["position update"] = Check(*functions, [*states, *matrices])
+        checks |= _of_attention(where, attend, backend, plain, [*qkv, z] if learned else qkv)
     return checks
 
 
+def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, tokens: int = 48) -> dict[str, Check]:
+    """Return the check of the fused position update, if the model has one that fits."""
+    draw, heads, groups, dim, P = _drawing(dtype, device), shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
+    if not (shapes.averages and fits_fused(groups, heads, dim, P, dtype)):
+        return {}
+    mixing = (groups, heads) if shapes.full_mixing else (heads,)
+    states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]
+    matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, groups), (groups, P))]
+    functions = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
+    return {"position update": Check(*functions, [*states, *matrices])}
+
+
 def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, Check]:
-    """Return, by name, what `check_fused_kernels` compares of flex and fla: gates and, for flex, a learned bias.
+    """Return, by name, what is compared of flex and fla: gates and, for flex, a learned bias.
 
     For a model with reflections it is reflections, with and without gates. None of these are those of a model's own
     encoding, which is compared with its plain form in the tests.
@@ -186,7 +201,7 @@ def _of_attention(
     """Return the checks of `attend(backend, packing, *inputs)` for single documents, and for several in a sequence."""
     length, device = len(inputs[0]), inputs[0].device
     starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
-    packings = {"": None, " of packed documents": Packing.of(torch.arange(length, device=device) >= starts)}
+    packings = {"": None, PACKED: Packing.of(torch.arange(length, device=device) >= starts)}
     return {
         f"attention{name}{how}": Check(partial(attend, backend, packing), partial(attend, plain, packing), inputs)
         for how, packing in packings.items()
@@ -234,38 +249,36 @@ def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tenso
     return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]
 
 
-def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device, backend: str = "triton") -> None:
-    """Compile and run the kernels of `backend` (triton, flex or fla) on `device` as a model of `shapes` will.
+def backend_fails(
+    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, packed: bool = True
+) -> str | None:
+    """Return why `backend` cannot compute the attention of a model of `shapes` on `device`, or None if it can.
 
-    They are compared with plain torch. Raises `ConfigError` if they do not compile, do not fit or are not exact.
+    Its kernels are compiled, run and compared with plain torch; packs of documents only if a library needs them. The
+    reason is the predicate of a sentence.
     """
-    triton = backend == "triton"
-    checks = kernel_checks(shapes, dtype, device) if triton else score_checks(backend, shapes, dtype, device)
-    for name, check in checks.items():
+    if backend in ("flex", "fla"):
+        checks = [score_checks(backend, shapes, dtype, device)]
+    elif backend == "triton":
+        checks = [attention_checks(backend, "torch", shapes, dtype, device, LENGTH)]
+    else:
+        checks = [attention_checks(backend, "naive", shapes, dtype, device, length) for length in LENGTHS]
+    whole = not packed and backend in LIBRARIES
+    needed = [item for each in checks for item in each.items() if not (whole and PACKED in item[0])]
+    return _first_failure(needed, dtype, device)
+
+
+def update_fails(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the fused position update cannot run, as the predicate of a sentence, or None if it can."""
+    return _first_failure(update_checks(shapes, dtype, device).items(), dtype, device)
+
+
+def _first_failure(checks: Iterable[tuple[str, Check]], dtype: torch.dtype, device: torch.device) -> str | None:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    for name, check in checks:
         if why := _failure(check, dtype):
-            where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-            kernel = f"the {'fused' if triton else backend} kernel of the {name}"
-            raise ConfigError(
-                ("model.attention_backend", "model.position_encoding"),
-                f"is {backend}, but {kernel} does not work here ({where}; {why})",
-                f"set it to {'torch' if triton else 'tiled'}, and please report this",
-            )
-
-
-def library_fails(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, packed: bool) -> str | None:
-    """Return why another library's kernels cannot compute a model's attention, as the predicate of a sentence, or None.
-
-    They are compared with plain torch, and only if documents are `packed` with such documents.
-    """
-    draw, (H, G) = _drawing(dtype, device), shapes.local
-    qkv = [draw(LENGTH, 2, n, shapes.head_dim) for n in (H, G, G)]
-
-    def attend(backend: str, packing: Packing | None, *qkv: Tensor) -> Outputs:
-        return attention(*qkv, None, False, packing, backend)
-
-    alone, together = _of_attention("", attend, backend, "naive", qkv).values()
-    why = _failure(alone, dtype) or (_failure(together, dtype) if packed else None)
-    return why and f"does not work here ({why})"
+            return f"does not work here ({name} on {where}; {why})"
+    return None
 
 
 def _failure(check: Check, dtype: torch.dtype) -> str | None:
@@ -301,3 +314,14 @@ def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device) ->
 
     why = _failure(Check(partial(losses, True), partial(losses, False), inputs), dtype)
     return why and f"Liger's kernels do not work here ({why})"
+
+
+def swiglu_disagrees(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the fused SwiGLU cannot run on `device`, as a clause, or None if it can.
+
+    `width` is this rank's part of the MLP.
+    """
+    inputs = [_drawing(dtype, device)(35, 2, 2 * width)]
+    functions = (lambda both, fused=fused: [swiglu(both, fused)] for fused in (True, False))
+    why = _failure(Check(*functions, inputs), dtype)
+    return why and f"the fused SwiGLU does not work here ({why})"

@@ -4,6 +4,8 @@ A vector of D reals holds F = D/2 complex numbers as [real | imaginary], the pai
 The plain form to compare with is `megatron_tape.model.reference.rotate`.
 """
 
+import functools
+import importlib.util
 import math
 
 import torch
@@ -22,6 +24,16 @@ def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
     """Rotate each query head by the state of its group; z may have one group for all heads."""
     groups = z_SBGD.shape[2]
     return rotate(q_SBHD.unflatten(2, (groups, -1)), z_SBGD.unsqueeze(3)).flatten(2, 3)
+
+
+def runs_fused(x: Tensor) -> bool:
+    """Return whether our kernel (`ops.kernels.triton_rotation`) rotates x: on a GPU, in at most 32 bits."""
+    return x.is_cuda and x.dtype.itemsize <= 4 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def phases(p_SBG: Tensor, theta_F: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:

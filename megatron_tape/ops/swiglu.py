@@ -6,15 +6,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def swiglu(gate_and_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, (..., F), for both side by side, (..., 2F)."""
-    return _SwiGLU.apply(gate_and_up)
+def swiglu(gate_and_up: Tensor, fused: bool = False) -> Tensor:
+    """Return silu(gate) * up, (..., F), for both side by side, (..., 2F); `fused` takes one Triton kernel."""
+    return _SwiGLU.apply(gate_and_up, fused)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, both):
+    def forward(ctx, both, fused):
+        both = both.contiguous() if fused else both
         ctx.save_for_backward(both)
+        ctx.fused = fused
+        if fused:
+            from megatron_tape.ops.kernels import triton_swiglu
+
+            return triton_swiglu.forward(both)
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -22,8 +28,12 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (both,) = ctx.saved_tensors
+        if ctx.fused:
+            from megatron_tape.ops.kernels import triton_swiglu
+
+            return triton_swiglu.backward(both, dy.contiguous()), None
         d_both = torch.empty_like(both)
         (gate, up), (d_gate, d_up) = both.chunk(2, dim=-1), d_both.chunk(2, dim=-1)
         torch.mul(dy, F.silu(gate), out=d_up)
         torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
-        return d_both
+        return d_both, None

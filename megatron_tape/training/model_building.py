@@ -6,7 +6,7 @@ import logging
 import torch
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.model.backend import verified_backend, verified_loss
+from megatron_tape.model.backend import verified_backend, verified_kernels
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.model.pipeline import Pipeline
@@ -37,7 +37,7 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     allow_slow, packed = config.train.allow_slow_attention, config.data.reset_attention_mask
     backend = verified_backend(config.model, layout, dtype, shifted_sparse, allow_slow, packed)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    fused_loss = verified_loss(config.model, layout, dtype)
+    fused = verified_kernels(settings, layout, dtype, allow_slow)
     stretches = []
     for layers in config.parallel.stretches(config.model.num_layers)[layout.pipeline_rank :: layout.pipeline_size]:
         model = LanguageModel(
@@ -47,7 +47,7 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
             layout.device,
             shifted_sparse,
             selective_recompute=recompute == "selective",
-            fused_loss=fused_loss,
+            fused=fused,
             layers=layers,
             z_loss=config.optimizer.z_loss,
         )

@@ -166,7 +166,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.rope_beta_slow", {"model__rope_beta_slow": 32.0}),
         ("model.rope_theta", {"model__rope_scaling_type": "yarn", "model__rope_theta": 1.0}),
         ("model.attention_backend", {"model__attention_backend": "flash_attn", "train__precision": "fp32"}),
-        ("model.attention_backend", {"model__attention_backend": "cudnn", "train__precision": "fp32"}),
+        ("model.attention_backend", {"model__attention_backend": "torch_wide", "train__precision": "fp32"}),
         # Choices and types.
         ("train.precision", {"train__precision": "fp16"}),
         ("train.precision", {"deepspeed__zero_stage": 0}),

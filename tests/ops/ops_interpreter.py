@@ -1,6 +1,10 @@
 """Triton without a GPU: kernels interpreted on the CPU (see conftest.py), and compiled for GPUs that are not here."""
 
+import re
+import subprocess
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -57,58 +61,83 @@ def rounding_to_nearest():
 
 SHARED_MEMORY = {86: 99, 80: 163, 90: 227}
 """KiB, by compute capability."""
+BF16, FP32 = torch.bfloat16, torch.float32
+FORMS = [
+    (256, 256, 1, 8, False, FP32, True),
+    (200, 200, 3, 8, True, BF16, False),
+    (256, 256, 1, 8, False, BF16, False),
+    (256, 256, 1, 8, False, BF16, True),
+    (256, 256, 2, 8, True, BF16, False),
+    (1, 1, 1, 1, False, BF16, False),
+    (1, 200, 3, 8, True, torch.float16, False),
+]
+"""Attention of queries, keys, sequences, heads (four to a group), packed, dtype, deterministic. Triton compiles lengths
+and strides of 1, and those that 16 divides, apart."""
+UPDATES = [(32, 128, FP32), (32, 128, BF16), (12, 48, BF16)]
+"""Position updates of groups, width of the position MLP, dtype of the state."""
 
 
 def compiled(dim, capability, form=None):
-    """Compile what attention and the update launch on a GPU; (name, bytes of shared memory) of each kernel.
+    """Compile what attention and the update launch on a GPU: all forms, or one of each by its number."""
+    chosen = slice(None) if form is None else slice(form, form + 1)
 
-    That is all of it, or one form of attention and of the update, by its number.
+    def run():
+        for queries, keys, batch, heads, packed, kind, repeatable in FORMS[chosen]:
+            launch_attention(dim, heads, max(1, heads // 4), packed, queries, keys, batch, kind, repeatable)
+        for groups, inner, state in UPDATES[chosen]:
+            launch_update(groups, groups, dim, inner, state)
+
+    return binaries(run, capability)
+
+
+def launch_attention(dim, heads, groups, packed, queries=4096, keys=4096, batch=2, kind=BF16, repeatable=False):
+    """Launch the kernels of attention, forward and backward."""
+    from megatron_tape.ops.kernels import triton_attention
+
+    def draw(length, count):
+        return torch.empty(length, batch, count, dim, dtype=kind, requires_grad=True)
+
+    bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else None
+    with mock.patch.object(triton_attention, "sums_in_one_order", lambda: repeatable):
+        inputs = draw(queries, heads), *(draw(keys, groups) for _ in range(3))
+        o, u = triton_attention.attention(*inputs, True, bounds, rotate=queries == keys)
+        (o.sum() + u.sum()).backward()
+
+
+def launch_update(groups, heads, dim, inner, state=FP32):
+    """Launch the kernels of the position update, forward and backward."""
+    from megatron_tape.ops.kernels import triton_position_update
+
+    def draw(*shape, dtype=BF16):
+        return torch.empty(shape, dtype=dtype, requires_grad=True)
+
+    matrices = draw(groups, heads), draw(inner, groups), draw(groups, inner)
+    tensors = draw(32, groups, dim, dtype=state), draw(32, heads, dim), draw(32, inner)
+    triton_position_update.update(*tensors, *matrices).sum().backward()
+
+
+def binaries(run, capability):
+    """Compile what `run` launches for GPUs of this capability; describe each kernel's binary.
+
+    That is its name, bytes of shared memory, registers, bytes of the stack, which holds spilled registers, and for each
+    loop the copies to shared memory that may still be on their way where it waits for some.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_tape.ops.kernels import triton_attention, triton_position_update
+    from megatron_tape.ops.kernels import triton_attention
 
     launches = []
 
     def launch(kernel, *arguments, grid, warmup, **named):
         launches.append((kernel, dict(zip(kernel.arg_names, arguments)) | named))
 
-    def draw(*shape, dtype=torch.bfloat16):
-        return torch.ones(shape, dtype=dtype, requires_grad=True)
-
-    def chosen(forms):
-        return forms if form is None else forms[form : form + 1]
-
     with (
         mock.patch.object(triton.JITFunction, "run", launch),
         mock.patch.object(triton_attention, "shared_memory", lambda device: SHARED_MEMORY[capability]),
-        mock.patch.object(triton_attention, "sums_in_one_order") as repeatable,
     ):
-        # Triton compiles lengths and strides of 1, and those that 16 divides, apart.
-        forms = [
-            (256, 256, 1, 8, False, torch.float32, torch.float32, True),
-            (200, 200, 3, 8, True, torch.bfloat16, torch.float32, False),
-            (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, False),
-            (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, True),
-            (256, 256, 2, 8, True, torch.bfloat16, torch.bfloat16, False),
-            (1, 1, 1, 1, False, torch.bfloat16, torch.bfloat16, False),
-            (1, 200, 3, 8, True, torch.float16, torch.float16, False),
-        ]
-        for queries, keys, batch, heads, packed, kind, state, repeatable.return_value in chosen(forms):
-            bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else None
-            G = max(1, heads // 4)
-            q, k, v = (draw(*shape, dim, dtype=kind) for shape in ((queries, batch, heads), *[(keys, batch, G)] * 2))
-            z = draw(keys, batch, G, dim, dtype=state)
-            o, u = triton_attention.attention(q, k, v, z, True, bounds, rotate=queries == keys)
-            (o.sum() + u.sum()).backward()
-        sizes = [(32, 128, torch.float32), (32, 128, torch.bfloat16), (12, 48, torch.bfloat16)]
-        for groups, inner, state in chosen(sizes):
-            matrices = draw(groups, groups), draw(inner, groups), draw(groups, inner)
-            states = draw(32, groups, dim, dtype=state), draw(32, groups, dim), draw(32, inner)
-            triton_position_update.update(*states, *matrices).sum().backward()
-
+        run()
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
     found = []
     for kernel, arguments in launches:
@@ -127,5 +156,40 @@ def compiled(dim, capability, form=None):
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        found.append((kernel.__name__, binary.metadata.shared))
+        registers, stack = _registers_and_stack(binary.asm["cubin"])
+        found.append(
+            {
+                "name": kernel.__name__,
+                "shared": binary.metadata.shared,
+                "registers": registers,
+                "stack": stack,
+                "waits": _waits_in_loops(binary.asm["ttgir"]),
+            }
+        )
     return found
+
+
+def _registers_and_stack(cubin):
+    """Return what a binary of the GPU takes of both, by the tool that Triton brings."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    return map(int, re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr).groups())
+
+
+def _waits_in_loops(ttgir):
+    """Return the copies in flight at each wait inside a loop; those after a loop wait for everything."""
+    waits, ends = [], []
+    for line in ttgir.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        if ends and indentation == ends[-1] and line.lstrip().startswith("}"):
+            ends.pop()
+        elif "scf.for" in line:
+            ends.append(indentation)
+        elif ends and (wait := re.search(r"async_wait .*num = (\d+)", line)):
+            waits.append(int(wait.group(1)))
+    return waits

@@ -2,7 +2,8 @@
 
 import contextlib
 import sys
-from types import ModuleType
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import BACKENDS, choice, cudnn
+from megatron_tape.ops.backends import BACKENDS, choice, flash, sdpa, sdpa_wide
 from megatron_tape.ops.backends import tiled as tiled_attention
 from megatron_tape.ops.packing import Packing, causal_mask, document_bounds
 from megatron_tape.ops.rotation import rotate_groups
@@ -22,16 +23,22 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """A stand-in with flash-attn's interface: (B, S, H, D), or packed (tokens, H, D) with cumulative lengths."""
+    """Stand-ins with flash-attn's interface: (B, S, H, D), or packed (tokens, H, D) with cumulative lengths.
+
+    The fixture is a function that installs a version of it.
+    """
+    widths = {1}
 
     def dense(q, k, v, causal, deterministic):
-        assert causal and deterministic == torch.are_deterministic_algorithms_enabled() and q.shape[-1] == v.shape[-1]
+        assert causal and deterministic == torch.are_deterministic_algorithms_enabled()
+        assert v.shape[-1] // q.shape[-1] in widths
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
-    def packed(q, k, v, q_ends, k_ends, q_longest, k_longest, causal, deterministic):
-        for ends, longest in ((q_ends, q_longest), (k_ends, k_longest)):
+    def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic):
+        q_ends, k_ends = cu_seqlens_q, cu_seqlens_k
+        for ends, longest in ((q_ends, max_seqlen_q), (k_ends, max_seqlen_k)):
             assert ends.dtype == torch.int32 and int(ends.diff().max()) == longest
         pieces = [
             dense(q[None, a:b], *(x[None, c:d] for x in (k, v)), causal, deterministic)
@@ -48,13 +55,33 @@ def flash_attn(monkeypatch):
     module.flash_attn_func = lambda *given, **settings: (dense(*given, **settings), torch.zeros(1))
     module.flash_attn_varlen_func = packed
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    # Version 4 always does, and takes wide values; these are its functions for the tiles on Hopper.
+    module = ModuleType("flash_attn.cute.interface")
+    module.flash_attn_func = lambda *given, **settings: (dense(*given, **settings), torch.zeros(1))
+    module.flash_attn_varlen_func = lambda *given, **settings: (packed(*given, **settings), torch.zeros(1))
+    module.FwdConfig = module.BwdConfig = lambda *values: values
+    module._tile_size_fwd_sm90 = module._tile_size_bwd_sm90 = lambda head_dim, head_dim_v, *rest, **more: "theirs"
+    for name in ("flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def install(version):
+        monkeypatch.setattr(flash, "flash_attn_version", lambda device: version)
+        monkeypatch.setattr(flash, "takes_wide_value", lambda device, dim, grouped: version == 4 and not grouped)
+        widths.update({1, 2} if version == 4 else {1})
+        return module
+
+    install(2)
+    return install
 
 
 @pytest.mark.parametrize("queries", [21, 9, 1])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn", "flash_attn_3"])
+@pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn 2", "flash_attn 3", "flash_attn 4"])
 def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backend, averages, packed, queries):
+    backend, _, version = backend.partition(" ")
+    if version:
+        flash_attn(int(version))
     monkeypatch.setattr(tiled_attention, "QUERIES", 4)
     monkeypatch.setattr(tiled_attention, "KEYS", 6)
     tensors = draw_qkvz(21, 6, 2, 8, queries)
@@ -64,36 +91,67 @@ def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backen
     assert_same(ours, theirs, tensors)
 
 
-def test_cudnn_computes_with_no_other_kernel(monkeypatch):
-    """There is none on a CPU, so that only what torch is asked for can be seen."""
-    asked = []
+@contextlib.contextmanager
+def noted(asked, wanted):
+    asked.append(wanted)
+    yield
+    asked.append(None)
 
-    @contextlib.contextmanager
-    def kernels(wanted):
-        asked.append(wanted)
-        yield
-        asked.append(None)
 
-    monkeypatch.setattr(cudnn, "sdpa_kernel", kernels)
+def test_the_wide_value_is_computed_by_cudnn_alone_in_one_call(monkeypatch):
+    """There is no cuDNN on a CPU, so that only what torch is asked for can be seen."""
+    asked, values = [], []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", partial(noted, asked))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, **more: values.append(v.shape[-1]) or attend(q, k, v, **more)
+    )
     tensors = draw_qkvz(21, 6, 2, 8)
-    ours, theirs = (attention(*tensors, True, None, name) for name in ("cudnn", "naive"))
-    assert asked == [SDPBackend.CUDNN_ATTENTION, None]
-    assert_same(ours, theirs, tensors)
-    # It has none for a single key, with which a text begins that is sampled from one token.
-    tensors = draw_qkvz(1, 6, 2, 8)
-    ours, theirs = (attention(*tensors, True, None, name) for name in ("cudnn", "naive"))
-    assert len(asked) == 2
-    assert_same(ours, theirs, tensors)
+    ours = attention(*tensors, True, None, "torch_wide")
+    assert asked == [SDPBackend.CUDNN_ATTENTION, None] and values == [16]
+    assert_same(ours, attention(*tensors, True, None, "naive"), tensors)
+    # Neither for a single key, with which a text begins that is sampled from one token, nor with a mask.
+    packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]]))
+    for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, packing)):
+        ours, theirs = (attention(*inputs, True, documents, name) for name in ("torch_wide", "naive"))
+        assert len(asked) == 2
+        assert_same(ours, theirs, inputs)
 
 
-@pytest.mark.parametrize("backend", ["flash_attn", "flash_attn_3"])
+def test_masks_are_never_given_to_cudnn_on_a_gpu(monkeypatch):
+    """At lengths of 64 modulo 128 its gradient of queries can be NaN (pytorch issue 196678)."""
+    asked = []
+    monkeypatch.setattr(sdpa, "sdpa_kernel", partial(noted, asked))
+    on_gpu = SimpleNamespace(is_cuda=True)
+    with sdpa._without_cudnn(on_gpu, torch.zeros(1)):
+        assert asked and SDPBackend.CUDNN_ATTENTION not in asked[0] and SDPBackend.MATH in asked[0]
+    with sdpa._without_cudnn(on_gpu, None):
+        assert len(asked) == 2
+
+
+def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tiles(flash_attn, monkeypatch):
+    module, values = flash_attn(4), []
+    attend = module.flash_attn_func
+    module.flash_attn_func = lambda q, k, v, **settings: values.append(v.shape[-1]) or attend(q, k, v, **settings)
+    tensors = draw_qkvz(21, 4, 4, 8)
+    for _ in range(2):
+        ours = attention(*tensors, True, None, "flash_attn")
+    assert values == [16, 16]
+    assert_same(ours, attention(*tensors, True, None, "naive"), tensors)
+    assert module._tile_size_fwd_sm90(128, 256, True, False, sparse_block_size_q=None)[:2] == (128, 96)
+    assert module._tile_size_bwd_sm90(64, 128, True, False)[:2] == (64, 128)
+    assert module._tile_size_fwd_sm90(128, 128, True, False) == module._tile_size_bwd_sm90(96, 192) == "theirs"
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("packed", [False, True])
-def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed, backend):
+def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed, version):
+    flash_attn(version)
     tensors = draw_qkvz(21, 6, 2, 8)
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
     torch.use_deterministic_algorithms(True)
     try:
-        attention(*tensors, False, packing, backend)
+        attention(*tensors, False, packing, "flash_attn")
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -1,20 +1,25 @@
 """Which backend is chosen, and why one cannot run or do what is needed."""
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from models import small_model
 
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import ConfigError
+from megatron_tape.model import backend as model_backend
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES, choice
-from megatron_tape.ops.backends.choice import choose_backend, unsupported
+from megatron_tape.ops.backends.choice import choose_backend, flash_attn_version, takes_wide_value, unsupported
 from megatron_tape.position import encoding_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
 FLA = "fla.ops.forgetting_attn"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def chosen(device, needs=frozenset(), wanted="auto", dtype=BF16, dim=64, **settings):
@@ -24,31 +29,44 @@ def chosen(device, needs=frozenset(), wanted="auto", dtype=BF16, dim=64, **setti
 @pytest.fixture
 def installed(monkeypatch):
     """The packages that there seem to be, on a machine that seems to have an H100."""
-    packages = {"triton", "flash_attn", "flash_attn_interface", "torch", FLA}
+    packages = {"triton", "torch", FLA}
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in packages else "is not installed")
     monkeypatch.setattr(choice, "triton_interprets", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return packages
 
 
+@pytest.fixture
+def flash_attn(monkeypatch, installed):
+    """Installs a version of flash-attn."""
+    choice._flash_attn_version.cache_clear()
+    yield lambda version: monkeypatch.setattr(choice, "_flash_attn_version", lambda major, amd: version)
+
+
 @pytest.mark.parametrize(
     "needs, settings, on_gpu, on_cpu",
     [
-        ({AVERAGE}, {}, "triton", "tiled"),
-        (set(), {}, "flash_attn_3", "torch"),
-        (set(), {"packed": True}, "flash_attn_3", "torch"),
-        (set(), {"without": {"flash_attn_3"}}, "cudnn", "torch"),
-        # cuDNN would compute whole rows of documents, too.
-        (set(), {"without": {"flash_attn_3"}, "packed": True}, "flash_attn", "torch"),
-        (set(), {"without": {"flash_attn_3", "cudnn"}}, "flash_attn", "torch"),
-        (set(), {"without": {"flash_attn_3", "cudnn", "flash_attn"}}, "torch", "torch"),
+        ({AVERAGE}, {}, "torch_wide", "tiled"),
+        ({AVERAGE}, {"without": {"torch_wide"}}, "triton", "tiled"),
+        ({AVERAGE}, {"grouped": True}, "torch_wide", "tiled"),
+        ({AVERAGE}, {"dim": 128}, "torch", "tiled"),
+        ({AVERAGE}, {"dim": 128, "without": {"torch"}}, "triton", "tiled"),
+        ({AVERAGE}, {"packed": True}, "triton", "tiled"),
+        ({AVERAGE}, {"dim": 128, "packed": True}, "triton", "tiled"),
+        ({AVERAGE}, {"dtype": FP32}, "triton", "tiled"),
+        ({AVERAGE}, {"dim": 128, "dtype": FP32}, "triton", "tiled"),
+        (set(), {}, "torch", "torch"),
+        (set(), {"dim": 128}, "torch", "torch"),
+        (set(), {"without": {"torch"}}, "triton", "naive"),
+        # SDPA would compute whole rows of documents, too.
+        (set(), {"packed": True}, "triton", "torch"),
         # With segments, torch would be slower than without them.
         ({AVERAGE}, {"segments": True}, "triton", "tiled"),
-        (set(), {"segments": True}, "flash_attn_3", "tiled"),
-        (set(), {"segments": True, "without": {"flash_attn_3"}}, "flash_attn", "tiled"),
+        (set(), {"segments": True}, "triton", "tiled"),
         (set(), {"segments": True, "wanted": "torch"}, "torch", "torch"),
         ({AVERAGE}, {"wanted": "torch"}, "torch", "torch"),
-        ({AVERAGE}, {"dim": 48}, "torch", "tiled"),
+        ({AVERAGE}, {"dim": 48}, "torch_wide", "tiled"),
+        ({AVERAGE}, {"dim": 48, "packed": True}, "torch", "tiled"),
         ({AVERAGE}, {"dtype": FP64}, "torch", "tiled"),
         (set(), {"dtype": FP32}, "torch", "torch"),
         (set(), {"dim": 512}, "torch", "torch"),
@@ -78,10 +96,8 @@ def test_auto_is_the_first_that_can_do_and_run_it(installed, needs, settings, on
 @pytest.mark.parametrize(
     "needs, settings, without, instead",
     [
-        (set(), {}, {"flash_attn_interface"}, "cudnn"),
-        (set(), {"packed": True}, {"flash_attn_interface", "flash_attn"}, "torch"),
-        (set(), {"segments": True}, {"flash_attn_interface", "flash_attn"}, "triton"),
-        ({AVERAGE}, {}, {"triton"}, "torch"),
+        (set(), {"packed": True}, {"triton"}, "torch"),
+        ({AVERAGE}, {"packed": True}, {"triton"}, "torch"),
         ({GATE}, {}, {FLA}, "flex"),
         ({GATE}, {}, {FLA, "triton"}, "tiled"),
     ],
@@ -92,18 +108,95 @@ def test_auto_does_without_packages_that_are_not_installed(installed, needs, set
 
 
 @pytest.mark.parametrize(
-    "capability, expected", [((8, 0), "flash_attn"), ((9, 0), "flash_attn_3"), ((10, 0), "cudnn"), ((7, 5), "torch")]
+    "version, needs, settings, expected",
+    [
+        (4, {AVERAGE}, {"dim": 128}, "flash_attn"),
+        (4, {AVERAGE}, {"dim": 128, "grouped": True}, "torch"),
+        (4, {AVERAGE}, {"dim": 96}, "torch"),
+        (4, {AVERAGE}, {"dim": 64}, "torch_wide"),
+        (3, {AVERAGE}, {"dim": 128}, "torch"),
+        (2, {AVERAGE}, {"dim": 128}, "torch"),
+        *((version, set(), {"packed": True}, "flash_attn") for version in (2, 3, 4)),
+        (3, set(), {"segments": True}, "flash_attn"),
+        (3, set(), {}, "torch"),
+    ],
 )
-def test_rope_takes_the_library_that_is_made_for_the_kind_of_gpu(installed, monkeypatch, capability, expected):
+def test_flash_attn_is_chosen_for_documents_and_4_for_wide_values(flash_attn, version, needs, settings, expected):
+    flash_attn(version)
+    assert chosen(GPU, needs, **settings) == expected
+
+
+@pytest.mark.parametrize("capability, dims", [((9, 0), {64, 128}), ((10, 0), {64})])
+def test_only_version_4_takes_wide_values(flash_attn, monkeypatch, capability, dims):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert chosen(GPU) == expected
+    for version in (2, 3, 4):
+        flash_attn(version)
+        taken = {dim for dim in (64, 96, 128) if takes_wide_value(GPU, dim, grouped=False)}
+        assert taken == (dims if version == 4 else set())
+        assert not takes_wide_value(GPU, 64, grouped=True)
+
+
+def test_the_newest_flash_attn_that_runs_on_the_gpu_is_taken(installed, monkeypatch):
+    modules = {name: ModuleType(name) for name in choice.FLASH_ATTN.values()}
+    monkeypatch.setattr(choice.importlib, "import_module", modules.__getitem__)
+    modules["flash_attn.cute.interface"].flash_attn_func = modules["flash_attn_interface"].flash_attn_func = print
+    for capability, packages, expected in (
+        ((9, 0), {"flash_attn.cute.interface", "flash_attn_interface", "flash_attn"}, 4),
+        ((9, 0), {"flash_attn_interface"}, 3),
+        ((10, 0), {"flash_attn.cute.interface", "flash_attn_interface"}, 4),
+        ((10, 0), {"flash_attn_interface"}, None),
+        # Version 4 alone leaves a package flash_attn without functions, and does not run on an A100.
+        ((8, 0), {"flash_attn.cute.interface", "flash_attn"}, None),
+    ):
+        installed |= packages
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        choice._flash_attn_version.cache_clear()
+        assert flash_attn_version(GPU) == expected
+        installed -= packages
+    choice._flash_attn_version.cache_clear()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "capability, hip, tape, rope",
+    [
+        ((8, 0), None, ("triton", "triton"), "torch"),
+        ((9, 0), None, ("torch_wide", "torch"), "torch"),
+        ((10, 0), None, ("torch_wide", "torch"), "torch"),
+        ((12, 0), None, ("triton", "triton"), "torch"),
+        ((9, 4), "7.0", ("triton", "triton"), "torch"),  # an MI300, whose capability looks like Hopper's
+        ((7, 5), None, ("torch", "torch"), "torch"),
+    ],
+)
+def test_the_choice_goes_by_the_generation_of_the_gpu(installed, monkeypatch, capability, hip, tape, rope, dim):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert chosen(GPU, {ROTATION, AVERAGE}, dim=dim) == tape[dim > 64]
+    assert chosen(GPU, {ROTATION}, dim=dim) == rope
 
 
 def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
-    installed -= {"flash_attn_interface"}
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert chosen(GPU) == "flash_attn"
-    assert unsupported("cudnn", GPU, BF16, 64) == "does not give the same bits every time"
+    assert chosen(GPU, {AVERAGE}) == chosen(GPU, {AVERAGE}, dim=128) == "triton"
+    assert chosen(GPU) == "torch"  # which then does without cuDNN itself
+    assert unsupported("torch_wide", GPU, BF16, 64) == "does not give the same bits every time"
+
+
+RECIPES = {"155m": "torch_wide", "1b": "torch_wide", "7b": "torch", "70b": "torch", "405b": "torch"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_recipes_have_the_tables_backend_on_an_h100(flash_attn, recipe):
+    model = parse_run_config(["--config", str(ROOT / f"pretrain/recipes/tape_{recipe}.yaml")]).model
+    assert model_backend.choice(model, BF16, GPU).backend == RECIPES[recipe]
+    assert model_backend.choice(model, BF16, GPU, packed=True).backend == "triton"
+    rope = replace(model, position_encoding="rope")
+    assert model_backend.choice(rope, BF16, GPU).backend == "torch"
+    flash_attn(4)
+    grouped = model.query_groups < model.num_attention_heads
+    expected = "flash_attn" if model.head_dim == 128 and not grouped else RECIPES[recipe]
+    assert model_backend.choice(model, BF16, GPU).backend == expected
+    assert "not measured" in model_backend.choice(model, BF16, GPU).reason
 
 
 @pytest.mark.parametrize(
@@ -116,8 +209,9 @@ def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
         ("triton", GPU, {AVERAGE}, {"dim": 48}, "supports heads of 32, 64, 80, 96, 128, not 48"),
         ("triton", GPU, set(), {"dtype": FP64}, "computes in bfloat16 or float16 or float32, not in float64"),
         ("flash_attn", GPU, set(), {"dtype": FP32}, "computes in bfloat16 or float16, not in float32"),
-        ("cudnn", CPU, set(), {}, "needs a GPU, and this runs on cpu"),
-        ("cudnn", GPU, set(), {"dtype": FP32}, "computes in bfloat16 or float16, not in float32"),
+        ("torch_wide", CPU, set(), {}, "needs a GPU, and this runs on cpu"),
+        ("torch_wide", GPU, set(), {"dtype": FP32}, "computes in bfloat16 or float16, not in float32"),
+        ("torch_wide", GPU, {AVERAGE}, {"dim": 128}, "does not support heads of 128"),
         ("flash_attn", GPU, set(), {"dim": 512}, "does not support heads of 512"),
         ("fla", GPU, {GATE}, {"dtype": FP32}, "computes in bfloat16 or float16, not in float32"),
         ("flex", GPU, {GATE}, {"dim": 8}, "does not support heads of 8"),
@@ -129,16 +223,20 @@ def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
         ("fla", GPU, {POINTWISE}, {}, "cannot add a bias to the scores, pair by pair"),
     ],
 )
-def test_a_named_backend_that_cannot_is_refused_with_the_reason(installed, wanted, device, needs, settings, why):
+def test_a_named_backend_that_cannot_is_refused_with_the_reason(flash_attn, wanted, device, needs, settings, why):
+    flash_attn(3)
     with pytest.raises(ConfigError) as error:
         chosen(device, needs, wanted, **settings)
     assert error.value.key == "model.attention_backend" and error.value.problem == f"is {wanted}, which {why}"
 
 
-@pytest.mark.parametrize("backend", ["triton", "flash_attn"])
-def test_a_backend_that_is_not_installed_is_refused(installed, backend):
+@pytest.mark.parametrize(
+    "backend, why", [("triton", "is not installed"), ("flash_attn", "cannot be imported in a version that runs")]
+)
+def test_a_backend_that_is_not_installed_is_refused(installed, backend, why):
+    choice._flash_attn_version.cache_clear()
     installed.clear()
-    with pytest.raises(ConfigError, match="which is not installed"):
+    with pytest.raises(ConfigError, match=f"which {why}"):
         chosen(GPU, wanted=backend)
 
 
@@ -169,7 +267,7 @@ def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text("raise ImportError('built for another torch')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    assert unsupported("flash_attn", GPU, BF16, 64) == "cannot be imported (ImportError)"
+    assert choice.why_not_importable("flash_attn") == "cannot be imported (ImportError)"
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "8.0 or newer" in unsupported("triton", GPU, BF16, 64)

@@ -116,12 +116,12 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
     checks = parity.score_checks("flex", shapes, torch.float32, CPU)
     assert len(checks) == 4 and len(parity.score_checks("fla", shapes, torch.float32, CPU)) == 2
     assert all(parity.inexact(*check, torch.float32) is None for check in checks.values())
-    parity.check_fused_kernels(shapes, torch.float32, CPU, "flex")
+    assert parity.backend_fails("flex", shapes, torch.float32, CPU) is None
 
     exact = flex.attend
     monkeypatch.setattr(flex, "attend", lambda x: tuple(1.01 * y for y in exact(x)))
-    with pytest.raises(ConfigError, match="the flex kernel of the attention with gates does not work here .* to tiled"):
-        parity.check_fused_kernels(shapes, torch.float32, CPU, "flex")
+    why = parity.backend_fails("flex", shapes, torch.float32, CPU)
+    assert why.startswith("does not work here (attention with gates on cpu; tensor 0")
 
     others = []
     layout = SimpleNamespace(
@@ -134,9 +134,9 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         gather=lambda value: [value, *others],
         first_on_node=nullcontext,
     )
-    check = parity.check_fused_kernels
+    check = parity.backend_fails
     monkeypatch.setattr(
-        model_backend, "check_fused_kernels", lambda shapes, dtype, device, backend: check(shapes, dtype, CPU, backend)
+        model_backend, "backend_fails", lambda name, shapes, dtype, device, packed: check(name, shapes, dtype, CPU)
     )
     model = dict(position_encoding="alibi", kv_channels=16)
     with caplog.at_level(logging.INFO):
@@ -144,11 +144,11 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         assert "training continues with slower attention in plain torch: model.attention_backend is flex" in caplog.text
         named = small_model(**model, attention_backend="flex")
         for settings, allowed in ((named, True), (small_model(**model), False)):
-            with pytest.raises(ConfigError, match=r"the flex kernel .* not work here .*\(rank 0, ") as error:
+            with pytest.raises(ConfigError, match=r"is flex, which does not work here .*\(rank 0, ") as error:
                 verified_backend(settings, layout, torch.float32, allow_slow=allowed)
             assert error.value.key == "model.attention_backend"
             assert ("allow_slow_attention" in error.value.fix) == (settings is not named)
-        layout.world_size, others[:] = 4, [None, None, ("nodeB", 3, "is flex, but it does not compile")]
+        layout.world_size, others[:] = 4, [None, None, ("nodeB", 3, "is flex, which does not compile", None)]
         with pytest.raises(NodeError, match=r"\(ranks 0, 3 of 4\) cannot train with the others: .*leave out") as error:
             verified_backend(small_model(**model), layout, torch.float32)
         assert error.value.subjects[1:] == ("nodeB",)
@@ -174,49 +174,47 @@ def test_every_length_is_compiled(monkeypatch):
     assert len(compiled) == 6
 
 
-def test_rope_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
+def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in ("torch", "triton") else "missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    exact, fails, elsewhere = model_backend.library_fails, {}, []
-    asked = []
+    choice._flash_attn_version.cache_clear()
+    exact, stand_ins, elsewhere, asked = parity.backend_fails, {}, [], []
 
     def here(name, shapes, dtype, device, packed):
         asked.append((name, packed))
-        return exact("tiled" if name not in fails else fails[name], shapes, torch.float32, CPU, packed)
+        return exact(stand_ins.get(name, "tiled"), shapes, torch.float32, CPU, packed)
 
-    monkeypatch.setattr(model_backend, "library_fails", here)
-    one = dict(rank=0, world_size=1, tensor_parallel_size=1, context_parallel_size=1, first_on_node=nullcontext)
-    answers = SimpleNamespace(any_rank=lambda value: value or bool(elsewhere and elsewhere.pop(0)))
-    layout = SimpleNamespace(device="cuda", gather=lambda value: [value], any_rank=answers.any_rank, **one)
-    rope = small_model(position_encoding="rope", kv_channels=16)
+    monkeypatch.setattr(model_backend, "backend_fails", here)
+    one = dict(rank=0, world_size=2, tensor_parallel_size=1, context_parallel_size=1, first_on_node=nullcontext)
+    others = lambda value: [value, elsewhere.pop(0) if elsewhere else None]  # noqa: E731
+    layout = SimpleNamespace(device="cuda", gather=others, any_rank=bool, **one)
+    tape, rope = (small_model(position_encoding=name, kv_channels=32) for name in ("tape", "rope"))
 
-    def verified(model=rope, **settings):
+    def verified(model, **settings):
         return verified_backend(model, layout, torch.bfloat16, **settings)
 
     with caplog.at_level(logging.INFO):
-        assert verified() == "flash_attn_3"
-        assert "the kernels of flash_attn_3 agree with plain torch here" in caplog.text
-        assert set(asked) == {("flash_attn_3", False), ("cudnn", False), ("flash_attn", False)}
-        elsewhere[:] = [True]
-        assert verified() == "cudnn"
-        assert "does not use flash_attn_3, which does not work on another rank" in caplog.text
+        assert verified(tape) == "torch_wide" and asked == [("torch_wide", False)]
+        assert "the kernels of torch_wide agree with plain torch here" in caplog.text
+        assert "one call of cuDNN on [v | z] (not measured)" in caplog.text
+        assert verified(tape, packed=True) == verified(tape, shifted_sparse=True) == "triton"
+        assert asked[-1] == ("triton", True)
+        # Another rank's kernels are wrong: all ranks take the next row.
+        elsewhere[:] = [("nodeB", 1, "is torch_wide, which does not work here", "torch_wide")]
+        assert verified(tape) == "triton" and "rank 1, nodeB" in caplog.text
         doubled = sdpa.attend
         monkeypatch.setattr(sdpa, "attend", lambda x: tuple(1.1 * y for y in doubled(x)))
-        fails |= {"flash_attn_3": "torch", "cudnn": "torch"}
-        assert verified(packed=True) == "flash_attn" and asked[-1] == ("flash_attn", True)
-        verified(shifted_sparse=True)
-        assert asked[-1] == ("flash_attn", True)
-        assert "does not use cudnn, which does not work here (tensor 0" in caplog.text
-        fails["flash_attn"] = "torch"
-        assert verified() == "torch"
-        with pytest.raises(ConfigError, match="is cudnn, which does not work here"):
-            verified(small_model(position_encoding="rope", kv_channels=16, attention_backend="cudnn"))
+        stand_ins["torch"] = "torch"
+        assert verified(rope) == "triton"
+        assert "does not use torch: it is torch, which does not work here (attention on cpu; tensor 0" in caplog.text
+        with pytest.raises(NodeError, match="is torch, which does not work here"):
+            verified(small_model(position_encoding="rope", kv_channels=32, attention_backend="torch"))
 
 
 @pytest.mark.parametrize(
     "encoding, head_dim, why",
     [
-        ("tape", 48, "triton supports heads of 32, 64, 80, 96, 128, not 48"),
+        ("tape", 260, "triton supports heads of 32, 64, 80, 96, 128, not 260"),
         ("fox", 512, "fla is not installed"),
         ("rope", 48, None),
         ("cope", 48, None),
@@ -229,6 +227,8 @@ def test_a_gpu_without_kernels_that_exist_elsewhere_is_no_reason_to_train_slowly
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     one = dict(rank=0, world_size=1, tensor_parallel_size=1, context_parallel_size=1, first_on_node=nullcontext)
     layout = SimpleNamespace(device="cuda", any_rank=bool, gather=lambda value: [value], **one)
+    monkeypatch.setattr(model_backend, "backend_fails", lambda *_: None)
+    choice._flash_attn_version.cache_clear()
     model = small_model(position_encoding=encoding, kv_channels=head_dim)
     if why is None:
         assert verified_backend(model, layout, torch.bfloat16) in ("torch", "tiled")

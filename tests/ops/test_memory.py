@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import draw
+from models import small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_tape.errors import NodeError
 from megatron_tape.model import backend
 from megatron_tape.ops import chunks, parity
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
@@ -92,30 +94,36 @@ def test_the_loss_stays_in_plain_torch_where_ligers_kernels_are_missing_or_wrong
     assert parity.loss_disagrees(V, torch.float32, device) == "liger-kernel is not installed"
 
 
-def test_the_ranks_agree_on_the_kernels_of_the_loss(monkeypatch, caplog):
+def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog):
     caplog.set_level("INFO")
-    answers = {"here": None, "elsewhere": False}
+    elsewhere, asked, answers = [], [], dict.fromkeys(("loss", "swiglu", "update"))
+    one = dict(rank=0, world_size=2, tensor_parallel_size=2, context_parallel_size=1)
     layout = SimpleNamespace(
         device="cuda",
-        tensor_parallel_size=2,
         first_on_node=contextlib.nullcontext,
-        any_rank=lambda flag: flag or answers["elsewhere"],
+        gather=lambda value: [value, elsewhere.pop(0) if elsewhere else None],
+        **one,
     )
-    asked = []
-    monkeypatch.setattr(backend, "loss_disagrees", lambda *given: asked.append(given) or answers["here"])
-    model = SimpleNamespace(vocab_size=64)
-    assert backend.verified_loss(model, layout, torch.bfloat16)
-    assert asked == [(32, torch.bfloat16, torch.device("cuda"))]
-    answers["elsewhere"] = True
-    assert not backend.verified_loss(model, layout, torch.bfloat16)
-    answers["here"] = "liger-kernel is not installed"
-    assert not backend.verified_loss(model, layout, torch.bfloat16)
-    assert not backend.verified_loss(model, layout, torch.float32) and len(asked) == 3
-    assert [record.message.split(", ", 1)[1] for record in caplog.records] == [
-        "which agree with plain torch here",
-        "since Liger's kernels do not work on another rank",
-        "since liger-kernel is not installed",
-    ]
+    for name, function in (("loss", "loss_disagrees"), ("swiglu", "swiglu_disagrees"), ("update", "update_fails")):
+        monkeypatch.setattr(backend, function, lambda *given, n=name: asked.append((n, given[0])) or answers[n])
+    monkeypatch.setattr(backend, "unsupported", lambda *_: answers.get("triton"))
+    tape, rope = (small_model(position_encoding=name) for name in ("tape", "rope"))
+    found = backend.verified_kernels(tape, layout, torch.bfloat16)
+    assert found == backend.FusedKernels(position_update=True, swiglu=True, loss=True)
+    assert asked[1:] == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
+    # RoPE updates nothing, and in fp32 the loss stays in plain torch.
+    assert backend.verified_kernels(rope, layout, torch.float32) == backend.FusedKernels(swiglu=True)
+    elsewhere[:] = [None, None, ("nodeB", 1, "liger-kernel is not installed")]
+    assert not backend.verified_kernels(tape, layout, torch.bfloat16).loss
+    assert "the loss runs in plain torch (rank 1, nodeB: liger-kernel is not installed)" in caplog.text
+    answers["update"] = "does not work here (position update)"
+    with pytest.raises(NodeError, match="needs the fused position update, which does not work here"):
+        backend.verified_kernels(tape, layout, torch.bfloat16)
+    assert not backend.verified_kernels(tape, layout, torch.bfloat16, allow_slow=True).position_update
+    answers["triton"] = "is not installed"
+    assert backend.verified_kernels(tape, layout, torch.bfloat16) == backend.FusedKernels()
+    layout.device = "cpu"
+    assert backend.verified_kernels(tape, layout, torch.bfloat16) == backend.FusedKernels()
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

@@ -29,15 +29,16 @@ BACKENDS = {
     "triton": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32")),
     "tiled": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
     "torch": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE})),
+    "torch_wide": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
     "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
-    "flash_attn_3": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
-    "cudnn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
     "flex": Backend(frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32")),
     "fla": Backend(frozenset({ROTATION, GATE, REFLECTIONS}), ("bf16", "fp16")),
     "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
 }
-LIBRARIES = ("flash_attn_3", "cudnn", "flash_attn")
-"""The backends that are other libraries' kernels, the fastest first; `auto` takes the first that is exact."""
+ONLY_HALF = frozenset(name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",)))
+"""Backends that compute in 16 bits only."""
+LIBRARIES = ("torch", "torch_wide", "flash_attn")
+"""The backends that are kernels of other libraries: if one is not exact, `auto` takes the next row of its table."""
 HEAD_DIMS = (32, 64, 80, 96, 128)
 """Widths of heads that `triton` is tested with."""
 

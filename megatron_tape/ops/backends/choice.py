@@ -1,5 +1,6 @@
 """Which attention backends can run where, and which one `auto` means."""
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -9,32 +10,16 @@ from typing import NamedTuple
 import torch
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import (
-    AVERAGE,
-    BACKENDS,
-    BIAS,
-    GATE,
-    HEAD_DIMS,
-    LIBRARIES,
-    POINTWISE,
-    REFLECTIONS,
-    SCORES,
-    described,
-    lacks,
-)
+from megatron_tape.ops.backends import BACKENDS, HEAD_DIMS, REFLECTIONS, described, lacks
+from megatron_tape.ops.backends.table import BLACKWELL, CPU, HOPPER, OTHER_GPU, Case, rows
 
 logger = logging.getLogger(__name__)
 
 REFLECTED_DIMS = (16, 32, 64, 128)
 """Head widths for which flash-linear-attention 0.6.0 has kernels of PaTH."""
-_PACKAGES = {
-    "triton": "triton",
-    "flash_attn": "flash_attn",
-    "flash_attn_3": "flash_attn_interface",
-    "cudnn": "torch",
-    "flex": "triton",
-    "fla": "fla.ops.forgetting_attn",
-}
+FLASH_ATTN = {4: "flash_attn.cute.interface", 3: "flash_attn_interface", 2: "flash_attn"}
+"""The modules of flash-attn's versions; the packages are flash-attn-4, flash-attn-3 and flash-attn."""
+_PACKAGES = {"triton": "triton", "torch_wide": "torch", "flex": "triton", "fla": "fla.ops.forgetting_attn"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -43,6 +28,8 @@ class Choice(NamedTuple):
 
     backend: str
     reason: str
+    slow: bool = False
+    """Whether kernels exist that should have been chosen."""
 
 
 def choose_backend(
@@ -54,40 +41,51 @@ def choose_backend(
     segments: bool = False,
     packed: bool = False,
     without: Set[str] = frozenset(),
+    grouped: bool = False,
 ) -> Choice:
     """Return the backend for `wanted` that can do all of `needs`, which the positional encoding requires.
 
-    `auto` is, on a GPU, triton if a state is averaged, the first of `LIBRARIES` if none is, and torch if none of these
-    can run; on a CPU it is tiled if a state is averaged, otherwise torch. With a bias, a gate or rows of scores it is
-    the first of fla, flex and tiled on a GPU that can do and run it, and tiled on a CPU. With `segments`
-    (`ops.shifted`) or `packed` documents it prefers backends that skip the keys of others, as cudnn and torch do not;
-    with segments these are also triton after the libraries, and tiled on a CPU. `without` names backends that `auto` is
-    not to be. A backend that was named is never replaced by another: if it cannot run or do what is needed, this raises
+    `auto` is the first row of `table.TABLE` that fits and whose backend can run. `segments` (`ops.shifted`), `packed`
+    documents and `grouped` query heads decide which rows fit; `without` names backends that `auto` is not to be. A
+    backend that was named is never replaced by another: if it cannot run or do what is needed, this raises
     `ConfigError`.
     """
     if wanted != "auto":
         if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim, needs):
             raise ConfigError("model.attention_backend", f"is {wanted}, which {why}", "choose another, or auto")
         return Choice(wanted, "as model.attention_backend says")
-    on_cpu, averages = device.type == "cpu", AVERAGE in needs
-    if {POINTWISE, BIAS, GATE, SCORES, REFLECTIONS} & needs:
-        order = ["tiled"] if on_cpu else ["fla", "flex", "tiled"]
-    elif on_cpu:
-        order = ["tiled" if averages or segments else "torch"]
-    else:
-        libraries = [name for name in LIBRARIES if name != "cudnn" or not (segments or packed)]
-        order = [*(["triton"] if averages else libraries), *(["triton"] if segments else []), "torch"]
-    for name in (*order, "naive"):
-        if lacks(name, needs) or name in without:
+    case = Case(
+        generation(device),
+        frozenset(needs),
+        head_dim,
+        half_precision=dtype.itemsize == 2,
+        packed=packed,
+        segments=segments,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        grouped=grouped,
+    )
+    for row in rows(case):
+        if row.backend in without:
             continue
-        if not (why := unsupported(name, device, dtype, head_dim, needs)):
-            return Choice(name, f"the default on a {'CPU' if on_cpu else 'GPU'}")
-        logger.info("attention does not use %s, which %s", name, why)
+        why = unsupported(row.backend, device, dtype, head_dim, needs)
+        if not why and row.flash_attn_4 and flash_attn_version(device) != 4:
+            why = "is not version 4"
+        if not why:
+            return Choice(row.backend, f"the first for {case.generation} that can run: {row}", row.slow)
+        logger.info("attention does not use %s, which %s", row.backend, why)
     raise ConfigError(
         ("model.attention_backend", "model.position_encoding"),
         f"is auto, but no backend can {described(needs)} at once",
         "choose another model.position_encoding",
     )
+
+
+def generation(device: torch.device) -> str:
+    """Return the generation of a device, as `table` names it."""
+    if device.type != "cuda":
+        return CPU
+    major, _ = torch.cuda.get_device_capability(device)
+    return OTHER_GPU if torch.version.hip else {9: HOPPER, 10: BLACKWELL}.get(major, OTHER_GPU)
 
 
 def unsupported(
@@ -97,20 +95,21 @@ def unsupported(
 
     What it cannot do of `needs` is said by `lacks`; here they only decide which of its kernels would run.
     """
-    if backend not in _PACKAGES:
+    if BACKENDS[backend].precisions is None:
         return None
-    if why := why_not_importable(_PACKAGES[backend]):
+    if backend in _PACKAGES and (why := why_not_importable(_PACKAGES[backend])):
         return why
     if device.type != "cuda" and not (backend == "triton" and triton_interprets()):
         return f"needs a GPU, and this runs on {device.type}"
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    if backend == "flash_attn_3" and capability[0] != 9:
-        return "needs a GPU of compute capability 9.0"
-    # Before 9.0, cuDNN's kernels are no faster than others'.
-    if capability < (oldest := (9, 0) if backend == "cudnn" else (8, 0)):
-        return "needs a GPU of compute capability {}.{} or newer".format(*oldest)
-    if backend == "cudnn" and torch.are_deterministic_algorithms_enabled():
-        return "does not give the same bits every time"
+    if backend == "flash_attn" and flash_attn_version(device) is None:
+        return "cannot be imported in a version that runs on this GPU"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if backend == "torch_wide":
+        if generation(device) not in (HOPPER, BLACKWELL):
+            return "needs a GPU of compute capability 9.0 or 10.0, for which cuDNN has such kernels"
+        if torch.are_deterministic_algorithms_enabled():
+            return "does not give the same bits every time"
     dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]
     if dtype not in dtypes:
         names = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
@@ -121,8 +120,32 @@ def unsupported(
         return None if device.type == "cuda" else why_not_interpreted(dtype)
     if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
         return f"applies reflections to heads of {', '.join(map(str, REFLECTED_DIMS))}, not {head_dim}"
-    smallest = 8 if backend in LIBRARIES else 16
-    return None if smallest <= head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
+    smallest, largest = {"flash_attn": (8, 256), "torch_wide": (8, 64)}.get(backend, (16, 256))
+    return None if smallest <= head_dim <= largest and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
+
+
+def flash_attn_version(device: torch.device) -> int | None:
+    """Return the newest version of flash-attn that is installed and runs on this GPU, or None."""
+    major, _ = torch.cuda.get_device_capability(device)
+    return _flash_attn_version(major, torch.version.hip is not None)
+
+
+@functools.cache
+def _flash_attn_version(major: int, amd: bool) -> int | None:
+    runs = {4: major in (9, 10) and not amd, 3: major == 9 and not amd, 2: major >= 8}
+    for version, module in FLASH_ATTN.items():
+        if runs[version] and why_not_importable(module) is None:
+            # Version 4 alone leaves a package flash_attn without functions.
+            if hasattr(importlib.import_module(module), "flash_attn_func"):
+                return version
+    return None
+
+
+def takes_wide_value(device: torch.device, head_dim: int, grouped: bool) -> bool:
+    """Return whether flash-attn computes [v | z] in one call: version 4 does, for some heads and without groups."""
+    if grouped or flash_attn_version(device) != 4:
+        return False
+    return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 
 def why_not_importable(package: str) -> str | None:

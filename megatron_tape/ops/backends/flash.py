@@ -1,29 +1,79 @@
-"""flash-attn, called once for each value, as its kernels require values to have the width of the keys."""
+"""flash-attn, in the newest version that is installed and runs here: 4 (the package flash-attn-4), 3 or 2.
 
+Kernels of versions 2 and 3 require values to have the width of the keys, so they are called once for each value.
+Version 4 also takes [v | z]: on Hopper with tiles of our own, since those it chooses by the width of the keys do not
+fit into shared memory.
+"""
+
+import functools
 import importlib
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.backends.choice import FLASH_ATTN, flash_attn_version, takes_wide_value
+
+# For (D, 2D): the tile (queries, keys) forward, and FlashAttention-4's `BwdConfig` backward. Both compile for
+# capability 9.0 without spills and within 227 KiB (version 4.0.0b36; not measured).
+_FORWARD = {(64, 128): (128, 128), (128, 256): (128, 96)}
+_BACKWARD = {
+    (64, 128): (64, 128, 2, 2, 2, True, False, False, 1, 2, 1),
+    (128, 256): (64, 96, 2, 1, 1, False, True, False, 1, 1, 1),
+}
 
 
-def attend(x: AttentionInputs, package: str = "flash_attn") -> tuple[Tensor, ...]:
+def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D)."""
-    functions = importlib.import_module(package)
-    q, k = x.rotated()
-    S, B = q.shape[:2]
-    q, k, *values = (y.transpose(0, 1) for y in (q, k, *x.values()))
+    (S, B, H, D), G = x.q_SBHD.shape, x.k_TBGD.shape[2]
+    version = flash_attn_version(x.q_SBHD.device)
+    functions = importlib.import_module(FLASH_ATTN[version])
+    packed = x.packing is not None
+    if x.average_state and not packed and takes_wide_value(x.q_SBHD.device, D, grouped=H != G):
+        _choose_tiles(functions)
+        q, k, *values = x.with_one_value()
+    else:
+        q, k, *values = *x.rotated(), *x.values()
+    q, k, *values = (y.transpose(0, 1) for y in (q, k, *values))
     settings = {"causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    lengths = () if x.packing is None else x.packing.lengths(S)
+    lengths = x.packing.lengths(S) if packed else ()
 
     def averages(q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         kernel = functions.flash_attn_varlen_func if lengths else functions.flash_attn_func
-        found = (kernel(q, k, value, *lengths, **settings) for value in values)
-        # Early versions of flash-attn 3 also return the logarithms of the sums.
+        if lengths:
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            kernel = functools.partial(kernel, **dict(zip(names, lengths)))
+        found = (kernel(q, k, value, **settings) for value in values)
+        # Version 4, and early versions of 3, also return the logarithms of the sums.
         return tuple(average[0] if isinstance(average, tuple) else average for average in found)
 
-    if not lengths:
-        return tuple(average.transpose(0, 1) for average in x.run(averages, q, k, *values))
-    found = x.run(averages, *(y.flatten(0, 1) for y in (q, k, *values)))
-    return tuple(average.unflatten(0, (B, S)).transpose(0, 1) for average in found)
+    if lengths:
+        found = x.run(averages, *(y.flatten(0, 1) for y in (q, k, *values)))
+        found = [average.unflatten(0, (B, S)) for average in found]
+    else:
+        found = x.run(averages, q, k, *values)
+    return tuple(part.transpose(0, 1) for average in found for part in average.split(D, dim=-1))
+
+
+def _choose_tiles(functions: ModuleType) -> None:
+    """Let version 4 take our tiles for [v | z] on Hopper; it has no argument for those of the backward pass."""
+    if isinstance(functions._tile_size_fwd_sm90, _Tiles):
+        return
+    forward, backward = functions._tile_size_fwd_sm90, functions._tile_size_bwd_sm90
+    ours = {widths: functions.FwdConfig(*tile, True, True) for widths, tile in _FORWARD.items()}
+    functions._tile_size_fwd_sm90 = _Tiles(ours, forward)
+    ours = {widths: functions.BwdConfig(*tile) for widths, tile in _BACKWARD.items()}
+    functions._tile_size_bwd_sm90 = _Tiles(ours, backward)
+
+
+class _Tiles:
+    """A function of version 4 that returns a configuration, with some replaced by their widths of keys and values."""
+
+    def __init__(self, ours: dict[tuple[int, int], object], theirs: Callable[..., object]):
+        self._ours, self._theirs = ours, theirs
+
+    def __call__(self, head_dim: int, head_dim_v: int, *arguments: object, **named: object) -> object:
+        found = self._ours.get((head_dim, head_dim_v))
+        return self._theirs(head_dim, head_dim_v, *arguments, **named) if found is None else found

@@ -1,22 +1,30 @@
-"""torch's scaled_dot_product_attention, called once for each value, as a wider value would not take its fast path.
+"""torch's scaled_dot_product_attention (SDPA), called once for each value: on most devices its fast kernels require
+values to have the width of the keys (`sdpa_wide` is for the others).
 
-Two calls cost twice RoPE's attention; one pass over a widened value would cost 1.5 times as much.
+Two calls compute 14 products of S x S x D numbers, forward and backward, where RoPE has 7 and one pass over [v | z] 10.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.bias import NEAR, Bias
 from megatron_tape.ops.packing import additive_mask
 
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D)."""
-    q, k = x.rotated()
-    values = x.values()
+    return attend_to(x, *x.rotated(), *x.values())
+
+
+def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return the averages of `values`, each D wide or together [v | z], for rotated queries and keys."""
     mask = _mask(x)
     heads_per_group = q.shape[2] // k.shape[2]
     if mask is not None and heads_per_group > 1:
@@ -24,14 +32,20 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
     values = [value.permute(1, 2, 0, 3) for value in values]
-    # No fast kernel computes the gradient of a mask, so that it is none of the tensors that may need one.
-    averages = (
-        x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
-    )
-    return tuple(average.permute(2, 0, 1, 3) for average in averages)
+    with _without_cudnn(q, mask):
+        # No fast kernel computes the gradient of a mask, so that it is none of the tensors that may need one.
+        averages = (
+            x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
+        )
+    return tuple(part.permute(2, 0, 1, 3) for average in averages for part in average.split(q.shape[-1], dim=-1))
 
 
-def _averages(mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTD: Tensor) -> tuple[Tensor, ...]:
+def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
+    """With a mask, cuDNN's gradient of queries can be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
+    return nullcontext() if mask is None or not q.is_cuda else sdpa_kernel(_WITHOUT_CUDNN)
+
+
+def _averages(mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTE: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         F.scaled_dot_product_attention(
             q_BHSD,
@@ -41,14 +55,21 @@ def _averages(mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTD:
             is_causal=mask is None and q_BHSD.shape[2] > 1,
             enable_gqa=q_BHSD.shape[1] != k_BGTD.shape[1],
         )
-        for value in values_BGTD
+        for value in values_BGTE
     )
+
+
+def needs_mask(x: AttentionInputs) -> bool:
+    """Return whether SDPA needs an explicit mask.
+
+    A single query sees all keys; with as many queries as keys, SDPA applies the causal mask itself.
+    """
+    return x.bias is not None or x.packing is not None or x.q_SBHD.shape[0] not in (1, x.k_TBGD.shape[0])
 
 
 def _mask(x: AttentionInputs) -> Tensor | None:
     S, T, dtype, device = x.q_SBHD.shape[0], x.k_TBGD.shape[0], x.q_SBHD.dtype, x.q_SBHD.device
-    if x.bias is None and x.packing is None and S in (1, T):
-        # A single query sees all keys; with as many queries as keys, SDPA applies the causal mask itself.
+    if not needs_mask(x):
         return None
     mask = additive_mask(S, T, None, device, dtype) if x.packing is None else x.packing.mask(S, dtype)
     return mask if x.bias is None else _bias(x.bias, slice(T - S, T), T).to(dtype) + mask

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_tape.ops.kernels.triton_rotation import last_contiguous
+
 PROGRAMS = 4
 """Maximum number of programs per multiprocessor; each loads the matrices and writes its sums of gradients once."""
 
@@ -21,10 +23,10 @@ TOKENS = 16
 
 
 @triton.jit
-def _matrix(pointer, rows, columns, R: tl.constexpr, C: tl.constexpr):
-    """Load a contiguous (R, C) matrix into a larger block, filled up with zeros."""
+def _matrix(pointer, rows, columns, row_stride, R: tl.constexpr, C: tl.constexpr):
+    """Load an (R, C) matrix into a larger block, filled up with zeros."""
     inside = (rows[:, None] < R) & (columns[None, :] < C)
-    return tl.load(pointer + rows[:, None] * C + columns[None, :], mask=inside, other=0.0)
+    return tl.load(pointer + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -44,17 +46,17 @@ def _mixed(z, u, mixing, FULL: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    Z, U, GATE, MIXING, UP, DOWN, OUT, N, tokens,
+def _update(
+    Z, U, GATE, MIXING, UP, DOWN, OUT, N, tokens, u_token, u_head,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
     FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
     columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
-    down, up = _matrix(DOWN, groups, inner, G, P), _matrix(UP, inner, groups, P, G)
+    down, up = _matrix(DOWN, groups, inner, P, G, P), _matrix(UP, inner, groups, G, P, G)
     if FULL:
-        mixing = _matrix(MIXING, groups, heads, G, H)
+        mixing = _matrix(MIXING, groups, heads, H, G, H)
     else:
         mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
     first = tl.program_id(0).to(tl.int64) * tokens
@@ -62,26 +64,26 @@ def _forward(
         gate = tl.load(GATE + token * P + inner, mask=inner < P, other=0.0).to(tl.float32)
         silu = gate * tl.sigmoid(gate)
         M = tl.dot((down * silu[None, :]).to(down.dtype), up, input_precision=PRECISION)
-        z = _matrix(Z + token * G * D, groups, columns, G, D)
-        u = _matrix(U + token * H * D, heads, columns, H, D)
+        z = _matrix(Z + token * G * D, groups, columns, D, G, D)
+        u = _matrix(U + token * u_token, heads, columns, u_head, H, D)
         mixed = _mixed(z, u, mixing, FULL, PRECISION)
         out = mixed + tl.dot(M.to(down.dtype), mixed.to(down.dtype), input_precision=PRECISION)
         _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
 
 
 @triton.jit
-def _backward(
-    Z, U, GATE, MIXING, UP, DOWN, DOUT, DZ, DU, DGATE, DMIXING, DUP, DDOWN, N, tokens,
+def _update_backward(
+    Z, U, GATE, MIXING, UP, DOWN, DOUT, DZ, DU, DGATE, DMIXING, DUP, DDOWN, N, tokens, u_token, u_head,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
     FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
     columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
-    down, up = _matrix(DOWN, groups, inner, G, P), _matrix(UP, inner, groups, P, G)
+    down, up = _matrix(DOWN, groups, inner, P, G, P), _matrix(UP, inner, groups, G, P, G)
     dtype = down.dtype
     if FULL:
-        mixing = _matrix(MIXING, groups, heads, G, H)
+        mixing = _matrix(MIXING, groups, heads, H, G, H)
         dmixing = tl.zeros((BLOCK_G, BLOCK_H), tl.float32)
     else:
         mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
@@ -95,9 +97,9 @@ def _backward(
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         M = tl.dot((down * silu[None, :]).to(dtype), up, input_precision=PRECISION)
-        z = _matrix(Z + token * G * D, groups, columns, G, D)
-        u = _matrix(U + token * H * D, heads, columns, H, D)
-        dout = _matrix(DOUT + token * G * D, groups, columns, G, D)
+        z = _matrix(Z + token * G * D, groups, columns, D, G, D)
+        u = _matrix(U + token * u_token, heads, columns, u_head, H, D)
+        dout = _matrix(DOUT + token * G * D, groups, columns, D, G, D)
         mixed = _mixed(z, u, mixing, FULL, PRECISION).to(dtype)
         factor = dout.to(dtype)
         dM = tl.dot(factor, tl.trans(mixed), input_precision=PRECISION)
@@ -127,10 +129,13 @@ def _backward(
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
-        z, *tensors = (x.contiguous() for x in (z, u, gate, mixing, up, down))
+        # As a half of [o | u], u is a view whose heads lie apart.
+        u = last_contiguous(u)
+        z, gate, mixing, up, down = (x.contiguous() for x in (z, gate, mixing, up, down))
+        tensors = u, gate, mixing, up, down
         out = torch.empty_like(z)
         ctx.save_for_backward(z if kept is None else kept.contiguous(), *tensors)
-        _launch(_forward, z, *tensors, out)
+        _launch(_update, z, *tensors, out)
         return out
 
     @staticmethod
@@ -139,10 +144,14 @@ class _Update(torch.autograd.Function):
         tensors = ctx.saved_tensors
         z, u, gate, mixing, up, down = tensors
         dout = dout.contiguous()
-        dz, du, dgate = torch.empty_like(dout), torch.empty_like(u), torch.empty_like(gate)
+        dz, du, dgate = (
+            torch.empty_like(dout),
+            torch.empty(u.shape, dtype=u.dtype, device=u.device),
+            torch.empty_like(gate),
+        )
         programs = triton.cdiv(len(z), _tokens(z))
         sums = [torch.empty(programs, *x.shape, dtype=torch.float32, device=x.device) for x in (mixing, up, down)]
-        _launch(_backward, *tensors, dout, dz, du, dgate, *sums)
+        _launch(_update_backward, *tensors, dout, dz, du, dgate, *sums)
         return dz, du, dgate, *(x.sum(0).to(x_of.dtype) for x, x_of in zip(sums, (mixing, up, down))), None
 
 
@@ -160,9 +169,10 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
         return max(16, triton.next_power_of_2(n))
 
     kernel[(triton.cdiv(N, tokens),)](
-        z, u, gate, mixing, *tensors, N, tokens, G, H, D, P, block(G), block(H), block(D), block(P),
+        z, u, gate, mixing, *tensors, N, tokens, u.stride(0), u.stride(1),
+        G, H, D, P, block(G), block(H), block(D), block(P),
         mixing.dim() == 2, "ieee" if u.dtype is torch.float32 else "tf32",
-        num_warps=8 if block(G) * block(P) > 2048 else 4,
+        num_warps=8 if max(block(G), block(H)) * max(block(P), block(D)) >= 2048 else 4,
     )  # fmt: skip
 
 

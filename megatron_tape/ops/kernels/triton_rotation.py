@@ -1,20 +1,38 @@
-"""The product of queries and keys with the position state as Triton kernels of their own.
+"""Triton kernels of what comes before attention: rotated queries and keys, and the value `[v | z]`.
 
-Inside attention, each tile of keys would be rotated again for every tile of queries. Axes: S sequence, B batch, H query
-heads, G groups, D head dimension, F = D/2 complex numbers. The plain form is in `ops/rotation.py`.
+Inside attention, each tile of keys would be rotated again for every tile of queries. One launch reads q, k, v and the
+state z once and writes what attention reads; the value is written interleaved, as one vector of 2D numbers for each
+token and group, so that attention multiplies by v and z in one product. Axes: S sequence, B batch, H query heads, G
+groups, D head dimension, F = D/2 complex numbers. The plain form is in `ops/rotation.py`.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @triton.jit
-def load_rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr):
-    """Load (rows, columns) of a matrix, with zeros where the row is not below `limit` or the column not below D."""
-    inside = (rows[:, None] < limit) & (columns[None, :] < D)
-    return tl.load(pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+def load_rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr, CHECKED: tl.constexpr = True):
+    """Load (rows, columns) of a matrix, with zeros where the row is not below `limit` or the column not below D.
+
+    Without CHECKED all rows are below `limit`.
+    """
+    places = pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    if CHECKED:
+        return tl.load(places, mask=(rows[:, None] < limit) & (columns[None, :] < D), other=0.0)
+    if columns.shape[0] == D:
+        return tl.load(places)
+    return tl.load(places, mask=columns[None, :] < D, other=0.0)
+
+
+@triton.jit
+def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
+    """Load a number for each row, or `other` where the row is not below `limit`; without CHECKED all are."""
+    if CHECKED:
+        return tl.load(pointer + rows, mask=rows < limit, other=other)
+    return tl.load(pointer + rows)
 
 
 @triton.jit
@@ -26,68 +44,97 @@ def store_rows(pointer, base, rows, row_stride, columns, limit, value, D: tl.con
 
 
 @triton.jit
-def _rotate(
-    X, Z, Y, x_row, x_batch, x_head, z_row, z_batch, z_head, y_row, y_batch, y_head, S, H,
-    PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Multiply by the state as complex numbers, stored as [real | imaginary]."""
-    batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
-    x_base, z_base = batch * x_batch + head * x_head, batch * z_batch + head // PER_GROUP * z_head
+def _rotate(X, Y, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, F: tl.constexpr):
+    """Multiply rows of X by the state as complex numbers, stored as [real | imaginary], into Y."""
     x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
     x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
-    z_re = load_rows(Z, z_base, rows, z_row, columns, S, F).to(tl.float32)
-    z_im = load_rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
-    y_base = batch * y_batch + head * y_head
     store_rows(Y, y_base, rows, y_row, columns, S, x_re * z_re - x_im * z_im, F)
     store_rows(Y, y_base + F, rows, y_row, columns, S, x_re * z_im + x_im * z_re, F)
 
 
 @triton.jit
-def _rotate_backward_one(
-    X, DY, DX, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, dz_re, dz_im, F: tl.constexpr
-):
-    dy_re = load_rows(DY, y_base, rows, y_row, columns, S, F).to(tl.float32)
-    dy_im = load_rows(DY, y_base + F, rows, y_row, columns, S, F).to(tl.float32)
-    x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
-    x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
-    store_rows(DX, y_base, rows, y_row, columns, S, dy_re * z_re + dy_im * z_im, F)
-    store_rows(DX, y_base + F, rows, y_row, columns, S, dy_im * z_re - dy_re * z_im, F)
-    return dz_re + dy_re * x_re + dy_im * x_im, dz_im + dy_im * x_re - dy_re * x_im
+def _prepare(
+    Q, K, V, Z, Q_OUT, K_OUT, VALUE, q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
+    z_row, z_batch, z_head, B, T, G,
+    PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
+    ROTATE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rotate the queries and keys of one group with ROTATE; write its value [v | z] with WIDE."""
+    batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
+    rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
+    z_base = batch * z_batch + group * z_head
+    z_re = load_rows(Z, z_base, rows, z_row, columns, T, F)
+    z_im = load_rows(Z, z_base + F, rows, z_row, columns, T, F)
+    D: tl.constexpr = 2 * F
+    # What is written is contiguous.
+    line = batch * G + group
+    if ROTATE:
+        w_re, w_im = z_re.to(tl.float32), z_im.to(tl.float32)
+        for member in range(PER_GROUP):
+            head = group * PER_GROUP + member
+            _rotate(
+                Q, Q_OUT, batch * q_batch + head * q_head, (line * PER_GROUP + member) * D, rows, q_row,
+                B * G * PER_GROUP * D, columns, T, w_re, w_im, F,
+            )  # fmt: skip
+        k_base = batch * k_batch + group * k_head
+        _rotate(K, K_OUT, k_base, line * D, rows, k_row, B * G * D, columns, T, w_re, w_im, F)
+    if WIDE:
+        base, stride, v_base = line * 2 * D, B * G * 2 * D, batch * v_batch + group * v_head
+        store_rows(VALUE, base, rows, stride, columns, T, load_rows(V, v_base, rows, v_row, columns, T, F), F)
+        store_rows(VALUE, base + F, rows, stride, columns, T, load_rows(V, v_base + F, rows, v_row, columns, T, F), F)
+        store_rows(VALUE, base + D, rows, stride, columns, T, z_re, F)
+        store_rows(VALUE, base + D + F, rows, stride, columns, T, z_im, F)
 
 
 @triton.jit
-def _rotate_backward(
-    Q, K, Z, DQ, DQ_OUT, DK, DZ, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
-    dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, S, G,
+def _backward_one(
+    X, DY, DX, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, dz_re, dz_im,
+    F: tl.constexpr, NEEDED: tl.constexpr,
+):  # fmt: skip
+    dy_re = load_rows(DY, y_base, rows, y_row, columns, S, F).to(tl.float32)
+    dy_im = load_rows(DY, y_base + F, rows, y_row, columns, S, F).to(tl.float32)
+    store_rows(DX, y_base, rows, y_row, columns, S, dy_re * z_re + dy_im * z_im, F)
+    store_rows(DX, y_base + F, rows, y_row, columns, S, dy_im * z_re - dy_re * z_im, F)
+    if NEEDED:
+        x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
+        x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
+        dz_re, dz_im = dz_re + dy_re * x_re + dy_im * x_im, dz_im + dy_im * x_re - dy_re * x_im
+    return dz_re, dz_im
+
+
+@triton.jit
+def _prepare_backward(
+    Q, K, Z, DQ, DQ_OUT, DK, DZ, DZ_OUT, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
+    dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, dz_row, dz_batch, dz_head, B, S, G,
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
-    """Turn the gradients of rotated queries and keys into those of queries and keys; also compute the state's."""
+    """Turn the gradients of rotated queries and keys into those of queries and keys; add the state's to DZ."""
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
     z_re = load_rows(Z, z_base, rows, z_row, columns, S, F).to(tl.float32)
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
-    dk_base = batch * dk_batch + group * dk_head
     dz_re = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
-    if WIDE:
-        dz_re = load_rows(DZ, dk_base, rows, dk_row, columns, S, F).to(tl.float32)
-        dz_im = load_rows(DZ, dk_base + F, rows, dk_row, columns, S, F).to(tl.float32)
+    if WIDE and NEEDED:
+        dz_base = batch * dz_batch + group * dz_head
+        dz_re = load_rows(DZ, dz_base, rows, dz_row, columns, S, F).to(tl.float32)
+        dz_im = load_rows(DZ, dz_base + F, rows, dz_row, columns, S, F).to(tl.float32)
     for member in range(PER_GROUP):
         head = group * PER_GROUP + member
-        dz_re, dz_im = _rotate_backward_one(
+        dz_re, dz_im = _backward_one(
             Q, DQ, DQ_OUT, batch * q_batch + head * q_head, batch * dq_batch + head * dq_head, rows, q_row, dq_row,
-            columns, S, z_re, z_im, dz_re, dz_im, F,
+            columns, S, z_re, z_im, dz_re, dz_im, F, NEEDED,
         )  # fmt: skip
-    dz_re, dz_im = _rotate_backward_one(
-        K, DK, DK, batch * k_batch + group * k_head, dk_base, rows, k_row, dk_row,
-        columns, S, z_re, z_im, dz_re, dz_im, F,
+    dz_re, dz_im = _backward_one(
+        K, DK, DK, batch * k_batch + group * k_head, batch * dk_batch + group * dk_head, rows, k_row, dk_row,
+        columns, S, z_re, z_im, dz_re, dz_im, F, NEEDED,
     )  # fmt: skip
     if NEEDED:
-        store_rows(DZ, dk_base, rows, dk_row, columns, S, dz_re, F)
-        store_rows(DZ, dk_base + F, rows, dk_row, columns, S, dz_im, F)
+        base, stride = (batch * G + group) * 2 * F, B * G * 2 * F
+        store_rows(DZ_OUT, base, rows, stride, columns, S, dz_re, F)
+        store_rows(DZ_OUT, base + F, rows, stride, columns, S, dz_im, F)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -100,35 +147,79 @@ def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def rotated(x: Tensor, z: Tensor) -> Tensor:
-    """Return x (S, B, H, D) times z (S, B, G, D) as complex numbers, in x's type."""
-    S, B, H, D = x.shape
-    y = torch.empty(S, B, H, D, dtype=x.dtype, device=x.device)
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, rotate: bool, wide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) with `rotate`, and the value.
+
+    The value is v, or with `wide` [v | z] (T, B, G, 2D). With `rotate`, S = T. The last axis of all is contiguous.
+    """
+    if not (rotate or wide):
+        return q, k, v
+    (T, B, G, D), H = k.shape, q.shape[2]
+    rotated_q, rotated_k, value = q, k, v
+    if rotate:
+        rotated_q, rotated_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if wide:
+        value = torch.empty(T, B, G, 2 * D, dtype=v.dtype, device=v.device)
     block_f = triton.next_power_of_2(D // 2)
-    block_s = max(1, 4096 // block_f // 2)
-    _rotate[(triton.cdiv(S, block_s), B * H)](
-        x, z, y, *strides(x), *strides(z), *strides(y), S, H, H // z.shape[2], D // 2, block_f, block_s
-    )
-    return y
+    block_s = max(1, 2048 // block_f)
+    _prepare[(triton.cdiv(T, block_s), B * G)](
+        q, k, v, z, rotated_q, rotated_k, value, *strides(q), *strides(k), *strides(v), *strides(z), B, T, G,
+        H // G, D // 2, block_f, block_s, rotate, wide,
+    )  # fmt: skip
+    return rotated_q, rotated_k, value
 
 
-def rotated_backward(
+def prepare_backward(
     q: Tensor, k: Tensor, z: Tensor, dq: Tensor, dk: Tensor, dz: Tensor | None, needed: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of q, in its type, and of z, if it is `needed`, from those of rotated q and k.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, in its type, of k, and of z, if it is `needed`, from those of rotated q and k.
 
-    The gradient of k replaces dk, and that of q replaces dq if dq has q's type. `dz`, if given, is the gradient that z
-    has from other uses; it is added to.
+    `dz`, if given, is the gradient that z has as a value; it is added to. The gradient of k replaces `dk`, and that of
+    q replaces `dq` if that has q's type.
     """
     S, B, G, D = k.shape
-    averaged = dz is not None
-    if dz is None:
-        dz = torch.empty_like(dk, dtype=z.dtype) if needed else dk
     dq_out = dq if dq.dtype == q.dtype else torch.empty_like(dq, dtype=q.dtype)
+    dz_out = torch.empty(S, B, G, D, dtype=z.dtype, device=z.device) if needed else None
+    wide = dz is not None
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 2048 // block_f // 2)
-    _rotate_backward[(triton.cdiv(S, block_s), B * G)](
-        q, k, z, dq, dq_out, dk, dz, *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk),
-        S, G, q.shape[2] // G, D // 2, block_f, block_s, averaged, needed,
+    _prepare_backward[(triton.cdiv(S, block_s), B * G)](
+        q, k, z, dq, dq_out, dk, dz if wide else dk, dz_out if needed else dk,
+        *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk), *strides(dz if wide else dk),
+        B, S, G, q.shape[2] // G, D // 2, block_f, block_s, wide, needed,
     )  # fmt: skip
-    return dq_out, dz if needed else None
+    return dq_out, dk, dz_out
+
+
+class _Prepared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, z, wide):
+        q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
+        rotated_q, rotated_k, value = prepare(q, k, v, z, True, wide)
+        # The gradients of q and k need z alone.
+        ctx.save_for_backward(*((q, k) if ctx.needs_input_grad[3] else (None, None)), z)
+        ctx.wide = wide
+        return (rotated_q, rotated_k, value) if wide else (rotated_q, rotated_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dvalue=None):
+        q, k, z = ctx.saved_tensors
+        D, needed = dk.shape[-1], ctx.needs_input_grad[3]
+        # In place: attention has computed these gradients for this function alone.
+        dq, dk = (last_contiguous(x) for x in (dq, dk))
+        dvalue = None if dvalue is None else last_contiguous(dvalue)
+        dz = None if dvalue is None else dvalue[..., D:]
+        dq, dk, dz = prepare_backward(dq if q is None else q, dk if k is None else k, z, dq, dk, dz, needed)
+        return dq, dk, None if dvalue is None else dvalue[..., :D], dz, None
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
+    """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`, [v | z].
+
+    Gradients flow to all of them. The gradient of v is a view of the value's.
+    """
+    with torch.cuda.device_of(q):
+        return _Prepared.apply(q, k, v, z.expand(k.shape), wide)

@@ -1,0 +1,56 @@
+"""SwiGLU, silu(gate) * up, as Triton kernels that read and write everything once.
+
+Liger's kernels (Hsu et al., 2024) compute the same, but need gate and up as tensors of their own: the halves of one
+projection would be copied first. The plain form is in `ops/swiglu.py`. Axes: N tokens, F width of the MLP.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Columns of one program."""
+
+
+@triton.jit
+def _swiglu(X, Y, F, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < F
+    gate = tl.load(X + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(X + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Y + row * F + columns, (gate * tl.sigmoid(gate) * up).to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < F
+    gate = tl.load(X + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(X + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(DY + row * F + columns, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+    tl.store(DX + row * 2 * F + columns, dgate.to(DX.dtype.element_ty), mask=inside)
+    tl.store(DX + row * 2 * F + F + columns, (dy * silu).to(DX.dtype.element_ty), mask=inside)
+
+
+def forward(both: Tensor) -> Tensor:
+    """Return silu(gate) * up, (..., F), for contiguous gate and up side by side, (..., 2F)."""
+    F = both.shape[-1] // 2
+    y = torch.empty(*both.shape[:-1], F, dtype=both.dtype, device=both.device)
+    if y.numel():
+        with torch.cuda.device_of(both):
+            _swiglu[(y.numel() // F, triton.cdiv(F, BLOCK))](both, y, F, BLOCK)
+    return y
+
+
+def backward(both: Tensor, dy: Tensor) -> Tensor:
+    """Return the gradient of gate and up, (..., 2F), given the contiguous one of the result, (..., F)."""
+    F = dy.shape[-1]
+    d_both = torch.empty_like(both)
+    if dy.numel():
+        with torch.cuda.device_of(both):
+            _swiglu_backward[(dy.numel() // F, triton.cdiv(F, BLOCK))](both, dy, d_both, F, BLOCK)
+    return d_both
