@@ -35,6 +35,7 @@ BY_BF16 = "--deepspeed.communication_precision=bf16"
 DRAWN_AT_ONCE = 4096
 """Numbers; otherwise a model this small would be drawn at once."""
 ROPE, FUSED = "--model.position_encoding=rope", "--model.attention_backend=triton"
+CHOSEN = "--model.attention_backend=auto"
 CONTEXT = ["--parallel.context_parallel_size=2", "--model.qk_norm=true"]
 
 
@@ -77,7 +78,9 @@ MANY = {
         "--model.seq_length=128",
         FULL,
     ],
-    "chosen": ["--model.attention_backend=auto", ONE, "--model.num_query_groups=8"],
+    "chosen": [CHOSEN, ONE, "--model.num_query_groups=8"],
+    "chosen_recomputed": [CHOSEN, "--train.recompute=selective"],
+    "chosen_context_and_qk_norm": [CHOSEN, *CONTEXT],
 }
 
 

@@ -150,6 +150,8 @@ def _replace_operators() -> None:
     plain_attention = F.scaled_dot_product_attention
 
     def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if v.shape[-1] != q.shape[-1]:  # cuDNN's kernels alone take wider values
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
         if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
             return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
         if q.shape[1] != k.shape[1]:  # no fast kernel takes grouped heads with a mask or in fp32

@@ -167,9 +167,13 @@ class _ObservedRun:
         try:
             # Comparing kernels with plain torch and writing weights to a file need numbers.
             with (
-                mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
-                mock.patch.object(backend, "library_fails", lambda *_: "is not rehearsed"),
-                mock.patch.object(backend, "loss_disagrees", lambda *_: "Liger's kernels are not rehearsed"),
+                mock.patch.multiple(
+                    backend,
+                    backend_fails=lambda *_: None,
+                    update_fails=lambda *_: None,
+                    swiglu_disagrees=lambda *_: None,
+                    loss_disagrees=lambda *_: "Liger's kernels are not rehearsed",
+                ),
                 mock.patch.object(initialization, "chunks_of", _first_chunk(initialization.chunks_of)),
                 mock.patch.multiple(
                     training,
