@@ -93,12 +93,13 @@ def main(argv: list[str] | None = None) -> int:
         )
     gib = hardware.memory if gib is None and options.gpu else gib
     if options.search:
-        plan, gib = Plan(config, processes), gib or hardware.memory
+        plan, gib = Plan(config, processes, generation=hardware.generation), gib or hardware.memory
         found = search(plan, hardware, gib, validate)
         print("\n".join(_found(found, plan, hardware, gib)))
         _warn_of_encoding(config.model)
         return 0 if found.fitting else 1
-    plan = Plan(config, config.parallel.ranks_per_sequence if processes is None else processes)
+    processes = config.parallel.ranks_per_sequence if processes is None else processes
+    plan = Plan(config, processes, generation=hardware.generation)
     validate(config, plan.processes)
     needed = memory(plan)
     for name, value in (*_rows(plan, needed), *_time(plan, hardware)):
@@ -161,6 +162,7 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
         yield "  per model-parallel rank", f"{most:,}"
     layout = f"{counted(plan.processes, 'process', 'processes')}: {config.parallel.described(plan.processes)}"
     yield "layout", f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute {config.train.recompute}"
+    yield "attention on a GPU, assumed", _attention(plan)
     yield "memory per GPU", f"{needed.peak / GIB:8.2f} GiB"
     for part, name in PARTS.items():
         yield f"  {name}", f"{getattr(needed, part) / GIB:8.2f} GiB"
@@ -183,6 +185,10 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     if milestones := config.checkpoint.milestones(config.train.steps):
         kept += f", {milestones} kept for good"
     yield "disk for checkpoints", f"{checkpoints_bytes(plan) / 1e9:.2f} GB for {kept}"
+
+
+def _attention(plan: Plan) -> str:
+    return f"{plan.attention.backend}, {plan.attention}"
 
 
 def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
@@ -216,6 +222,7 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
         yield f"no layout can run on {gpus}"
         yield from _reasons(found)
         return
+    yield f"attention, assumed: {_attention(plan)}"
     yield ROW.format(*COLUMNS) + "  most time in"
     for prediction in found.fitting:
         most = ", ".join(f"{name} {share:.0%}" for name, share in prediction.phases()[:3])

@@ -2,17 +2,18 @@
 
 Attention is assumed to keep no S x S scores; on GPUs, torch's SDPA may keep them in fp32 with grouped keys, for which
 it has no fast kernel. All backends are counted like torch's SDPA, except for the mask of packs, which only SDPA keeps,
-and for our kernel, which keeps no rotated queries and keys. Shifted sparse attention is counted as full attention,
-although it keeps its outputs once more where layers are not recomputed.
+for our kernel, which keeps no rotated queries and keys, and for one call of SDPA for values and states, which keeps
+them in one tensor. Shifted sparse attention is counted as full attention, although it keeps its outputs once more where
+layers are not recomputed.
 """
 
 from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_tape.config.schema import OF_ENCODING, ModelConfig
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, HEAD_DIMS, POINTWISE, REFLECTIONS, ROTATION, SCORES, lacks
+from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
 from megatron_tape.ops.chunks import chunk_size
-from megatron_tape.planning.plan import Plan
+from megatron_tape.planning.plan import CALLED_TWICE, Plan
 from megatron_tape.position import encoding_of
 
 
@@ -90,7 +91,7 @@ def _inputs(plan: Plan) -> int:
     states = plan.batch.tokens if packed and encoding.counts_in_documents else model.seq_length
     # What enters a recomputed layer is kept as it is; otherwise, as attention reads it.
     state = encoding.state_bytes(0, width) if plan.recomputes else encoding.state_size(0) * width
-    mask = plan.batch.tokens * model.seq_length * width if packed and not _needs_no_mask(model) else 0
+    mask = plan.batch.tokens * model.seq_length * width if packed and _needs_mask(plan) else 0
     return plan.matrix_tokens * 8 + states * state + mask
 
 
@@ -140,7 +141,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     kept_elsewhere = encoding.state_is_learned(layer) and (before is None or not encoding.updates(before))
     states = groups if learns_rotation and not kept_elsewhere else 0
     # Our kernel always keeps its input and rotates again in the backward pass.
-    rotates_again = _uses_our_kernel(model)
+    rotates_again = plan.attention.backend == "triton"
     keeps_projection, normed = learns_rotation or rotates_again, 0
     projected = heads + 2 * groups
     # Megatron copies queries when it separates them from keys and values.
@@ -155,7 +156,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     else:
         queries, keys = heads + (copied if keeps_projection else 0), groups
     values, widened = states, 0
-    if plan.config.data.reset_attention_mask and grouped and not _needs_no_mask(model):
+    if plan.config.data.reset_attention_mask and grouped and _needs_mask(plan):
         # Keys and values are repeated for every head; the projection's output is kept if parts of it are views.
         keys, values = heads, heads + (heads if averages_state else 0) + states
         projected = projected if keeps_projection or not queries else 0
@@ -167,6 +168,13 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     gate = 2 * heads if model.attention_output_gate else 0
     # What comes back from the other context ranks is what the output's projection or gate keeps.
     returned = heads if exchanged else 0
+    if averages_state and plan.attention.backend == "torch_wide":
+        # Values and states are one tensor, and so are their averages. The output's projection gets a copy. So does the
+        # update, unless other ranks send what it reads.
+        values, returned = values + 2 * groups, heads * (2 if batch.head_shards == 1 else 1)
+        if not learns_rotation:
+            # Nothing keeps the values that were copied, nor queries and keys before their rotation.
+            projected, normed = projected if keeps_projection else 0, 0
     norms = 0
     if model.qk_norm:
         # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.
@@ -178,10 +186,10 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
 def _attention_outputs(plan: Plan, layer: int) -> int:
     """Return the bytes of what one layer's attention returns, and of its log-sums."""
     encoding, model = plan.encoding, plan.model
-    calls = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
+    averages = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
     heads = model.num_attention_heads // plan.batch.head_shards
-    log_sum = 0 if _computes_whole_rows(model) else 4
-    return plan.batch.tokens * calls * heads * (model.head_dim * plan.width + log_sum)
+    log_sums = 0 if _computes_whole_rows(model) else averages if plan.attention.backend in CALLED_TWICE else 1
+    return plan.batch.tokens * heads * (averages * model.head_dim * plan.width + 4 * log_sums)
 
 
 def _loss(plan: Plan, gradient: int) -> int:
@@ -199,18 +207,10 @@ def _loss(plan: Plan, gradient: int) -> int:
     return states + total + max(logits + rounded, (rounded or logits) + product) - gradient
 
 
-def _needs_no_mask(model: ModelConfig) -> bool:
-    """Return whether attention needs no mask: with a bias, gates or rows of scores, it is computed in parts."""
+def _needs_mask(plan: Plan) -> bool:
+    """Return whether attention masks documents; with a bias, gates or rows of scores, it is computed in parts."""
     parts = {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS}
-    return bool(parts & encoding_of(model).needs) or model.attention_backend == "tiled" or _uses_our_kernel(model)
-
-
-def _uses_our_kernel(model: ModelConfig) -> bool:
-    """Return whether our kernel computes attention, which a GPU chooses where a state is averaged if it can."""
-    if model.attention_backend != "auto":
-        return model.attention_backend == "triton"
-    needs = encoding_of(model).needs
-    return AVERAGE in needs and model.head_dim in HEAD_DIMS and not lacks("triton", needs)
+    return plan.attention.backend in ("torch", "torch_wide", "naive") and not parts & plan.encoding.needs
 
 
 def _computes_whole_rows(model: ModelConfig) -> bool:

@@ -11,13 +11,13 @@ from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.planning.activations import keeps_attention
 from megatron_tape.planning.parameters import parameter_count, trained_parts, trains_output
-from megatron_tape.planning.plan import Plan
+from megatron_tape.planning.plan import CALLED_TWICE, Plan
 from megatron_tape.position import MicroBatch, encoding_of
 
-NORMS, ACTIVATION, HEADS = 10, 5, 2
+NORMS, ACTIVATION, HEADS = 10, 3, 2
 """Elements that the elementwise operations of a layer's forward pass read and write for each token: per hidden unit
-(two norms, two residuals), per unit of the MLP (its activation), and per unit of queries, keys and values
-(rotation)."""
+(two norms, two residuals), per unit of the MLP (its activation, in one kernel), and per unit of queries, keys and
+values (rotation)."""
 WIDE_HEADS = 64
 """Wider ones take our kernel two launches backward (`ops.kernels.triton_attention`)."""
 LOGIT_BYTES = 40
@@ -73,6 +73,22 @@ def flops_per_step(plan: Plan) -> int:
     return flops_per_token(plan.model, plan.extension) * plan.tokens_per_step
 
 
+def attention_products(plan: Plan, averages_state: bool) -> tuple[int, int]:
+    """Return how many products of S x S x D attention computes in one layer on a GPU, forward and backward.
+
+    Forward: scores, and the average of each value. Backward: scores again, their gradient from each average, and the
+    gradients of queries, keys and each value. Our kernel computes the scores twice if heads are wide, and scores and
+    their gradient twice in deterministic runs, where queries have a launch of their own.
+    """
+    values, backend = 1 + averages_state, plan.attention.backend
+    if backend in CALLED_TWICE:
+        return 2 * values, 5 * values
+    again = 0
+    if backend == "triton":
+        again = 1 + values if plan.config.train.deterministic else int(plan.model.head_dim > WIDE_HEADS)
+    return 1 + values, 3 + 2 * values + again
+
+
 class Load(NamedTuple):
     """What one GPU computes of a micro-batch in one phase."""
 
@@ -99,18 +115,18 @@ def loads(plan: Plan) -> dict[str, Load]:
     read = layers * hidden * (projected + heads + 3 * inner) / plan.tensor_size
     multiplied = layers * tokens * (4 * hidden + (projected + heads + 3 * inner) / plan.tensor_size)
 
-    # Forward: scores and every average. Backward: scores again, their gradient for every average, and the gradients of
-    # queries, keys and everything averaged. Our kernel computes the scores twice there if heads are wide.
-    again = 1 if AVERAGE in plan.encoding.needs and model.head_dim > WIDE_HEADS else 0
-    scores = sum(work.scores for work in works)
-    averages = scores + sum(work.state_average for work in works)
+    products_of = {averages: attention_products(plan, averages) for averages in (False, True)}
+    attended = [[work.scores * products for products in products_of[work.state_average > 0]] for work in works]
     averaging = sum(work.state_average > 0 for work in works)
-    attended = (layers * (projected + heads) + averaging * 2 * heads) * batch.tokens / ranks
+    read_and_written = (layers * (projected + heads) + averaging * 2 * heads) * batch.tokens / ranks
 
     position = sum(work.position for work in works)
     of_encoding = sum(_moved_by_encoding(model, batch)[layer] for layer in plan.held.layers)
     of_mlp_and_heads = tokens / plan.tensor_size * (ACTIVATION * inner + HEADS * projected)
     elementwise = layers * (NORMS * batch.local_tokens * hidden + of_mlp_and_heads)
+    if plan.attention.backend == "torch_wide":
+        # States are copied into one tensor with the values, and the averages of both out of one.
+        elementwise += averaging * 2 * (model.query_groups * model.head_dim + 2 * heads) * batch.tokens / ranks
 
     logits = tokens * model.vocab_size / plan.tensor_size * plan.held.last
     product = 2 * logits * hidden
@@ -119,9 +135,9 @@ def loads(plan: Plan) -> dict[str, Load]:
             of_multiply_add * matrices, products * of_multiply_add * matrices, plan.width * (read + multiplied)
         ),
         "attention": Load(
-            of_multiply_add * (scores + averages),
-            of_multiply_add * ((3 + again) * scores + 2 * averages),
-            plan.width * attended,
+            of_multiply_add * sum(forward for forward, _ in attended),
+            of_multiply_add * sum(backward for _, backward in attended),
+            plan.width * read_and_written,
         ),
         "position": Load(of_multiply_add * position, 2 * of_multiply_add * position, of_encoding),
         "elementwise": Load(0, 0, plan.width * elementwise),

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from megatron_tape.config.schema import is_positive
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import read_record
+from megatron_tape.ops.backends.table import BLACKWELL, HOPPER, OTHER_GPU
 from megatron_tape.planning.communication import ALL_REDUCE, ALL_TO_ALL, BROADCAST, SEND
 
 
@@ -23,6 +24,8 @@ class Hardware:
     """A kind of GPU, and the links between many of them. Bandwidths are those of one GPU in one direction."""
 
     name: str
+    generation: str
+    """As the table of attention backends names it."""
     memory: float
     """GiB that a process can use."""
     peak: float
@@ -32,7 +35,7 @@ class Hardware:
     attention: float
     """FLOP/s of attention in bf16, forward and backward together, by the fastest library for this kind."""
     state_attention: float
-    """The same of our own kernel, which also averages the position state."""
+    """The same of our own kernel."""
     memory_bandwidth: float
     """Bytes/s that elementwise operations read and write."""
     intra_node_bandwidth: float
@@ -62,11 +65,13 @@ MATMUL, MEMORY_BANDWIDTH, INTRA_NODE, INTER_NODE = 0.65, 0.85, 0.8, 0.85
 # modules. Between nodes: one 400 Gb/s adapter for each GPU, as in DGX H100, and 200 Gb/s, as in DGX A100. Attention:
 # FlashAttention-3 (Shah et al., 2024) reports up to 740 TFLOP/s forward and 580 backward on H100, and FlashAttention-2
 # (Dao, 2023) up to 225 in training on A100; shorter sequences and narrower heads reach less, and B200 is a guess. Our
-# kernel has been measured nowhere: it is assumed to reach what FlashAttention-2 reports on H100, 335 TFLOP/s, which was
-# written without what is special to that kind, and on the others about as small a share of the library's rate.
+# kernel has been measured nowhere. Its machine code for H100 suggests 380 to 450 TFLOP/s forward and 220 to 300
+# backward; the middle of both, weighted by products, is 290. B200 is given a similar share of the library's rate, and
+# A100, for which Triton's kernels come close to the libraries', a larger one.
 KINDS = {
     name: Hardware(
         name,
+        generation,
         memory,
         peak,
         MATMUL * peak,
@@ -76,15 +81,15 @@ KINDS = {
         INTRA_NODE * intra_node,
         INTER_NODE * inter_node,
     )
-    for name, memory, peak, attention, state_attention, memory_bandwidth, intra_node, inter_node in (
-        ("H100", 80, 989.4e12, 0.55, 0.33, 3.35e12, 450e9, 50e9),
-        ("H200", 140, 989.4e12, 0.55, 0.33, 4.8e12, 450e9, 50e9),
-        ("B200", 178, 2250e12, 0.45, 0.25, 7.7e12, 900e9, 50e9),
-        ("A100-80GB", 80, 312e12, 0.6, 0.5, 2.039e12, 300e9, 25e9),
-        ("A100-40GB", 40, 312e12, 0.6, 0.5, 1.555e12, 300e9, 25e9),
+    for name, generation, memory, peak, attention, state_attention, memory_bandwidth, intra_node, inter_node in (
+        ("H100", HOPPER, 80, 989.4e12, 0.55, 0.29, 3.35e12, 450e9, 50e9),
+        ("H200", HOPPER, 140, 989.4e12, 0.55, 0.29, 4.8e12, 450e9, 50e9),
+        ("B200", BLACKWELL, 178, 2250e12, 0.45, 0.25, 7.7e12, 900e9, 50e9),
+        ("A100-80GB", OTHER_GPU, 80, 312e12, 0.6, 0.5, 2.039e12, 300e9, 25e9),
+        ("A100-40GB", OTHER_GPU, 40, 312e12, 0.6, 0.5, 1.555e12, 300e9, 25e9),
     )
 }
-"""Kinds of GPUs by name."""
+"""Kinds of GPUs by name, for predictions."""
 
 
 def peak_flops(gpu: str) -> float | None:

@@ -4,8 +4,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.ops.backends import BACKENDS, HEAD_DIMS
+from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
 from megatron_tape.planning.parameters import Held, parameter_count, trained_parts, trains_output
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
+
+NOT_ASSUMED = frozenset({"flash_attn", "fla"})
+"""Backends of packages that torch does not bring along."""
+CALLED_TWICE = frozenset({"torch", "flash_attn"})
+"""Backends that are called once for the values and once for the position state. FlashAttention-4 may be called once for
+both, but is not assumed."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,8 @@ class Plan:
     """One for each GPU."""
     stage: int = 0
     """The pipeline stage of this GPU."""
+    generation: str = HOPPER
+    """The generation of the GPUs, which decides how `auto` computes attention."""
 
     @property
     def model(self) -> ModelConfig:
@@ -34,6 +44,32 @@ class Plan:
     @cached_property
     def encoding(self) -> PositionEncoding:
         return encoding_of(self.model)
+
+    @cached_property
+    def attention(self) -> Row:
+        """The backend that computes attention, and why: for `auto`, the first row that runs without other packages."""
+        model, train = self.model, self.config.train
+        case = Case(
+            self.generation,
+            self.encoding.needs,
+            model.head_dim,
+            half_precision=train.precision != "fp32",
+            packed=self.config.data.reset_attention_mask,
+            segments=self.extension.attention == "shifted_sparse",
+            deterministic=train.deterministic,
+            grouped=model.query_groups < model.num_attention_heads,
+        )
+        if model.attention_backend != "auto":
+            named = frozenset({self.generation})
+            return Row(case.kind, named, model.attention_backend, "as model.attention_backend says")
+        return next(row for row in rows(case) if self._runs(row.backend))
+
+    def _runs(self, backend: str) -> bool:
+        """Return whether a backend has kernels for the run's precision and head dimension."""
+        precisions, dim = BACKENDS[backend].precisions, self.model.head_dim
+        if backend in NOT_ASSUMED or (precisions is not None and self.config.train.precision not in precisions):
+            return False
+        return dim in HEAD_DIMS if backend == "triton" else precisions is None or dim % 8 == 0
 
     @property
     def tensor_size(self) -> int:

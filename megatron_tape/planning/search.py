@@ -132,7 +132,7 @@ def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[
                     refused[str(error)] += 1
                     continue
                 for recompute in RECOMPUTATION:
-                    yield Plan(replaced(config, {"train.recompute": recompute}), processes)
+                    yield dataclasses.replace(plan, config=replaced(config, {"train.recompute": recompute}))
 
 
 def _layouts(plan: Plan, node_size: int) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
@@ -195,10 +195,11 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, object, Plan]]:
         choices.append(("lower", "train.micro_batch_size", micro_batch_size // 2))
     choices += [("raise", "deepspeed.zero_stage", stage) for stage in range(plan.zero_stage + 1, 4)]
     for verb, key, value in choices:
-        yield verb, key, value, Plan(replaced(config, {key: value}), processes)
+        yield verb, key, value, dataclasses.replace(plan, config=replaced(config, {key: value}))
     number = processes if processes % (2 * config.parallel.ranks_per_sequence) == 0 else 2 * processes
     for name in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
         key, size = f"parallel.{name}", 2 * getattr(config.parallel, name)
-        yield "raise", key, size, Plan(replaced(config, {key: size, "parallel.sequence_parallel": None}), number)
+        changed = replaced(config, {key: size, "parallel.sequence_parallel": None})
+        yield "raise", key, size, dataclasses.replace(plan, config=changed, processes=number)
     key, elements = "deepspeed.reduce_bucket_size", config.deepspeed.reduce_bucket_size // 10
-    yield "lower", key, elements, Plan(replaced(config, {key: elements}), processes)
+    yield "lower", key, elements, dataclasses.replace(plan, config=replaced(config, {key: elements}))

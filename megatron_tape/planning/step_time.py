@@ -1,10 +1,10 @@
 """How long a training step takes, predicted by phase from counts and a GPU's rates. Imports no torch.
 
 A computing phase takes the larger of its FLOPs over the GPU's rate and its bytes over the bandwidth of the GPU's memory
-(a roofline). A backward pass takes twice the FLOPs and bytes of a forward pass; attention's takes 2.5 times the FLOPs,
-as it computes the scores again, and our kernel of attention has a rate of its own. Phases follow each other; only
-averages of gradients, and ZeRO 3's gathering of weights, run beside computation, unless `deepspeed.overlap_comm` is
-false. Packs and shifted sparse attention count as full attention.
+(a roofline). A backward pass takes twice the FLOPs and bytes of a forward pass; attention's takes more, depending on
+the backend (`flops.attention_products`), and our kernel of attention has a rate of its own. Phases follow each other;
+only averages of gradients, and ZeRO 3's gathering of weights, run beside computation, unless `deepspeed.overlap_comm`
+is false. Packs and shifted sparse attention count as full attention.
 
 Not predicted: contention between groups or jobs, slower GPUs among many, saves, evaluation, data that comes too late.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from math import ceil
 
 from megatron_tape.errors import refuse
-from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.communication import (
     ALL_GATHER,
@@ -78,10 +77,11 @@ class StepTime:
 
 
 def step_time(plan: Plan, hardware: Hardware) -> StepTime:
-    """Predict a step of a run, as long as that of its slowest pipeline stage.
+    """Predict a step of a run, as long as that of its slowest pipeline stage, on GPUs of the plan's generation.
 
     Raises ConfigError for runs in fp32 and with an optimizer on the host, whose rates `hardware` does not have.
     """
+    assert plan.generation == hardware.generation, (plan.generation, hardware.generation)
     refuse(plan.width != 2, "train.precision", "is fp32", "step times are only predicted for bf16, so set it to that")
     refuse(
         plan.config.deepspeed.offload_optimizer,
@@ -97,7 +97,7 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
 
 def _step_time(plan: Plan, hardware: Hardware) -> StepTime:
     """Predict a step of a GPU of the plan's pipeline stage."""
-    attention = hardware.state_attention if AVERAGE in plan.encoding.needs else hardware.attention
+    attention = hardware.state_attention if plan.attention.backend == "triton" else hardware.attention
     rates = {"attention": attention}
     bandwidth = hardware.memory_bandwidth
     seconds = {p: _seconds(load, rates.get(p, hardware.matmul), bandwidth) for p, load in loads(plan).items()}

@@ -100,6 +100,7 @@ WIDE = ["--model.hidden_size=8192", "--model.ffn_hidden_size=16384", "--model.se
 LONG = ["--model.seq_length=65536", "--deepspeed.zero_stage=3", "--processes=8", "--model.num_query_groups=2"]
 RECOMPUTED = ["--train.recompute=full", "--train.micro_batch_size=1"]
 ONE = "--parallel.tensor_model_parallel_size=1"
+TWO = ["--parallel.tensor_model_parallel_size=2", "--deepspeed.zero_stage=2"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ ONE = "--parallel.tensor_model_parallel_size=1"
     ],
 )
 def test_what_does_not_fit_is_a_warning_that_names_the_first_change(run, arguments, warning):
-    output, error = run(*arguments)
+    output, error = run(*TWO, *arguments)
     assert re.fullmatch(rf"warning: .*{warning}.*; --processes N --search lists layouts\n", error), error
     assert ("none of 24 GB" in output) == ("140 GiB" in warning)
 
@@ -141,7 +142,7 @@ def test_what_fits_is_no_warning(run):
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (["--processes", "3"], "the number of processes is 3"),
+        (["--processes", "3", *TWO], "the number of processes is 3"),
         (["--processes", "many"], "--processes"),
         (["--processes", "0"], "--processes is 0; give 1 or more"),
         (["--gpu-memory", "-1"], "--gpu-memory is -1.0"),
@@ -169,7 +170,7 @@ def test_an_estimate_needs_no_torch():
 
 
 def test_the_phases_of_a_step_add_up(run):
-    output, expected = run("--processes", "64").out, step_time(of_recipe(64), KINDS["H100"])
+    output, expected = run("--processes", "64", *TWO).out, step_time(of_recipe(64, *TWO), KINDS["H100"])
     total = re.search(r"^step time \(predicted, not measured\) +([\d.]+) s on H100, rates assumed$", output, re.M)
     phases = re.findall(r"^  [^\n]* ([\d.]+) s +\d+%$", output, re.M)
     assert float(total[1]) == pytest.approx(expected.total, abs=1e-3)
@@ -206,7 +207,7 @@ def test_measured_rates_are_named(run, tmp_path, gpu, named, warned):
 def test_a_search_names_the_settings_of_the_fastest_layout(run, tmp_path):
     output = run("--processes=64", "--search").out
     settings = re.search(r"^the first of these: (.*)$", output, re.M)[1].split()
-    first = output.splitlines()[2].split()
+    first = output.splitlines()[3].split()
     assert f" {first[7]} s on H100, rates assumed" in run("--processes=64", *settings).out
     assert {"--parallel.sequence_parallel", "--parallel.pipeline_layers"} < set(settings)
 

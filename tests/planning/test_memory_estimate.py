@@ -8,6 +8,7 @@ from megatron_tape.planning.memory import checkpoint_bytes, checkpoints_bytes, m
 from megatron_tape.planning.parameters import parameter_count
 
 ONE = "--parallel.tensor_model_parallel_size=1"
+TWO, ZERO_2 = "--parallel.tensor_model_parallel_size=2", "--deepspeed.zero_stage=2"
 EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", ONE]
 
 
@@ -91,7 +92,7 @@ def test_the_step_of_adam_is_the_peak_where_activations_are_few():
 
 def test_a_second_bucket_fills_while_the_first_is_averaged():
     def found(size):
-        return memory(of_recipe(16, "--train.micro_batch_size=1", f"--deepspeed.reduce_bucket_size={size}"))
+        return memory(of_recipe(16, "--train.micro_batch_size=1", ZERO_2, f"--deepspeed.reduce_bucket_size={size}"))
 
     elements = of_recipe(16).elements
     whole, half = found(2 * elements), found(elements // 2)
@@ -108,21 +109,23 @@ def test_flops_tokens_and_disk_follow_from_the_configuration():
     assert one == 12 * plan.elements and checkpoints_bytes(plan) == 3 * one
     assert checkpoints_bytes(of_recipe(4, "--checkpoint.keep_every=2000", name="tape_155m")) == (3 + 5) * one
     # Tensor-parallel ranks save the norms and TAPE's matrices each.
-    two = of_recipe(8)
+    two = of_recipe(8, TWO)
     assert 0 < checkpoint_bytes(two) / (12 * parameter_count(two.model)) - 1 < 0.01
 
 
 def test_settings_that_should_save_memory_do():
     def peak(*overrides):
-        return memory(of_recipe(8, *overrides)).peak
+        return memory(of_recipe(8, TWO, ZERO_2, *overrides)).peak
 
     assert peak("--train.recompute=full") < peak()
     assert peak("--train.micro_batch_size=2") < peak()
     assert peak() < peak(ONE)
     assert peak("--deepspeed.offload_optimizer=true") < peak()
-    assert peak("--model.position_encoding=rope") < peak() == peak("--data.reset_attention_mask=true")
-    by_torch = "--model.attention_backend=torch"
-    assert peak() < peak(by_torch) < peak(by_torch, "--data.reset_attention_mask=true")
+    by_torch, by_triton, packed = (
+        "--model.attention_backend=torch", "--model.attention_backend=triton", "--data.reset_attention_mask=true",
+    )  # fmt: skip
+    assert peak("--model.position_encoding=rope") < peak(by_triton) == peak(packed) == peak(by_triton, packed)
+    assert peak(by_triton) < peak(by_torch) < peak(by_torch, packed)
     for precision, stages in (("fp32", (3, 2, 1, 0)), ("bf16", (3, 2, 1))):
         # ZeRO 3 keeps the weights of small models gathered.
         fixed = f"--train.precision={precision}", ONE, "--deepspeed.overlap_comm=true", "--model.num_layers=64"
