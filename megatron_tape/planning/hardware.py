@@ -90,13 +90,28 @@ KINDS = {
     )
 }
 """Kinds of GPUs by name, for predictions."""
+# Half of what is stated with sparsity: NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs), GB200 NVL72 and
+# GB300 NVL72 (360 PFLOP/s, 72 GPUs); AMD's of MI300X, without sparsity.
+PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
+    "GH200": 989.4e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
+    "GB300": 2500e12,
+    "MI300X": 1307.4e12,
+}
+"""Dense bf16 FLOP/s by the part of a GPU's name that states its kind."""
 
 
 def peak_flops(gpu: str) -> float | None:
     """Return the dense bf16 FLOP/s of a GPU, given its name as CUDA states it; None if its kind is not known."""
     if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower kind of the same name
         return None
-    return next((kind.peak for name, kind in KINDS.items() if re.search(rf"\b{name.split('-')[0]}\b", gpu)), None)
+    return next((peak for kind, peak in PEAKS.items() if _is(gpu, kind)), None)
+
+
+def _is(gpu: str, kind: str) -> bool:
+    """Return whether a GPU, named as CUDA states it, is of a kind; a GB200 is no B200."""
+    return re.search(rf"\b{kind}\b", gpu) is not None
 
 
 class Rates(TypedDict):
@@ -119,7 +134,7 @@ def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
             raise FileError(str(path), f"gives {name}", f"choose from {', '.join(RATES)}")
         if not is_positive(value):
             raise FileError(str(path), f"gives {name} {value}", "it must be a number above 0")
-    measured = {name for name in KINDS if name.split("-")[0] in found["gpu"]}
+    measured = {name for name in KINDS if _is(found["gpu"], name.split("-")[0])}
     if measured and hardware.name not in measured:
         problem = f"was measured on {found['gpu']}, but --gpu is {hardware.name}"
         raise FileError(str(path), problem, "give what was measured")

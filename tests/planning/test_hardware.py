@@ -1,0 +1,44 @@
+"""Peaks of GPUs by the names that CUDA states."""
+
+import json
+
+import pytest
+
+from megatron_tape.planning.hardware import KINDS, peak_flops, with_rates
+
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA GH200 480GB": 989.4e12,
+    "NVIDIA GH200 144G HBM3e": 989.4e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA B300 SXM6 AC": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA GB300": 2500e12,
+    "AMD Instinct MI300X": 1307.4e12,
+}
+UNKNOWN = (
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA H100 PCIe",
+    "NVIDIA H100 NVL",
+    "Tesla T4",
+    "AMD Instinct MI300A",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_cuda_has_the_peak_of_its_data_sheet(name):
+    assert peak_flops(name) == NAMES[name]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_gpus_and_parts_of_gpus_have_no_peak(name):
+    assert peak_flops(name) is None
+
+
+def test_rates_of_a_gb200_are_not_those_of_a_b200(tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"gpu": "NVIDIA GB200", "rates": {"matmul": 1.6e15}}))
+    assert with_rates(KINDS["B200"], path).name == "B200 with rates of NVIDIA GB200"
