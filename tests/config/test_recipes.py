@@ -28,10 +28,10 @@ SYNTHETIC = [
 WORLD_SIZES = {
     "tape_demo": (1, 2),
     "rope_demo": (1, 2),
-    "tape_155m": (4, 1, 8, 64),
-    "tape_1b": (8, 2, 16, 64),
-    "tape_7b": (64, 2, 8, 2048),
-    "tape_70b": (512, 16, 64, 4096),
+    "tape_155m": (4, 1, 8, 16),
+    "tape_1b": (8, 1, 16, 128),
+    "tape_7b": (64, 8, 16, 512),
+    "tape_70b": (512, 32, 64, 4096),
     "tape_405b": (4096, 256, 1024),
 }
 WORLD_SIZES |= {f"encodings/{name}": (1, 2) for name in ENCODINGS}
