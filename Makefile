@@ -1,4 +1,4 @@
-# make demo: train TAPE and RoPE on real text.  make test: run every test.  make check-gpu: check and measure on a GPU.
+# make demo: train TAPE and RoPE on real text.  make test: run every test.  make gpu-trial: check and measure on a GPU.
 # make demo-smollm2: download SmolLM2-135M (93 MB), train TAPE, and LoRA, in it on two cores, and evaluate the models.
 # make test TESTS="tests/slurm -m 'not slow'" runs some.
 PYTHON ?= python3
@@ -17,7 +17,7 @@ ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: demo demo-smollm2 test check-gpu wheels lint install clean
+.PHONY: demo demo-smollm2 test gpu-trial wheels lint install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m pretrain.demo
@@ -41,11 +41,9 @@ else
 	[ $$others -eq 0 ] && [ $$slurm -eq 0 ]
 endif
 
-# Every option of benchmarks.check_gpu as a variable. With WHEELS nothing is installed: PYTHON brings its own torch.
-check-gpu: $(if $(WHEELS),,$(STAMP))
-	$(if $(WHEELS),$(PYTHON),$(BIN)/python) -m benchmarks.check_gpu $(addprefix --slice ,$(SLICE)) \
-	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(WHEELS),--wheels $(WHEELS)) \
-	  $(if $(PROFILE),--profile) $(if $(COMMIT),--commit $(COMMIT))
+# make gpu-trial ARGS="--minutes 8 --output DIR"; a machine without make runs the program itself.
+gpu-trial: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu_trial $(ARGS)
 
 # What a GPU machine without a network lacks, in the folder WHEELS.
 wheels: $(STAMP)

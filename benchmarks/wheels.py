@@ -1,11 +1,9 @@
-"""Collect, as wheels, what a GPU machine without a network may lack: megatron-core, deepspeed and what they import.
+"""Collect, as wheels, what a GPU machine without a network may lack, for `benchmarks.gpu_trial --wheels DIR`.
 
     python -m benchmarks.wheels DIR [--python 3.12]
 
 Run it in the project's environment (`make install`), on a machine with a network: every wheel has the version that is
-installed here. torch, Triton, numpy, sentencepiece, tokenizers, pytest and TensorBoard are not collected; they must be
-on the GPU machine. There, `install` puts the wheels into a directory for PYTHONPATH and leaves the machine's own
-packages as they are.
+installed here. The GPU machine must have torch, Triton and numpy; transformers is used where it is installed.
 """
 
 import argparse
@@ -19,22 +17,32 @@ import tempfile
 from pathlib import Path
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.files import atomic_directory, remove
+from megatron_tape.io.files import atomic_directory
 
 CARRIED = (
     "megatron-core",
     "deepspeed",
+    "liger-kernel",
+    "fla-core",
+    "absl-py",
     "annotated-types",
     "einops",
     "hjson",
+    "iniconfig",
     "msgpack",
     "packaging",
+    "pluggy",
+    "protobuf",
     "psutil",
     "py-cpuinfo",
     "pydantic",
     "pydantic-core",
+    "Pygments",
+    "pytest",
     "PyYAML",
     "safetensors",
+    "sentencepiece",
+    "tensorboard",
     "tqdm",
     "typing-extensions",
     "typing-inspection",
@@ -49,8 +57,6 @@ LARGEST = 40 * 2**20
 
 GLIBC = (28, 27, 26, 24, 17, 12, 5)
 """Versions 2.N of glibc whose manylinux wheels are accepted; pip matches a platform's name exactly."""
-
-INSTALLED = "installed-wheels.txt"
 
 
 def collect(directory: Path, python: str) -> list[Path]:
@@ -82,31 +88,6 @@ def collect(directory: Path, python: str) -> list[Path]:
     return sorted(directory.iterdir())
 
 
-def install(directory: Path, site: Path) -> Path:
-    """Install the wheels in `directory` into `site`, for PYTHONPATH; return `site`.
-
-    Does nothing if `site` already holds these wheels. Raises FileError if there are none, if pip is missing or
-    refuses them, as wheels for another Python, or if `site` holds anything else.
-    """
-    wheels = sorted(directory.glob("*.whl"))
-    if not wheels:
-        raise FileError(
-            str(directory), "holds no wheels", f"collect them with: python -m benchmarks.wheels {directory}"
-        )
-    listing = "".join(f"{wheel.name} {wheel.stat().st_size}\n" for wheel in wheels)
-    mark = site / INSTALLED
-    if mark.is_file():
-        if mark.read_text(encoding="utf-8") == listing:
-            return site
-        remove(site)
-    with atomic_directory(site) as partial:
-        # Modules would be compiled all at once, although a program imports only a few of them.
-        options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(partial)]
-        _pip("install", *options, *map(str, wheels))
-        (partial / INSTALLED).write_text(listing, encoding="utf-8")
-    return site
-
-
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", arguments[0], "--disable-pip-version-check", "--quiet", *arguments[1:]]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -129,6 +110,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megatron_tape.command_line import run  # installing must not need what is to be installed
+    from megatron_tape.command_line import run
 
     run(main)

@@ -47,14 +47,6 @@ def test_slow_tests_are_left_out_by_default_and_this_is_said(make_test):
     assert first.endswith("-m slow") and second.endswith("-m slow")
 
 
-def test_the_check_of_a_gpu_takes_its_options_as_variables():
-    variables = ["WHEELS=w", "PYTHON=python3.12", "SLICE=kernels 3", "MINUTES=9", "OUTPUT=o", "PROFILE=1", "COMMIT=c"]
-    command = ["make", "-s", "-n", "check-gpu", *variables]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    options = "--slice kernels --slice 3 --minutes 9 --output o --wheels w --profile --commit c"
-    assert printed.replace("\\\n", " ").split() == f"python3.12 -m benchmarks.check_gpu {options}".split()
-
-
 def test_chosen_tests_are_one_command(make_test):
     assert make_test("TESTS=tests/slurm -m 'not slow'").stdout == "ran -m pytest tests/slurm -m not slow\n"
     assert make_test("TESTS=tests/config", slurm=1).returncode != 0

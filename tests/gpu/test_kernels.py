@@ -1,7 +1,7 @@
 """Every fused kernel against plain torch and float64, in the shapes of real models.
 
-On a GPU (`TESTS_ON=gpu`) there are many shapes and dtypes, the most important first, and `make check-gpu
-SLICE=kernels` runs them. Without one, Triton interprets the kernels in one tiny shape.
+On a GPU (`TESTS_ON=gpu python -m pytest -m gpu`) there are many shapes and dtypes, the most important first. Without
+one, Triton interprets the kernels in one tiny shape.
 """
 
 import re

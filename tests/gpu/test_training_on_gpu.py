@@ -1,9 +1,10 @@
 """20 real steps of TAPE and RoPE on a GPU give the CPU's losses, gradient norms and gradients.
 
 The small model learns real text through `pretrain.train` itself: Megatron's layers and datasets, DeepSpeed's ZeRO and,
-on the GPU (`TESTS_ON=gpu`; `make check-gpu SLICE=training`), the fused kernels, which TAPE's runs ask for by name. In
-fp32 the GPU, or several, must give the CPU's figures; in bf16, under every ZeRO stage, with packed documents and with
-recomputation, it must stay near them. Without a GPU, Triton interprets the kernels, and two steps are taken.
+on the GPU (`TESTS_ON=gpu`), the fused kernels, which TAPE's runs ask for by name. In fp32 the GPU, or several, must
+give the CPU's figures; in bf16, under every ZeRO stage, with packed documents and with recomputation, it must stay near
+them. Without a GPU, Triton interprets the kernels, and two steps are taken. The most important of these tests are a
+stage of `benchmarks.gpu_trial`.
 """
 
 import math

@@ -1,0 +1,138 @@
+"""Compile attention kernels and check them against float64, each case in a process of its own.
+
+A kernel that crashes, hangs or corrupts the GPU's context therefore costs one case.
+"""
+
+import faulthandler
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.attention import Shape, candidates, check
+from benchmarks.timing import device_here, reason
+from megatron_tape.ops.parity import LENGTH, Check, Shapes, deviations, kernel_checks
+
+SHAPES = ("12x64", "16x128", "32x128", "32/8x128")
+"""The recipes' heads, or heads/groups, and their width."""
+LONG = ("2x128", 4096)
+"""The shape and the length of one long sequence; float64's scores of more heads would need much memory."""
+LIBRARY_LENGTH = 320
+"""64 modulo 128, where cuDNN's gradients of queries have been wrong (pytorch #196678)."""
+TOY_SHAPES, TOY_LENGTH = ("1x32",), 5
+AT_ONCE = 12
+"""Most processes at the same time."""
+CASE_SECONDS = 60.0
+"""Time limit of a case."""
+PRELOADED = ["benchmarks.kernel_cases", "torch.fx.experimental.symbolic_shapes"]
+PRELOADED += [f"megatron_tape.ops.kernels.triton_{name}" for name in ("attention", "position_update")]
+"""Modules that are imported once for all processes; importing them does not touch the GPU."""
+
+
+class Case(NamedTuple):
+    """What is compiled or checked: a check of `ops.parity.kernel_checks`, or a candidate of `benchmarks.attention`."""
+
+    shape: str
+    name: str
+    length: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bf16, or fp32 where kernels are interpreted."""
+        return torch.bfloat16 if device_here().type == "cuda" else torch.float32
+
+    def check(self) -> Check:
+        """Return what is compared with what."""
+        shape = Shape.parse(f"{self.shape}@{self.length}")
+        kernels = _kernels(shape, self.dtype)
+        return kernels[self.name] if self.name in kernels else check(self.name, shape, self.dtype)
+
+
+def kernel_cases(toy: bool) -> list[Case]:
+    """Return the cases of our own kernels."""
+    cases = []
+    for shape in TOY_SHAPES if toy else SHAPES:
+        length = TOY_LENGTH if toy else LENGTH
+        names = _kernels(Shape.parse(f"{shape}@1"), Case(shape, "", 1).dtype)
+        cases += [Case(shape, name, length) for name in names]
+    return cases if toy else [*cases, Case(LONG[0], "attention", LONG[1])]
+
+
+def library_cases(toy: bool) -> list[Case]:
+    """Return the cases of all other backends that can run here."""
+    cases = []
+    for shape in TOY_SHAPES if toy else SHAPES:
+        length = TOY_LENGTH if toy else LIBRARY_LENGTH
+        found, _ = candidates(Shape.parse(f"{shape}@1").head_dim, Case(shape, "", 1).dtype)
+        cases += [Case(shape, name, length) for name in found if not name.endswith("triton")]
+    return cases
+
+
+def compile_case(case: Case) -> dict:
+    """Run a kernel forward and backward, which compiles it."""
+    kernel = case.check()
+    leaves = [x.detach().requires_grad_() for x in kernel.inputs]
+    outputs = [x for x in kernel.ours(*leaves) if x is not None]
+    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    if device_here().type == "cuda":
+        torch.cuda.synchronize()
+    return {}
+
+
+def check_case(case: Case) -> dict:
+    """Compare outputs and gradients with float64's; the largest error is relative to the allowed one."""
+    found = list(deviations(*case.check(), case.dtype))
+    inexact = [str(deviation) for deviation in found if not deviation.exact]
+    worst = max(deviation.error / deviation.allowed for deviation in found)
+    finite = all(math.isfinite(deviation.error) for deviation in found)
+    return {"worst": worst if finite else None, "inexact": inexact[:3]}
+
+
+def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[dict]:
+    """Yield what `function` returns for each case as soon as it does, with its seconds or its `error`.
+
+    Each case runs in a process of its own, several at a time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+
+    def run(case: Case) -> dict:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send, args=(sender, function, case), daemon=True)
+        process.start()
+        sender.close()
+        found = {"error": f"took more than {CASE_SECONDS:.0f} s"}
+        if receiver.poll(CASE_SECONDS):
+            try:
+                found = receiver.recv()
+            except EOFError:
+                process.join()
+                found = {"error": f"the process died with exit status {process.exitcode}"}
+        process.kill()
+        return case._asdict() | found
+
+    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as threads:
+        for done in as_completed([threads.submit(run, case) for case in cases]):
+            yield done.result()
+
+
+def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    try:
+        found = function(case)
+    except Exception as error:  # a compiler may raise anything
+        found = {"error": reason(error)}  # raises it again after a fault of the GPU, and ends the process
+    sender.send(found | {"seconds": round(time.monotonic() - started, 2)})
+
+
+def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
+    shapes = Shapes(shape.heads, shape.groups, shape.head_dim, averages=True, inner=4 * shape.heads)
+    return kernel_checks(shapes, dtype, device_here(), shape.length, tokens=min(shape.length, 48))

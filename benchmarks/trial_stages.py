@@ -1,0 +1,179 @@
+"""A stage of `benchmarks.gpu_trial`, in a process of its own.
+
+    python -m benchmarks.trial_stages NAME --output FILE.json [--seconds N] [--toy]
+
+Results are written as soon as they exist. Without a GPU a stage runs at toy size on the CPU, where Triton interprets
+kernels; its figures mean nothing.
+"""
+
+import argparse
+import faulthandler
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.environment import ROOT, Record, add_record_arguments
+
+_RUN, _GRADIENT = (
+    "test_a_run_gives_what_the_cpu_gives[{}]",
+    "test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most[{}]",
+)
+TRAINED = [_RUN.format(name) for name in ("tape fp32", "tape bf16 ZeRO 2", "rope fp32", "rope bf16 ZeRO 2")]
+TRAINED += [_GRADIENT.format(f"gradients of tape-dtype{number}") for number in (0, 1)]
+"""The most important tests of tests/gpu/test_training_on_gpu.py."""
+TRAINED_TOY = [_RUN.format("tape bf16 ZeRO 2"), _GRADIENT.format("gradients of tape packed-dtype0")]
+
+
+def machine(record: Record, options: argparse.Namespace) -> None:
+    """Measure the rates of the GPU. Its name and all versions are in every record."""
+    import torch
+
+    from benchmarks.position_update import copy_bandwidth
+    from benchmarks.timing import device_here, matmul_peak
+    from megatron_tape.io.versions import toolchain
+
+    device = device_here()
+    record.write(found := {"compiler": toolchain()["C compiler"]})
+    record.write(found := found | {"matmul_flops": matmul_peak(torch.bfloat16, device)})
+    record.write(found | {"copy_bytes_per_second": copy_bandwidth(device)})
+
+
+def compile_kernels(record: Record, options: argparse.Namespace) -> None:
+    """Compile the kernels of the recipes' shapes in parallel, into the cache that later stages use."""
+    from benchmarks import kernel_cases as kernels
+
+    _run_cases(record, kernels.compile_case, kernels.kernel_cases(options.toy))
+
+
+def correctness(record: Record, options: argparse.Namespace) -> None:
+    """Compare outputs and gradients of the same kernels, and of the libraries that can run, with float64's."""
+    from benchmarks import kernel_cases as kernels
+
+    cases = [*kernels.kernel_cases(options.toy), *kernels.library_cases(options.toy)]
+    _run_cases(record, kernels.check_case, cases)
+
+
+def _run_cases(record: Record, function: Callable, cases: list) -> None:
+    from benchmarks.kernel_cases import run_cases
+
+    found = []
+    for case in run_cases(function, cases):
+        found.append(case)
+        record.write({"planned": len(cases), "cases": found})
+        wrong = case.get("error") or "; ".join(case.get("inexact", []))
+        print(f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {wrong or 'fine'}", flush=True)
+
+
+def attention(record: Record, options: argparse.Namespace) -> None:
+    """Time every attention backend that can run, TAPE and RoPE.
+
+    What crashed or hung when it was checked, each case in a process of its own, is left out here.
+    """
+    from benchmarks import attention
+
+    without = sorted(_crashed(options.output.with_name("correctness.json")))
+    arguments = ["--minutes", str(options.seconds / 60), *(["--flex"] if "flex" in options.also else [])]
+    arguments += ["--without", *without] if without else []
+    attention.main([*arguments, *(["--toy"] if options.toy else []), *_output(options)])
+
+
+def _crashed(checked: Path) -> set[str]:
+    """Return the backends that ended their process, or had to be ended, according to the stage `correctness`."""
+    if not checked.exists():
+        return set()
+    cases = json.loads(checked.read_text(encoding="utf-8")).get("cases", [])
+    names = [case["name"] for case in cases if "seconds" not in case and case["name"] != "position update"]
+    return {"triton" if name.startswith("attention") else name.split()[1] for name in names}
+
+
+def step(shape: str, record: Record, options: argparse.Namespace) -> None:
+    """Time training steps of TAPE, RoPE and transformers' Llama, and trace one of the larger model."""
+    from benchmarks import train_step
+
+    rivals = ["transformers", *(["megatron"] if "megatron" in options.also else [])]
+    against = [name for name in rivals if importlib.util.find_spec(name)]
+    large = shape.startswith("1.3b")
+    arguments = ["--shape", "toy" if options.toy else shape, "--order", "once", "--warmup", "1" if large else "2"]
+    arguments += ["--repetitions", "1" if options.toy else "3", *(["--profile"] if large else [])]
+    if train_step.main([*arguments, *_output(options), "--against", *against]):
+        raise SystemExit(1)
+
+
+def training(record: Record, options: argparse.Namespace) -> None:
+    """Compare 20 training steps of TAPE and RoPE with the CPU's losses and gradients."""
+    import pytest
+
+    found: dict[str, str] = {}
+
+    class Reports:
+        """Writes how each test ended."""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when == "call" or not report.passed:
+                name = report.nodeid.partition("::")[2]
+                why = report.longreprtext.strip().splitlines()
+                lines = [line[1:].strip() for line in why if line.startswith("E ")] or why[-1:]
+                found[name] = report.outcome if report.passed else f"{report.outcome}: {' '.join(lines)[:300]}"
+                record.write({"tests": found})
+
+    os.environ["TESTS_ON"] = "cpu" if options.toy else "gpu"
+    file = ROOT / "tests" / "gpu" / "test_training_on_gpu.py"
+    chosen = [f"{file}::{test}" for test in (TRAINED_TOY if options.toy else TRAINED)]
+    arguments = ["-o", "addopts=", "--tb=short", "-p", "no:cacheprovider", *chosen]
+    status = pytest.main(arguments, plugins=[Reports()])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(f"pytest ended with {status!r}")
+
+
+def pretraining(record: Record, options: argparse.Namespace) -> None:
+    """Train the 155M recipe with TAPE and with RoPE on the same tokens, and compare their losses."""
+    from benchmarks.trial_pretraining import pretrain
+
+    pretrain(record, options)
+
+
+STAGES: dict[str, Callable[[Record, argparse.Namespace], None]] = {
+    "machine": machine,
+    "compile": compile_kernels,
+    "correctness": correctness,
+    "attention": attention,
+    "step-155m": lambda *given: step("155m-1k", *given),
+    "step-1.3b": lambda *given: step("1.3b-4k", *given),
+    "training": training,
+    "pretraining": pretraining,
+}
+
+
+def _output(options: argparse.Namespace) -> list[str]:
+    return ["--output", str(options.output), *(["--commit", options.commit] if options.commit else [])]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one stage."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES, metavar="NAME", help=", ".join(STAGES))
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit (default: %(default)s)")
+    parser.add_argument("--toy", action="store_true", help="toy size, even where there is a GPU")
+    parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help="what else to time")
+    parser.add_argument("--text", type=Path, help="JSON lines to pretrain on (default: the standard library's source)")
+    add_record_arguments(parser)
+    options = parser.parse_args(argv)
+    # Shows where a stage hangs, and where it crashes.
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, options.seconds - 2))
+    if options.toy:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    options.toy = options.toy or not torch.cuda.is_available()
+    if options.toy:
+        os.environ |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        torch.set_num_threads(1)
+        print("no GPU is used: toy size on the CPU", flush=True)
+    STAGES[options.stage](Record(options.stage, options), options)
+
+
+if __name__ == "__main__":
+    main()
