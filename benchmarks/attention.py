@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.timing import DTYPES, TimeLimit, add_arguments, device_here, reason, relate, run_all, timed_both_ways
+from benchmarks.environment import Record, positive
+from benchmarks.timing import DTYPES, TimeLimit, add_time_arguments, device_here, reason, timed
+from benchmarks.trial_summary import attention_table
 from megatron_tape.model.reference import rope_phases
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, ROTATION, lacks
@@ -127,8 +129,9 @@ def inexact_at(name: str, lengths: set[int], shape: Shape, dtype: torch.dtype) -
 
 def measure(shape: Shape, arguments: argparse.Namespace, limit: TimeLimit) -> dict:
     """Time every candidate that is exact, forward and forward with backward."""
-    dtype, batch, exact = DTYPES[arguments.precision], max(1, arguments.tokens // shape.length), {}
+    dtype, batch = DTYPES[arguments.precision], max(1, arguments.tokens // shape.length)
     found, rejected = candidates(shape.head_dim, dtype, arguments.flex)
+    exact = []
     for name in found:
         if name.split()[1] in arguments.without:
             rejected[name.split()[1]] = "is left out"
@@ -137,21 +140,33 @@ def measure(shape: Shape, arguments: argparse.Namespace, limit: TimeLimit) -> di
         elif why := inexact_at(name, {min(shape.length, 1024)}, shape, dtype):
             rejected[name] = why
         else:
-            exact[name] = functools.partial(attend, *name.split())
-    timed, failed = timed_both_ways(exact, inputs(shape, batch, dtype), arguments.repetitions)
-    result = {"shape": str(shape), "batch": batch, "against": {}, "of_rope": {}, "timed": timed}
+            exact.append(name)
+    tensors = inputs(shape, batch, dtype)
+    slopes = [torch.randn_like(tensors[0]) for _ in range(2)]  # matrix products of constants would be faster
+    result = {"shape": str(shape), "batch": batch, "timed": {}, "of_rope": {}}
     product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
-    for direction, timings in timed.items():
+    for direction in ("forward", "forward+backward"):
+        runs = {name: functools.partial(_run, name, tensors, slopes, direction != "forward") for name in exact}
+        timings, failed = timed(runs, arguments.repetitions, device_here())
+        rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
+        tape, rope = (fastest(timings, encoding) for encoding in ("tape", "rope"))
         for name, timing in timings.items():
             if "seconds" in timing:
                 timing["tflops"] = PRODUCTS[name.split()[0]][direction] * product / timing["seconds"]
-        tape, rope = (fastest(timings, encoding) for encoding in ("tape", "rope"))
-        result["against"][direction] = rope
-        if rope:
-            relate(timings, timings[rope]["seconds"])
+                if rope:
+                    timing["ratio"] = timing["seconds"] / timings[rope]["seconds"]
         if tape and rope:
             result["of_rope"][direction] = {"ratio": timings[tape]["ratio"], "tape": tape, "rope": rope}
-    return result | {"rejected": rejected | failed}
+        result["timed"][direction] = timings
+    return result | {"rejected": rejected}
+
+
+def _run(name: str, tensors: list[Tensor], slopes: list[Tensor], backward: bool) -> None:
+    """Run a candidate once."""
+    with torch.set_grad_enabled(backward):
+        outputs = [x for x in attend(*name.split(), *tensors) if x is not None]
+    if backward:
+        torch.autograd.grad(outputs, tensors, slopes[: len(outputs)], allow_unused=True)
 
 
 def fastest(timings: dict[str, dict], encoding: str) -> str | None:
@@ -172,7 +187,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add("--flex", action="store_true", help="compile and time FlexAttention as well")
     add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help="backends to leave out")
-    add_arguments(parser, repetitions=10)
+    tokens = 65536 if torch.cuda.is_available() else 2048
+    add("--tokens", type=positive, default=tokens, help="per batch (default here: %(default)s)")
+    add("--repetitions", type=positive, default=10, help="maximum (default: %(default)s)")
+    add_time_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.toy:
         arguments.tokens, arguments.repetitions, arguments.shapes = 64, 1, [TOY]
@@ -182,7 +200,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Print tables; `--record` or `--output` also writes them."""
     arguments = parse(argv)
-    run_all("attention", arguments, {str(shape): (shape,) for shape in arguments.shapes}, measure)
+    record, limit, results = Record("attention", arguments), TimeLimit(arguments.minutes), []
+    for shape in arguments.shapes:
+        if limit.over():
+            limit.say(f"no time for {shape}; --minutes gives more")
+            continue
+        limit.say(str(shape))
+        results.append(measure(shape, arguments, limit))
+        record.write({"results": results})
+    print("\n".join(attention_table(results)), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from benchmarks.environment import Record, add_record_arguments, minutes, positive
+from benchmarks.environment import add_record_arguments, minutes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -21,16 +19,6 @@ ENOUGH_SECONDS = 2.0
 def device_here() -> torch.device:
     """Return the first GPU, or else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def add_arguments(parser: argparse.ArgumentParser, repetitions: int) -> None:
-    """Add the options that the kernel benchmarks share."""
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument(
-        "--tokens", type=positive, default=65536 if on_gpu else 2048, help="per batch (default here: %(default)s)"
-    )
-    parser.add_argument("--repetitions", type=positive, default=repetitions, help="maximum (default: %(default)s)")
-    add_time_arguments(parser)
 
 
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,71 +127,15 @@ def timed(
     return found, failed
 
 
-def timed_both_ways(
-    functions: dict[str, Callable[..., Sequence[Tensor | None]]], tensors: list[Tensor], repetitions: int
-) -> tuple[dict[str, dict[str, dict]], dict[str, str]]:
-    """Return what `timed` does of functions of `tensors`, forward alone and with their backward pass."""
-    found, failed, slopes = {}, {}, {}
-
-    def run(function: Callable[..., Sequence[Tensor | None]], backward: bool) -> None:
-        with torch.set_grad_enabled(backward):
-            outputs = [x for x in function(*tensors) if x is not None]
-        if backward:
-            torch.autograd.grad(outputs, tensors, [slope(x) for x in outputs], allow_unused=True)
-
-    def slope(x: Tensor) -> Tensor:
-        # Random, as matrix products are faster where bits do not change, and drawn once for all functions.
-        kind = (x.shape, x.stride(), x.dtype)
-        if kind not in slopes:
-            slopes[kind] = torch.randn_like(x)
-        return slopes[kind]
-
-    for direction, backward in (("forward", False), ("forward+backward", True)):
-        runs = {name: lambda f=function, b=backward: run(f, b) for name, function in functions.items()}
-        found[direction], why = timed(runs, repetitions, tensors[0].device)
-        failed |= {f"{name}, {direction}": reason for name, reason in why.items()}
-    return found, failed
-
-
-def run_all(program: str, arguments: argparse.Namespace, combinations: dict[str, tuple], measure: Callable) -> None:
-    """Call `measure(*combination, arguments, limit)` of each for which there is time; write and print the results.
-
-    A result holds `timed` functions by direction, against what their `ratio` is, and why functions were `rejected`.
-    """
-    record, limit, results = Record(program, arguments), TimeLimit(arguments.minutes), []
-    for number, (name, combination) in enumerate(combinations.items()):
-        if limit.over():
-            limit.say(f"no time for {', '.join(list(combinations)[number:])}; --minutes gives more")
-            break
-        limit.say(f"{number + 1} of {len(combinations)}: {name}")
-        results.append(measure(*combination, arguments, limit))
-        record.write({"results": results})
-        _show(name, results[-1])
-
-
-def _show(name: str, result: dict[str, Any]) -> None:
-    for direction, timings in result["timed"].items():
-        print(f"\n{name}, {direction}, against {result['against'][direction]}")
-        for function, timing in sorted(timings.items(), key=lambda item: item[1].get("seconds", 0)):
-            if "seconds" in timing:
-                ratio = f" {timing['ratio']:6.2f}x" if "ratio" in timing else ""
-                print(f"  {function:24} {timing['seconds'] * 1e3:9.3f} ms{ratio}")
-            else:
-                print(f"  {function:24} interpreted here: exact, not timed")
-    for function, why in result["rejected"].items():
-        print(f"  {function} has no figure: {why}")
-    sys.stdout.flush()
-
-
-def relate(timings: dict[str, dict], base: float) -> None:
-    """Add the ratio of the seconds of each function and `base`."""
-    for timing in timings.values():
-        if "seconds" in timing:
-            timing["ratio"] = timing["seconds"] / base
-
-
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Measure the FLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)[0]["matmul"]["seconds"]
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Measure the bytes per second, reads plus writes, of a large copy."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / timed({"copy": lambda: target.copy_(source)}, 10, device)[0]["copy"]["seconds"]

@@ -30,8 +30,7 @@ def machine(record: Record, options: argparse.Namespace) -> None:
     """Measure the rates of the GPU. Its name and all versions are in every record."""
     import torch
 
-    from benchmarks.position_update import copy_bandwidth
-    from benchmarks.timing import device_here, matmul_peak
+    from benchmarks.timing import copy_bandwidth, device_here, matmul_peak
     from megatron_tape.io.versions import toolchain
 
     device = device_here()

@@ -20,8 +20,8 @@ def summary(record: dict) -> list[str]:
     lines += [f"{number}. {line}" for number, line in enumerate(learned(record), 1)]
     origin = record["trial"]
     lines += ["", f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`"]
-    tables = (_stages(record), _cases(found), _attention(found), _steps(found), _training(found), _pretraining(found))
-    for table in tables:
+    attention = attention_table(found.get("attention", {}).get("results", []))
+    for table in (_stages(record), _cases(found), attention, _steps(found), _training(found), _pretraining(found)):
         if rows := list(table):
             lines += ["", *rows]
     return lines
@@ -178,9 +178,10 @@ def _worst(case: dict | None) -> str:
     return f"**{case['worst']:.2f}**" if case["inexact"] else f"{case['worst']:.2f}"
 
 
-def _attention(found: dict) -> Iterator[str]:
+def attention_table(results: list[dict]) -> Iterator[str]:
+    """Yield the lines of a table of the results of `benchmarks.attention`."""
     rows = []
-    for result in found.get("attention", {}).get("results", []):
+    for result in results:
         both = result["timed"]
         for name in sorted({name for timings in both.values() for name in timings}):
             cells = [_timing(timings.get(name)) for timings in both.values()]

@@ -15,7 +15,6 @@ from benchmarks import (
     generate,
     monitoring,
     perplexity,
-    position_update,
     preprocess,
     rates,
     state_precision,
@@ -23,7 +22,6 @@ from benchmarks import (
 )
 from megatron_tape.huggingface.modeling import attention_tape
 from megatron_tape.ops.backends import tiled
-from megatron_tape.ops.parity import Shapes
 
 
 @pytest.fixture
@@ -75,9 +73,7 @@ def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
     assert (
         timings["tape triton"] == timings["rope triton"] == {"interpreted": True} and "triton" not in result["rejected"]
     )
-    assert "interpreted here: exact, not timed" in capsys.readouterr().out
-    (result,) = recorded(position_update, "--toy")["results"]
-    assert result["timed"]["forward+backward"]["triton"] == {"interpreted": True}
+    assert "| tape triton | exact, not timed |" in capsys.readouterr().out
 
 
 def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
@@ -91,23 +87,7 @@ def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
     (result,) = recorded(attention, *KERNELS, "--shapes", "2x32@16", "--without", "triton")["results"]
     assert set(result["timed"]["forward"]) == {"rope torch", "rope tiled", "tape tiled"}
     assert "off by" in result["rejected"]["tape torch"]
-    assert "tape torch has no figure: 16 tokens: tensor 0" in capsys.readouterr().out
-    monkeypatch.setattr(position_update, "inexact", lambda *_: "is off")
-    assert position_update.why_not_fused(position_update.TOY["4/2x32"], torch.float32, torch.float32)
-
-
-def test_the_position_update_is_timed_beside_its_floor(recorded, monkeypatch):
-    shapes = Shapes(3, 2, 32, averages=True, inner=8)
-    monkeypatch.setattr(position_update, "SHAPES", {"3/2x32": shapes})
-    monkeypatch.setattr(position_update, "unsupported", lambda *_: "is not wanted")
-    wide, narrow = recorded(position_update, *KERNELS, "--precision=bf16")["results"]
-    assert (wide["state"], narrow["state"]) == ("fp32", "bf16") and wide["rejected"]["triton"] == "is not wanted"
-    for direction, timings in wide["timed"].items():
-        assert timings["torch"]["ratio"] == timings["torch"]["seconds"] / wide["floor_seconds"][direction]
-    tensors = position_update.inputs(5, shapes, torch.bfloat16, torch.float32)
-    state, others = 4 * 5 * 64, 2 * 5 * (3 * 32 + 8)
-    assert position_update.traffic(tensors, False) == 2 * state + others
-    assert position_update.traffic(tensors, True) == 5 * state + 3 * others
+    assert "| tape torch | 16 tokens: tensor 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
