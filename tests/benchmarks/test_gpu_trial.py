@@ -233,6 +233,7 @@ def test_a_summary_of_nothing_says_so():
     assert "**No GPU" in "\n".join(summary(nothing))
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_stage_runs_at_toy_size(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu_trial", "--toy", "--minutes=9", f"--output={tmp_path}"]
     started = time.monotonic()
