@@ -4,6 +4,7 @@ A kernel that crashes, hangs or corrupts the GPU's context therefore costs one c
 """
 
 import faulthandler
+import importlib.util
 import math
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import torch
 
 from benchmarks.attention import Shape, candidates, check
 from benchmarks.timing import device_here, reason
-from megatron_tape.ops.parity import LENGTH, Check, Shapes, deviations, kernel_checks
+from megatron_tape.ops.parity import LENGTH, Check, Shapes, deviations, kernel_checks, loss_check, swiglu_check
 
 SHAPES = ("12x64", "16x128", "32x128", "32/8x128")
 """The recipes' heads, or heads/groups, and their width."""
@@ -31,7 +32,7 @@ AT_ONCE = 12
 CASE_SECONDS = 60.0
 """Time limit of a case."""
 PRELOADED = ["benchmarks.kernel_cases", "torch.fx.experimental.symbolic_shapes"]
-PRELOADED += [f"megatron_tape.ops.kernels.triton_{name}" for name in ("attention", "position_update")]
+PRELOADED += [f"megatron_tape.ops.kernels.triton_{name}" for name in ("attention", "position_update", "swiglu")]
 """Modules that are imported once for all processes; importing them does not touch the GPU."""
 
 
@@ -134,5 +135,10 @@ def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> N
 
 
 def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
+    device, width = device_here(), 4 * shape.heads * shape.head_dim
     shapes = Shapes(shape.heads, shape.groups, shape.head_dim, averages=True, inner=4 * shape.heads)
-    return kernel_checks(shapes, dtype, device_here(), shape.length, tokens=min(shape.length, 48))
+    checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
+    checks["swiglu"] = swiglu_check(width, dtype, device)
+    if importlib.util.find_spec("liger_kernel"):
+        checks["loss"] = loss_check(width, dtype, device)  # of a vocabulary as large as the MLP
+    return checks

@@ -83,8 +83,9 @@ def _crashed(checked: Path) -> set[str]:
     if not checked.exists():
         return set()
     cases = json.loads(checked.read_text(encoding="utf-8")).get("cases", [])
-    names = [case["name"] for case in cases if "seconds" not in case and case["name"] != "position update"]
-    return {"triton" if name.startswith("attention") else name.split()[1] for name in names}
+    names = [case["name"].split() for case in cases if "seconds" not in case]
+    libraries = {name[1] for name in names if name[0] in ("rope", "tape")}
+    return libraries | {"triton" for name in names if name[0] == "attention"}
 
 
 def step(shape: str, record: Record, options: argparse.Namespace) -> None:

@@ -294,11 +294,16 @@ def _failure(check: Check, dtype: torch.dtype) -> str | None:
 def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the loss cannot run with Liger's kernels on `device`, as a clause, or None if it can.
 
-    `vocabulary` is this rank's part, which decides how the kernels are compiled. They are compared with plain torch, as
-    the only part of the vocabulary and as the second of two.
+    `vocabulary` is this rank's part, which decides how the kernels are compiled.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
+    why = _failure(loss_check(vocabulary, dtype, device), dtype)
+    return why and f"Liger's kernels do not work here ({why})"
+
+
+def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Check:
+    """Compare Liger's kernels with plain torch: for the only part of the vocabulary, and for the second of two."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 2 * vocabulary, (2, 35), generator=generator).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
@@ -312,8 +317,7 @@ def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device) ->
         ]
         return [torch.stack(found)]
 
-    why = _failure(Check(partial(losses, True), partial(losses, False), inputs), dtype)
-    return why and f"Liger's kernels do not work here ({why})"
+    return Check(partial(losses, True), partial(losses, False), inputs)
 
 
 def swiglu_disagrees(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -321,7 +325,14 @@ def swiglu_disagrees(width: int, dtype: torch.dtype, device: torch.device) -> st
 
     `width` is this rank's part of the MLP.
     """
-    inputs = [_drawing(dtype, device)(35, 2, 2 * width)]
-    functions = (lambda both, fused=fused: [swiglu(both, fused)] for fused in (True, False))
-    why = _failure(Check(*functions, inputs), dtype)
+    why = _failure(swiglu_check(width, dtype, device), dtype)
     return why and f"the fused SwiGLU does not work here ({why})"
+
+
+def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
+    """Compare the fused SwiGLU with plain torch."""
+
+    def run(fused: bool, both: Tensor) -> list[Tensor]:
+        return [swiglu(both, fused)]
+
+    return Check(partial(run, True), partial(run, False), [_drawing(dtype, device)(35, 2, 2 * width)])
