@@ -169,9 +169,8 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     # What comes back from the other context ranks is what the output's projection or gate keeps.
     returned = heads if exchanged else 0
     if averages_state and plan.attention.backend == "torch_wide":
-        # Values and states are one tensor, and so are their averages. The output's projection gets a copy. So does the
-        # update, unless other ranks send what it reads.
-        values, returned = values + 2 * groups, heads * (2 if batch.head_shards == 1 else 1)
+        # Values and states are one tensor, and so are their averages, of which the output's projection gets a copy.
+        values, returned = values + 2 * groups, heads
         if not learns_rotation:
             # Nothing keeps the values that were copied, nor queries and keys before their rotation.
             projected, normed = projected if keeps_projection else 0, 0

@@ -125,8 +125,8 @@ def loads(plan: Plan) -> dict[str, Load]:
     of_mlp_and_heads = tokens / plan.tensor_size * (ACTIVATION * inner + HEADS * projected)
     elementwise = layers * (NORMS * batch.local_tokens * hidden + of_mlp_and_heads)
     if plan.attention.backend == "torch_wide":
-        # States are copied into one tensor with the values, and the averages of both out of one.
-        elementwise += averaging * 2 * (model.query_groups * model.head_dim + 2 * heads) * batch.tokens / ranks
+        # States are copied into one tensor with the values, and the averages of the values out of one.
+        elementwise += averaging * 2 * (model.query_groups * model.head_dim + heads) * batch.tokens / ranks
 
     logits = tokens * model.vocab_size / plan.tensor_size * plan.held.last
     product = 2 * logits * hidden

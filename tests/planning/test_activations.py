@@ -142,12 +142,12 @@ def test_the_backend_that_a_gpu_chooses_is_counted(encoding, dim, backend):
 
 
 @pytest.mark.parametrize("groups", [8, 32])
-def test_one_call_for_values_and_states_keeps_them_in_one_tensor_and_copies_the_averages(groups):
+def test_one_call_for_values_and_states_keeps_them_in_one_tensor_and_copies_an_average(groups):
     """What it keeps more than two calls, in the layers that average the state."""
     model = with_values(recipe().model, num_query_groups=groups)
     wide, twice = (of_layers(with_values(model, attention_backend=name)) for name in ("torch_wide", "torch"))
     heads, dim, averaging = model.num_attention_heads, model.head_dim, model.num_layers - 1
-    tensors = 2 * (2 * groups + 2 * heads) * dim  # [v | z] and the copies, in bf16
+    tensors = 2 * (2 * groups + heads) * dim  # [v | z] and the copy, in bf16
     # The first layer keeps no projection: rotated by constants, and copied.
     first = 2 * (heads + 2 * groups) * dim
     found = averaging * (tensors - 4 * heads) - first  # log-sums of one call
