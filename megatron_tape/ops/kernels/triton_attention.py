@@ -4,7 +4,7 @@ Axes: S queries, T keys (the last S of them are the queries' own tokens), B batc
 head dimension, E width of the value: D, or 2D for [v | z]. This is flash attention (Dao, 2023) with a wider value: a
 pair of query and key costs D + E multiply-adds forward and 3D + 2E backward, or 4D + 2E if heads are wider than 64. All
 blocks of keys add to the gradients of queries, in an order that varies, so that their last bits differ from run to run;
-under `torch.use_deterministic_algorithms` a separate kernel computes them, at 5D + 3E. What is saved for the backward
+under `torch.use_deterministic_algorithms` a separate kernel computes them, which makes D + E more. What is saved for the backward
 pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain form to compare with is
 `ops.backends.naive`.
 
@@ -331,15 +331,17 @@ _TILES = {
         (True, True, True): ((64, 128, 8, 3), None),
         (True, False, False): (None, (64, 128, 8, 3)),
         (False, True, True): (None, (32, 128, 8, 3)),
-        (True, True, False): ((64, 128, 8, 2), (32, 128, 8, 2)),
-        "queries": ((128, 64, 8, 2), (128, 64, 8, 2)),
+        (True, True, False): ((64, 128, 8, 3), None),
+        (False, True, False): (None, (32, 128, 8, 3)),
+        "queries": ((128, 64, 8, 3), (128, 64, 8, 2)),
     },
     163: {
         "forward": ((128, 64, 8, 3), (128, 64, 8, 3)),
         (True, True, True): ((64, 128, 8, 2), None),
         (True, False, False): (None, (64, 128, 8, 2)),
         (False, True, True): (None, (64, 128, 8, 2)),
-        (True, True, False): ((64, 128, 8, 2), (32, 128, 8, 2)),
+        (True, True, False): ((64, 128, 8, 2), None),
+        (False, True, False): (None, (64, 128, 8, 2)),
         "queries": ((128, 64, 8, 2), (128, 64, 8, 2)),
     },
     99: {
@@ -347,7 +349,8 @@ _TILES = {
         (True, True, True): ((32, 64, 4, 2), None),
         (True, False, False): (None, (64, 64, 8, 2)),
         (False, True, True): (None, (64, 32, 8, 2)),
-        (True, True, False): ((64, 32, 8, 2), (64, 32, 8, 2)),
+        (True, True, False): ((64, 32, 8, 2), None),
+        (False, True, False): (None, (64, 32, 8, 2)),
         "queries": ((128, 64, 8, 2), (32, 64, 8, 2)),
     },
     64: {
@@ -355,7 +358,8 @@ _TILES = {
         (True, True, True): ((32, 64, 4, 1), None),
         (True, False, False): (None, (32, 64, 4, 1)),
         (False, True, True): (None, (32, 32, 4, 1)),
-        (True, True, False): ((32, 32, 4, 1), (32, 32, 4, 1)),
+        (True, True, False): ((32, 32, 4, 1), None),
+        (False, True, False): (None, (32, 32, 4, 1)),
         "queries": ((64, 32, 4, 1), (32, 32, 4, 1)),
     },
 }
@@ -516,9 +520,8 @@ def _backward_passes(D: int, repeatable: bool) -> tuple[tuple[bool, bool, bool],
 
     Wide heads need two launches, which both compute the scores, as all sums would not fit into a program's registers.
     """
-    if repeatable:
-        return ((True, True, False),)
-    return ((True, True, True),) if D <= 64 else ((True, False, False), (False, True, True))
+    queries = not repeatable
+    return ((True, True, queries),) if D <= 64 else ((True, False, False), (False, True, queries))
 
 
 def _precision(q: Tensor) -> str:
