@@ -85,7 +85,7 @@ def attention_products(plan: Plan, averages_state: bool) -> tuple[int, int]:
         return 2 * values, 5 * values
     again = 0
     if backend == "triton":
-        again = 1 + values if plan.config.train.deterministic else int(plan.model.head_dim > WIDE_HEADS)
+        again = int(plan.model.head_dim > WIDE_HEADS) + (1 + values) * plan.config.train.deterministic
     return 1 + values, 3 + 2 * values + again
 
 

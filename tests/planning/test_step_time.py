@@ -86,6 +86,7 @@ def test_a_step_takes_its_flops_and_bytes_at_the_rates():
         ("triton", 64, 3, 7, 4e11),
         ("triton", 128, 3, 8, 4e11),
         ("triton --train.deterministic=true", 64, 3, 10, 4e11),
+        ("triton --train.deterministic=true", 128, 3, 11, 4e11),
     ],
 )
 def test_attention_takes_the_products_of_its_backend_at_its_rate(backend, dim, forward, backward, rate):
