@@ -3,7 +3,7 @@
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.values import check_section
 from megatron_tape.errors import refuse
-from megatron_tape.ops.backends import lacks
+from megatron_tape.ops.backends import lacks, unsupported_heads
 from megatron_tape.position import check_encoding, encoding_of
 
 
@@ -52,4 +52,7 @@ def validate_model(model: ModelConfig) -> None:
             f"is {model.attention_backend}, which {why}, as model.position_encoding {model.position_encoding} needs",
             "choose another, or auto",
         )
+        why = unsupported_heads(model.attention_backend, model.head_dim)
+        problem = f"is {model.attention_backend}, which {why}"
+        refuse(why is not None, "model.attention_backend", problem, "choose another, or auto")
     check_encoding(model)

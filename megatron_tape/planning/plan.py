@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.ops.backends import BACKENDS, HEAD_DIMS
+from megatron_tape.ops.backends import BACKENDS, unsupported_heads
 from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
 from megatron_tape.planning.parameters import Held, parameter_count, trained_parts, trains_output
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
@@ -66,10 +66,10 @@ class Plan:
 
     def _runs(self, backend: str) -> bool:
         """Return whether a backend has kernels for the run's precision and head dimension."""
-        precisions, dim = BACKENDS[backend].precisions, self.model.head_dim
+        precisions = BACKENDS[backend].precisions
         if backend in NOT_ASSUMED or (precisions is not None and self.config.train.precision not in precisions):
             return False
-        return dim in HEAD_DIMS if backend == "triton" else precisions is None or dim % 8 == 0
+        return unsupported_heads(backend, self.model.head_dim) is None
 
     @property
     def tensor_size(self) -> int:

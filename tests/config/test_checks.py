@@ -167,6 +167,8 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.rope_theta", {"model__rope_scaling_type": "yarn", "model__rope_theta": 1.0}),
         ("model.attention_backend", {"model__attention_backend": "flash_attn", "train__precision": "fp32"}),
         ("model.attention_backend", {"model__attention_backend": "torch_wide", "train__precision": "fp32"}),
+        ("model.attention_backend", {"model__attention_backend": "torch_wide", "model__kv_channels": 128}),
+        ("model.attention_backend", {"model__attention_backend": "triton", "model__kv_channels": 48}),
         # Choices and types.
         ("train.precision", {"train__precision": "fp16"}),
         ("train.precision", {"deepspeed__zero_stage": 0}),

@@ -19,27 +19,28 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend can do, and the types it computes in; None means all types."""
+    """What a backend can do, the types it computes in and its widths of heads; None means all."""
 
     can: frozenset[str]
     precisions: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | range | None = None
 
 
 BACKENDS = {
-    "triton": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32")),
+    "triton": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32"), (32, 64, 80, 96, 128)),
     "tiled": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
     "torch": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE})),
-    "torch_wide": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
-    "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
-    "flex": Backend(frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32")),
-    "fla": Backend(frozenset({ROTATION, GATE, REFLECTIONS}), ("bf16", "fp16")),
+    "torch_wide": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16"), range(8, 65, 8)),
+    "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16"), range(8, 257, 8)),
+    "flex": Backend(frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32"), range(16, 257, 8)),
+    "fla": Backend(frozenset({ROTATION, GATE, REFLECTIONS}), ("bf16", "fp16"), range(16, 257, 8)),
     "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
 }
 ONLY_HALF = frozenset(name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",)))
 """Backends that compute in 16 bits only."""
 LIBRARIES = ("torch", "torch_wide", "flash_attn")
 """The backends that are kernels of other libraries: if one is not exact, `auto` takes the next row of its table."""
-HEAD_DIMS = (32, 64, 80, 96, 128)
+HEAD_DIMS = BACKENDS["triton"].head_dims
 """Widths of heads that `triton` is tested with."""
 
 
@@ -47,6 +48,15 @@ def described(needs: Set[str]) -> str:
     """Describe these needs in words, always in the same order."""
     ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
     return " and ".join(MEANINGS.get(need, need) for need in ordered)
+
+
+def unsupported_heads(backend: str, head_dim: int) -> str | None:
+    """Return that the backend has no kernels for heads of this width, as the predicate of a sentence, or None."""
+    widths = BACKENDS[backend].head_dims
+    if widths is None or head_dim in widths:
+        return None
+    known = f"{widths[0]} to {widths[-1]} in steps of 8" if isinstance(widths, range) else ", ".join(map(str, widths))
+    return f"supports heads of {known}, not {head_dim}"
 
 
 def lacks(backend: str, needs: Set[str]) -> str | None:

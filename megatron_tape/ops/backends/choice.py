@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import BACKENDS, HEAD_DIMS, REFLECTIONS, described, lacks
+from megatron_tape.ops.backends import BACKENDS, REFLECTIONS, described, lacks, unsupported_heads
 from megatron_tape.ops.backends.table import BLACKWELL, CPU, HOPPER, OTHER_GPU, Case, rows
 
 logger = logging.getLogger(__name__)
@@ -107,21 +107,18 @@ def unsupported(
         return "needs a GPU of compute capability 8.0 or newer"
     if backend == "torch_wide":
         if generation(device) not in (HOPPER, BLACKWELL):
-            return "needs a GPU of compute capability 9.0 or 10.0, for which cuDNN has such kernels"
+            return "needs an NVIDIA GPU of compute capability 9.x or 10.x, for which cuDNN has such kernels"
         if torch.are_deterministic_algorithms_enabled():
             return "does not give the same bits every time"
     dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]
     if dtype not in dtypes:
         names = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
         return f"computes in {names}, not in {str(dtype).removeprefix('torch.')}"
-    if backend == "triton":
-        if head_dim not in HEAD_DIMS:
-            return f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
-        return None if device.type == "cuda" else why_not_interpreted(dtype)
+    if why := unsupported_heads(backend, head_dim):
+        return why
     if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
         return f"applies reflections to heads of {', '.join(map(str, REFLECTED_DIMS))}, not {head_dim}"
-    smallest, largest = {"flash_attn": (8, 256), "torch_wide": (8, 64)}.get(backend, (16, 256))
-    return None if smallest <= head_dim <= largest and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
+    return why_not_interpreted(dtype) if backend == "triton" and device.type != "cuda" else None
 
 
 def flash_attn_version(device: torch.device) -> int | None:
