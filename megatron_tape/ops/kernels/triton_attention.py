@@ -4,7 +4,7 @@ Axes: S queries, T keys (the last S of them are the queries' own tokens), B batc
 head dimension, E width of the value: D, or 2D for [v | z]. This is flash attention (Dao, 2023) with a wider value: a
 pair of query and key costs D + E multiply-adds forward and 3D + 2E backward, or 4D + 2E if heads are wider than 64. All
 blocks of keys add to the gradients of queries, in an order that varies, so that their last bits differ from run to run;
-under `torch.use_deterministic_algorithms` a separate kernel computes them, which makes D + E more. What is saved for the
+under `torch.use_deterministic_algorithms` a separate kernel computes them, for D + E more. What is saved for the
 backward pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain form to compare with is
 `ops.backends.naive`.
 
