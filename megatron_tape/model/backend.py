@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,23 @@ from megatron_tape.position import encoding_of
 
 logger = logging.getLogger(__name__)
 
-_INSTEAD = {"triton": "torch", "flex": "tiled", "fla": "tiled"}
-"""The backends whose kernels are compiled where they run, and what can do the same in plain torch."""
+_COMPILED = ("triton", "flex", "fla")
+"""The backends whose kernels are compiled where they run."""
+_PLAIN = ("torch", "tiled", "naive")
+"""The backends that train in their place if `train.allow_slow_attention` allows it, the fastest on a GPU first."""
+
+
+class _Answer(NamedTuple):
+    """Why a rank cannot train with what it would use."""
+
+    node: str
+    rank: int
+    problem: str
+    """The predicate of a sentence."""
+    inexact: str | None = None
+    """The backend that is not exact on this rank."""
+    replaced: bool = False
+    """Whether another row of the table can take its place."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +97,37 @@ def verified_backend(
     """
     device, auto = torch.device(layout.device), model.attention_backend == "auto"
     shapes = kernel_shapes(model, layout.tensor_parallel_size, layout.context_parallel_size)
-    without: set[str] = set()
+    failed: set[str] = set()
     while True:
-        chosen = choice(model, dtype, device, shifted_sparse, packed, without)
+        chosen = choice(model, dtype, device, shifted_sparse, packed, failed)
         problem = _why_slow(model, chosen, dtype, device)
-        checked = chosen.backend in _INSTEAD or (device.type == "cuda" and chosen.backend in LIBRARIES)
+        checked = chosen.backend in _COMPILED or (device.type == "cuda" and chosen.backend in LIBRARIES)
         # Ranks on other kinds of GPU may have chosen otherwise, and still take part.
+        inexact = None
         if layout.any_rank(checked):
             with layout.first_on_node():
                 # Shifted sparse attention calls kernels as documents do.
-                if checked and (why := backend_fails(chosen.backend, shapes, dtype, device, packed or shifted_sparse)):
-                    problem = f"is {chosen.backend}, which {why}"
+                if checked:
+                    inexact = backend_fails(chosen.backend, shapes, dtype, device, packed or shifted_sparse)
+        problem = problem if inexact is None else f"is {chosen.backend}, which {inexact}"
         # What comes after a slow backend is slower still.
-        replaced = chosen.backend if chosen.backend in LIBRARIES and auto and not chosen.slow else None
-        answers = layout.gather(None if problem is None else (node_name(), layout.rank, problem, replaced))
-        bad = [answer for answer in answers if answer is not None]
-        if not bad or None in [answer[3] for answer in bad]:
+        replaced = auto and chosen.backend in LIBRARIES and not chosen.slow
+        answer = _Answer(node_name(), layout.rank, problem, chosen.backend if inexact else None, replaced)
+        bad = [each for each in layout.gather(None if problem is None else answer) if each is not None]
+        failed |= {each.inexact for each in bad if each.inexact}
+        if not bad or not all(each.replaced for each in bad):
             break
-        without |= {answer[3] for answer in bad}
-        logger.warning("attention does not use %s: it %s (rank %d, %s)", bad[0][3], bad[0][2], bad[0][1], bad[0][0])
+        logger.warning("attention does not use what %s (rank %d, %s)", bad[0].problem, bad[0].rank, bad[0].node)
     if bad:
         error = _unfit(bad, layout.world_size, auto)
         if not allow_slow or not auto:
             raise error
+        needs = encoding_of(model).needs
+        # torch would hold all S x S scores if they are changed, as our kernel cannot do.
+        able = _PLAIN[1:] if lacks("triton", needs) else _PLAIN
+        plain = [name for name in able if name not in failed]
         logger.warning("WARNING: training continues with slower attention in plain torch: %s", error)
-        chosen = Choice(_INSTEAD.get(chosen.backend, chosen.backend), "as train.allow_slow_attention allows")
+        chosen = Choice(plain[0], "as train.allow_slow_attention allows")
     elif checked:
         logger.info("the kernels of %s agree with plain torch here", chosen.backend)
     logger.info("attention runs as %s, %s", chosen.backend, chosen.reason)
@@ -115,22 +137,23 @@ def verified_backend(
 def _why_slow(model: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why a GPU does without kernels that exist for a model, as the predicate of a sentence, or None."""
     needs = encoding_of(model).needs
-    able = [name for name in _INSTEAD if not lacks(name, needs)]
+    able = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not able:
         return None
-    reasons = [f"{name} {unsupported(name, device, dtype, model.head_dim, needs)}" for name in able]
-    return f"is auto, but no kernels can run here ({'; '.join(reasons)})"
+    reasons = {name: unsupported(name, device, dtype, model.head_dim, needs) for name in able}
+    said = "; ".join(f"{name} {why}" for name, why in reasons.items() if why)
+    return f"is auto, but no kernels can run here ({said})"
 
 
-def _unfit(bad: list[tuple], world_size: int, auto: bool) -> UserError:
-    """Return the error about ranks whose kernels do not work, given as node, rank, the problem and more."""
+def _unfit(bad: list[_Answer], world_size: int, auto: bool) -> UserError:
+    """Return the error about ranks whose kernels do not work."""
     node, rank, problem, *_ = bad[0]
-    ranks = f"rank {rank}" if len(bad) == 1 else f"ranks {', '.join(str(answer[1]) for answer in bad[:8])}"
+    ranks = f"rank {rank}" if len(bad) == 1 else f"ranks {', '.join(str(answer.rank) for answer in bad[:8])}"
     allowed = "; train.allow_slow_attention trains in plain torch instead" if auto else ""
     if len(bad) == world_size:
         key = ("model.attention_backend", "model.position_encoding")
         return ConfigError(key, f"{problem} ({ranks}, {node})", f"mend that, or choose another{allowed}")
-    nodes = tuple(dict.fromkeys(answer[0] for answer in bad))
+    nodes = tuple(dict.fromkeys(answer.node for answer in bad))
     said = f"({ranks} of {world_size}) cannot train with the others: model.attention_backend {problem}"
     return NodeError(nodes, said, f"mend or leave out the node{allowed}")
 
@@ -139,8 +162,8 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
     """Return the kernels apart from attention that run on all ranks of `layout`, which call this together, and log it.
 
     They run on GPUs where Triton is installed and, for the loss, the package liger-kernel, and only where they agree
-    with plain torch: the loss in 16 bits only. As in `verified_backend`, a position update that does not work raises
-    ConfigError or NodeError unless `allow_slow`.
+    with plain torch: the loss in 16 bits only. A position update that does not work where Triton does raises
+    ConfigError or NodeError, as in `verified_backend`, unless `allow_slow` or `model` names a backend of others.
     """
     device = torch.device(layout.device)
     if device.type != "cuda":
@@ -148,6 +171,7 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
     size = layout.tensor_parallel_size
     shapes = kernel_shapes(model, size, layout.context_parallel_size)
     triton = unsupported("triton", device, dtype, 64)
+    required = model.attention_backend in ("auto", "triton") and not allow_slow
 
     checks = {
         "position_update": lambda: update_fails(shapes, dtype, device),
@@ -162,14 +186,16 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
     for name, check in checks.items():
         with layout.first_on_node():
             why = f"triton {triton}" if triton else check()
-        answers = layout.gather(None if why is None else (node_name(), layout.rank, why))
-        bad = [answer for answer in answers if answer is not None]
-        if bad and name == "position_update" and not triton and not allow_slow:
-            problem = f"needs the fused position update, which {bad[0][2]}"
-            raise _unfit([(*answer[:2], problem) for answer in bad], layout.world_size, auto=True)
+        answer = _Answer(node_name(), layout.rank, why, inexact=None if triton else name)
+        bad = [each for each in layout.gather(None if why is None else answer) if each is not None]
+        # All ranks must come to the same decision.
+        problem = "needs the fused position update, which {}"
+        wrong = [each._replace(problem=problem.format(each.problem)) for each in bad if each.inexact]
+        if wrong and name == "position_update" and required:
+            raise _unfit(wrong, layout.world_size, auto=True)
         found[name], what = not bad, name.replace("_", " ")
         if bad:
-            logger.info("the %s runs in plain torch (rank %d, %s: %s)", what, bad[0][1], bad[0][0], bad[0][2])
+            logger.info("the %s runs in plain torch (rank %d, %s: %s)", what, bad[0].rank, bad[0].node, bad[0].problem)
         else:
             logger.info("the fused %s agrees with plain torch here", what)
     return FusedKernels(**found)

@@ -32,12 +32,15 @@ class AttentionInputs(Positions):
     recomputed it records or replays that (`ops.activation_checkpointing`). The backend naive, and tiled for whole rows
     of scores, do not use it."""
 
-    def rotated(self) -> tuple[Tensor, Tensor]:
-        """Return q and k, rotated if that is still to be done; the backend triton rotates them itself."""
+    def rotated(self, fused: bool = True) -> tuple[Tensor, Tensor]:
+        """Return q and k, rotated if that is still to be done; the backend triton rotates them itself.
+
+        With `fused`, our kernel rotates them where it runs.
+        """
         q, k, z = self.q_SBHD, self.k_TBGD, self.z_TBGD
         if z is None or not self.rotate:
             return q, k
-        if runs_fused(q):
+        if fused and runs_fused(q):
             from megatron_tape.ops.kernels.triton_rotation import prepared
 
             return prepared(q, k, self.v_TBGD, z, wide=False)

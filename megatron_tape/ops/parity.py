@@ -136,14 +136,14 @@ def kernel_checks(
 
     Attention gets two sequences of `length` tokens (None: `LENGTH`), the position update `tokens` tokens in all.
     """
-    checks = attention_checks("triton", "torch", shapes, dtype, device, length or LENGTH)
+    checks = attention_checks("triton", shapes, dtype, device, length or LENGTH)
     return checks | update_checks(shapes, dtype, device, tokens)
 
 
 def attention_checks(
-    backend: str, plain: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
+    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
 ) -> dict[str, Check]:
-    """Return, by name, what is compared of two backends: two sequences of `length` tokens, of one document or more."""
+    """Return, by name, what is compared with naive: two sequences of `length` tokens, of one document or more."""
     draw, averages, dim, (H, G) = _drawing(dtype, device), shapes.averages, shapes.head_dim, shapes.local
     *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
     checks = {}
@@ -155,7 +155,7 @@ def attention_checks(
             state = () if len(tensors) == 4 else (z.to(tensors[0]),)
             return attention(*tensors, *state, average, packing, backend)
 
-        checks |= _of_attention(where, attend, backend, plain, [*qkv, z] if learned else qkv)
+        checks |= _of_attention(where, attend, backend, "naive", [*qkv, z] if learned else qkv)
     return checks
 
 
@@ -184,9 +184,9 @@ def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch
         kinds = {" through reflections": tensors, " through reflections with gates": [*tensors, logits]}
         checks = (_of_attention(name, _with_reflections, backend, "naive", x) for name, x in kinds.items())
     else:
-        checks = [_of_attention(" with gates", _with_gates, backend, "torch", [*qkv, logits])]
+        checks = [_of_attention(" with gates", _with_gates, backend, "naive", [*qkv, logits])]
         if POINTWISE in BACKENDS[backend].can:
-            checks.append(_of_attention(" with a bias", _with_bias, backend, "torch", [*qkv, draw(40, H)]))
+            checks.append(_of_attention(" with a bias", _with_bias, backend, "naive", [*qkv, draw(40, H)]))
     return {name: check for each in checks for name, check in each.items()}
 
 
@@ -259,10 +259,9 @@ def backend_fails(
     """
     if backend in ("flex", "fla"):
         checks = [score_checks(backend, shapes, dtype, device)]
-    elif backend == "triton":
-        checks = [attention_checks(backend, "torch", shapes, dtype, device, LENGTH)]
     else:
-        checks = [attention_checks(backend, "naive", shapes, dtype, device, length) for length in LENGTHS]
+        lengths = LENGTHS if backend in LIBRARIES else (LENGTH,)
+        checks = [attention_checks(backend, shapes, dtype, device, length) for length in lengths]
     whole = not packed and backend in LIBRARIES
     needed = [item for each in checks for item in each.items() if not (whole and PACKED in item[0])]
     return _first_failure(needed, dtype, device)

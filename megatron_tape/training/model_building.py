@@ -37,7 +37,7 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     allow_slow, packed = config.train.allow_slow_attention, config.data.reset_attention_mask
     backend = verified_backend(config.model, layout, dtype, shifted_sparse, allow_slow, packed)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    fused = verified_kernels(settings, layout, dtype, allow_slow)
+    fused = verified_kernels(config.model, layout, dtype, allow_slow)
     stretches = []
     for layers in config.parallel.stretches(config.model.num_layers)[layout.pipeline_rank :: layout.pipeline_size]:
         model = LanguageModel(

@@ -148,7 +148,10 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
                 verified_backend(settings, layout, torch.float32, allow_slow=allowed)
             assert error.value.key == "model.attention_backend"
             assert ("allow_slow_attention" in error.value.fix) == (settings is not named)
-        layout.world_size, others[:] = 4, [None, None, ("nodeB", 3, "is flex, which does not compile", None)]
+        layout.world_size, others[:] = (
+            4,
+            [None, None, model_backend._Answer("nodeB", 3, "is flex, which does not compile")],
+        )
         with pytest.raises(NodeError, match=r"\(ranks 0, 3 of 4\) cannot train with the others: .*leave out") as error:
             verified_backend(small_model(**model), layout, torch.float32)
         assert error.value.subjects[1:] == ("nodeB",)
@@ -200,13 +203,19 @@ def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank
         assert verified(tape, packed=True) == verified(tape, shifted_sparse=True) == "triton"
         assert asked[-1] == ("triton", True)
         # Another rank's kernels are wrong: all ranks take the next row.
-        elsewhere[:] = [("nodeB", 1, "is torch_wide, which does not work here", "torch_wide")]
+        wrong = model_backend._Answer("nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaced=True)
+        elsewhere[:] = [wrong]
         assert verified(tape) == "triton" and "rank 1, nodeB" in caplog.text
         doubled = sdpa.attend
         monkeypatch.setattr(sdpa, "attend", lambda x: tuple(1.1 * y for y in doubled(x)))
         stand_ins["torch"] = "torch"
         assert verified(rope) == "triton"
-        assert "does not use torch: it is torch, which does not work here (attention on cpu; tensor 0" in caplog.text
+        assert "does not use what is torch, which does not work here (attention on cpu; tensor 0" in caplog.text
+        # What was wrong is not what training continues with, be it slow.
+        stand_ins["triton"] = "torch"
+        stand_ins["torch_wide"] = "torch"
+        assert verified(tape, allow_slow=True) == "torch" and verified(rope, allow_slow=True) == "tiled"
+        del stand_ins["triton"], stand_ins["torch_wide"]
         with pytest.raises(NodeError, match="is torch, which does not work here"):
             verified(small_model(position_encoding="rope", kv_channels=32, attention_backend="torch"))
 

@@ -19,7 +19,7 @@ from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import attention_inputs, parity
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import HEAD_DIMS
-from megatron_tape.ops.kernels import triton_attention, triton_position_update, triton_swiglu
+from megatron_tape.ops.kernels import triton_attention, triton_position_update, triton_rotation, triton_swiglu
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import backend_fails, inexact, swiglu_disagrees, update_fails
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
@@ -47,8 +47,12 @@ def draw(*shape, dtype, seed, scale=1.0):
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
 
 
+# On a GPU, torch's backend rotates with our kernel.
+PLAIN = "torch" if DEVICE.type == "cpu" else "naive"
+
+
 def assert_as_exact_as_torch(attend, inputs, dtype):
-    assert inexact(partial(attend, "triton"), partial(attend, "torch"), inputs, dtype) is None
+    assert inexact(partial(attend, "triton"), partial(attend, PLAIN), inputs, dtype) is None
 
 
 def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, wide=True, ends=None, rotated=True):
@@ -305,6 +309,29 @@ def test_kernels_are_checked_before_they_train(monkeypatch):
         triton_attention, "attend_backward", lambda *x: [y if y is None else 2 * y for y in backward(*x)]
     )
     assert "is off by" in failure()
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_wrong_rotation_shows_in_the_check_of_every_backend(monkeypatch, part):
+    """What is compared with must not rotate with the kernel itself."""
+    monkeypatch.setattr(attention_inputs, "runs_fused", lambda x: True)
+    monkeypatch.setattr(parity, "LENGTH", 17)
+    monkeypatch.setattr(parity, "LENGTHS", (17,))
+    shapes = parity.Shapes(2, 2, 32, averages=True, inner=4)
+    assert backend_fails("torch", shapes, FP32, DEVICE) is None
+    if part == "forward":
+        prepare = triton_rotation.prepare
+        wrong = lambda q, *rest: (lambda new_q, *others: (new_q * 1.5, *others))(*prepare(q, *rest))  # noqa: E731
+        names = ("prepare",)
+    else:
+        backward = triton_rotation.prepare_backward
+        wrong = lambda *x: (lambda dq, *others: (3 * dq, *others))(*backward(*x))  # noqa: E731
+        names = ("prepare_backward",)
+    for name in names:
+        monkeypatch.setattr(triton_rotation, name, wrong)
+        monkeypatch.setattr(triton_attention, name, wrong)
+    for backend in ("torch", "triton"):
+        assert "is off by" in backend_fails(backend, shapes, FP32, DEVICE)
 
 
 @pytest.mark.parametrize("groups, wide, learned", [(2, True, True), (4, False, False), (4, False, True)])

@@ -13,8 +13,9 @@ from megatron_tape.ops.backends import sdpa
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D)."""
-    if sdpa.needs_mask(x) or x.k_TBGD.shape[0] == 1:
-        # cuDNN has no kernel for a single key, and none of those for masks is used (see `sdpa`).
+    if sdpa.needs_mask(x) or len(x.q_SBHD) == 1:
+        # cuDNN has no kernel for a single key, and none of those for masks is used (see `sdpa`). For a single query,
+        # putting the cached values and states together would take longer than attention.
         return sdpa.attend(x)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return sdpa.attend_to(x, *x.with_one_value())

@@ -66,14 +66,14 @@ def _forward_blocks(
     averaged, largest, total, q, K, VALUE, k_base, v_base, k_row, v_row, queries, starts,
     first, count, second, tiles, offset, T, scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Continue the averages with some tiles of keys (see `_tile_start`). Scores are scaled only as exponents."""
     columns, wide = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     for number in range(tiles):
         keys = _tile_start(number, first, count, second, BLOCK_T, PACKED and MASKED) + tl.arange(0, BLOCK_T)
         k = load_rows(K, k_base, keys, k_row, columns, T, D, MASKED)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = _seen(queries[:, None], keys[None, :], starts[:, None], offset, PACKED)
             scores = tl.where(seen, scores, float("-inf"))
@@ -87,7 +87,7 @@ def _forward_blocks(
         total = total * shrink + tl.sum(p, 1)
         value = load_rows(VALUE, v_base, keys, v_row, wide, T, E, MASKED)
         averaged = averaged * shrink[:, None]
-        averaged = tl.dot(p.to(value.dtype), value, averaged, input_precision=PRECISION)
+        averaged = tl.dot(p.to(value.dtype), value, averaged, input_precision="ieee")
         largest = largest_now
     return averaged, largest, total
 
@@ -98,7 +98,7 @@ def _forward(
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, o_row, o_batch, o_head,
     S, T, H,
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     # The last queries start first, as they see the most keys.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -124,13 +124,13 @@ def _forward(
     averaged, largest, total = _forward_blocks(
         averaged, largest, total, q, K, VALUE, k_base, v_base, k_row, v_row, queries, starts,
         middle * BLOCK_T, diagonal - middle, 0, diagonal - middle, offset, T, scale,
-        D, E, BLOCK_D, BLOCK_E, BLOCK_T, PACKED, False, PRECISION,
+        D, E, BLOCK_D, BLOCK_E, BLOCK_T, PACKED, False,
     )  # fmt: skip
     averaged, largest, total = _forward_blocks(
         averaged, largest, total, q, K, VALUE, k_base, v_base, k_row, v_row, queries, starts,
         (low if PACKED else diagonal) * BLOCK_T, middle - low, diagonal * BLOCK_T, middle - low + end - diagonal,
         offset, T, scale,
-        D, E, BLOCK_D, BLOCK_E, BLOCK_T, PACKED, True, PRECISION,
+        D, E, BLOCK_D, BLOCK_E, BLOCK_T, PACKED, True,
     )  # fmt: skip
     averaged = averaged / total[:, None]
     o_base, columns = batch * o_batch + head * o_head, tl.arange(0, BLOCK_E)
@@ -173,7 +173,7 @@ def _backward_keys_blocks(
     dk, dvalue, k, value, Q, DOUT, LSE, DELTA, DQ, q_base, do_base, dq_base, line, q_row, do_row, dq_row,
     q_head, do_head, dq_head, keys, ends, first, count, second, tiles, offset, S, T, scale, factor,
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     VALUES: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradients of a block of keys those from some tiles of queries (see `_tile_start`) of a group's heads.
@@ -189,7 +189,7 @@ def _backward_keys_blocks(
         q = load_rows(Q, q_base + head * q_head, queries, q_row, columns, S, D, MASKED)
         # The weights of queries after the last one vanish.
         lse = load_numbers(LSE + line + head * S, queries, S, float("inf"), MASKED)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee")
         p = tl.exp2(tl.fma(scores, scale, -lse[None, :]))
         if MASKED:
             seen = keys[:, None] <= queries[None, :] + offset
@@ -198,18 +198,18 @@ def _backward_keys_blocks(
             p = tl.where(seen, p, 0.0)
         do = load_rows(DOUT, do_base + head * do_head, queries, do_row, wide, S, E, MASKED)
         if VALUES:
-            dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision=PRECISION)
+            dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision="ieee")
         if KEYS:
-            dp = tl.dot(value, tl.trans(do), input_precision=PRECISION)
+            dp = tl.dot(value, tl.trans(do), input_precision="ieee")
             delta = load_numbers(DELTA + line + head * S, queries, S, 0.0, MASKED)
             ds = (p * (dp - delta[None, :])).to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
             if QUERIES:
                 if BLOCK_S < 64:
                     # Tensor cores of Hopper need 64 rows; the transpose has D.
-                    dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION))
+                    dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee"))
                 else:
-                    dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+                    dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
                 at = DQ + dq_base + head * dq_head + queries.to(tl.int64)[:, None] * dq_row + columns[None, :]
                 inside = columns[None, :] < D
                 if MASKED:
@@ -225,7 +225,7 @@ def _backward_keys(
     dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, dv_row, dv_batch, dv_head,
     S, T, H, G,
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
     VALUES: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block of keys, from all later queries of all heads of the group.
@@ -265,13 +265,13 @@ def _backward_keys(
         dk, dvalue, k, value, Q, DOUT, LSE, DELTA, DQ, q_base, do_base, dq_base, line, q_row, do_row, dq_row,
         q_head, do_head, dq_head, keys, ends, middle * BLOCK_S, tail - middle, 0, tail - middle,
         offset, S, T, scale, factor,
-        PER_GROUP, D, E, BLOCK_D, BLOCK_E, BLOCK_S, PACKED, False, PRECISION, VALUES, KEYS, QUERIES,
+        PER_GROUP, D, E, BLOCK_D, BLOCK_E, BLOCK_S, PACKED, False, VALUES, KEYS, QUERIES,
     )  # fmt: skip
     dk, dvalue = _backward_keys_blocks(
         dk, dvalue, k, value, Q, DOUT, LSE, DELTA, DQ, q_base, do_base, dq_base, line, q_row, do_row, dq_row,
         q_head, do_head, dq_head, keys, ends, low * BLOCK_S, middle - low, tail * BLOCK_S, middle - low + high - tail,
         offset, S, T, scale, factor,
-        PER_GROUP, D, E, BLOCK_D, BLOCK_E, BLOCK_S, PACKED, True, PRECISION, VALUES, KEYS, QUERIES,
+        PER_GROUP, D, E, BLOCK_D, BLOCK_E, BLOCK_S, PACKED, True, VALUES, KEYS, QUERIES,
     )  # fmt: skip
     if KEYS:
         store_rows(DK, batch * dk_batch + group * dk_head, keys, dk_row, columns, T, dk * factor, D)
@@ -286,7 +286,7 @@ def _backward_queries(
     dq_row, dq_batch, dq_head,
     S, T, H,
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one block of queries of one head, from all keys that the block sees, in the order of the keys."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -311,12 +311,12 @@ def _backward_queries(
         keys = first + tl.arange(0, BLOCK_T)
         k = load_rows(K, k_base, keys, k_row, columns, T, D)
         value = load_rows(VALUE, v_base, keys, v_row, wide, T, E)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         seen = _seen(queries[:, None], keys[None, :], starts[:, None], offset, PACKED)
         p = tl.where(seen, tl.exp2(tl.fma(scores, scale, -lse[:, None])), 0.0)
-        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(value), input_precision="ieee")
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     base = batch * dq_batch + head * dq_head
     store_rows(DQ, base, queries, dq_row, columns, S, dq * (scale * 0.6931471805599453), D)
 
@@ -445,7 +445,7 @@ def attend(q: Tensor, k: Tensor, value: Tensor, starts: Tensor | None) -> tuple[
         _forward[(triton.cdiv(S, block_s), B * H)](
             q, k, value, o, o if u is None else u, lse, lse if starts is None else starts, D**-0.5 / math.log(2),
             *strides(q), *strides(k), *strides(value), *strides(o), S, T, H, H // G, D, E, _block(D), _block(E),
-            block_s, block_t, starts is not None, _precision(q), **options,
+            block_s, block_t, starts is not None, **options,
         )  # fmt: skip
 
     _in_tiles("forward", D, S, q, launch)
@@ -483,7 +483,6 @@ def attend_backward(
     starts, ends = (starts, ends) if packed else (lse, lse)
     scale, of_inputs = D**-0.5 / math.log(2), (*strides(q), *strides(k), *strides(value), *strides(dout))
     common = dict(PER_GROUP=H // G, D=D, E=E, BLOCK_D=_block(D), BLOCK_E=_block(E), PACKED=packed)
-    common |= {"PRECISION": _precision(q)}
 
     def of_keys(computed: tuple[bool, bool, bool], block_s: int, block_t: int, options: dict[str, int]) -> None:
         values, keys, queries = computed
@@ -522,10 +521,6 @@ def _backward_passes(D: int, repeatable: bool) -> tuple[tuple[bool, bool, bool],
     """
     queries = not repeatable
     return ((True, True, queries),) if D <= 64 else ((True, False, False), (False, True, queries))
-
-
-def _precision(q: Tensor) -> str:
-    return "ieee" if q.dtype is torch.float32 else "tf32"
 
 
 def attention(

@@ -36,10 +36,10 @@ def _store_matrix(pointer, rows, columns, value, R: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def _mixed(z, u, mixing, FULL: tl.constexpr, PRECISION: tl.constexpr):
+def _mixed(z, u, mixing, FULL: tl.constexpr):
     """Return z + A u in fp32; without FULL, A is one scale per head."""
     if FULL:
-        added = tl.dot(mixing, u, input_precision=PRECISION)
+        added = tl.dot(mixing, u, input_precision="ieee")
     else:
         added = mixing.to(tl.float32) * u.to(tl.float32)
     return z.to(tl.float32) + added
@@ -50,7 +50,7 @@ def _update(
     Z, U, GATE, MIXING, UP, DOWN, OUT, N, tokens, u_token, u_head,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    FULL: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
     columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
@@ -63,11 +63,11 @@ def _update(
     for token in range(first, tl.minimum(first + tokens, N)):
         gate = tl.load(GATE + token * P + inner, mask=inner < P, other=0.0).to(tl.float32)
         silu = gate * tl.sigmoid(gate)
-        M = tl.dot((down * silu[None, :]).to(down.dtype), up, input_precision=PRECISION)
+        M = tl.dot((down * silu[None, :]).to(down.dtype), up, input_precision="ieee")
         z = _matrix(Z + token * G * D, groups, columns, D, G, D)
         u = _matrix(U + token * u_token, heads, columns, u_head, H, D)
-        mixed = _mixed(z, u, mixing, FULL, PRECISION)
-        out = mixed + tl.dot(M.to(down.dtype), mixed.to(down.dtype), input_precision=PRECISION)
+        mixed = _mixed(z, u, mixing, FULL)
+        out = mixed + tl.dot(M.to(down.dtype), mixed.to(down.dtype), input_precision="ieee")
         _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
 
 
@@ -76,7 +76,7 @@ def _update_backward(
     Z, U, GATE, MIXING, UP, DOWN, DOUT, DZ, DU, DGATE, DMIXING, DUP, DDOWN, N, tokens, u_token, u_head,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    FULL: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
     columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
@@ -96,28 +96,28 @@ def _update_backward(
         gate = tl.load(GATE + token * P + inner, mask=inner < P, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
-        M = tl.dot((down * silu[None, :]).to(dtype), up, input_precision=PRECISION)
+        M = tl.dot((down * silu[None, :]).to(dtype), up, input_precision="ieee")
         z = _matrix(Z + token * G * D, groups, columns, D, G, D)
         u = _matrix(U + token * u_token, heads, columns, u_head, H, D)
         dout = _matrix(DOUT + token * G * D, groups, columns, D, G, D)
-        mixed = _mixed(z, u, mixing, FULL, PRECISION).to(dtype)
+        mixed = _mixed(z, u, mixing, FULL).to(dtype)
         factor = dout.to(dtype)
-        dM = tl.dot(factor, tl.trans(mixed), input_precision=PRECISION)
-        dmixed = dout.to(tl.float32) + tl.dot(tl.trans(M).to(dtype), factor, input_precision=PRECISION)
+        dM = tl.dot(factor, tl.trans(mixed), input_precision="ieee")
+        dmixed = dout.to(tl.float32) + tl.dot(tl.trans(M).to(dtype), factor, input_precision="ieee")
         _store_matrix(DZ + token * G * D, groups, columns, dmixed, G, D)
         if FULL:
-            du = tl.dot(tl.trans(mixing), dmixed.to(dtype), input_precision=PRECISION)
-            dmixing += tl.dot(dmixed.to(dtype), tl.trans(u), input_precision=PRECISION)
+            du = tl.dot(tl.trans(mixing), dmixed.to(dtype), input_precision="ieee")
+            dmixing += tl.dot(dmixed.to(dtype), tl.trans(u), input_precision="ieee")
         else:
             du = mixing.to(tl.float32) * dmixed
             dmixing += tl.sum(dmixed * u.to(tl.float32), 1)
         _store_matrix(DU + token * H * D, heads, columns, du, H, D)
-        raised = tl.dot(tl.trans(down), dM.to(dtype), input_precision=PRECISION)
+        raised = tl.dot(tl.trans(down), dM.to(dtype), input_precision="ieee")
         dsilu = tl.sum(raised * up.to(tl.float32), 1)
         dgate = dsilu * (sigmoid + silu * (1 - sigmoid))
         tl.store(DGATE + token * P + inner, dgate.to(DGATE.dtype.element_ty), mask=inner < P)
         dup += silu[:, None] * raised
-        ddown += tl.dot(dM.to(dtype), tl.trans(up), input_precision=PRECISION) * silu[None, :]
+        ddown += tl.dot(dM.to(dtype), tl.trans(up), input_precision="ieee") * silu[None, :]
     _store_matrix(DUP + program * P * G, inner, groups, dup, P, G)
     _store_matrix(DDOWN + program * G * P, groups, inner, ddown, G, P)
     if FULL:
@@ -171,7 +171,7 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
     kernel[(triton.cdiv(N, tokens),)](
         z, u, gate, mixing, *tensors, N, tokens, u.stride(0), u.stride(1),
         G, H, D, P, block(G), block(H), block(D), block(P),
-        mixing.dim() == 2, "ieee" if u.dtype is torch.float32 else "tf32",
+        mixing.dim() == 2,
         num_warps=8 if max(block(G), block(H)) * max(block(P), block(D)) >= 2048 else 4,
     )  # fmt: skip
 

@@ -60,8 +60,8 @@ def _prepare(
     ROTATE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the queries and keys of one group with ROTATE; write its value [v | z] with WIDE."""
-    batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
-    rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
+    batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
+    rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
     z_re = load_rows(Z, z_base, rows, z_row, columns, T, F)
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, T, F)
@@ -88,13 +88,13 @@ def _prepare(
 
 @triton.jit
 def _backward_one(
-    X, DY, DX, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, dz_re, dz_im,
+    X, DY, DX, x_base, y_base, base, rows, x_row, y_row, row, columns, S, z_re, z_im, dz_re, dz_im,
     F: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
     dy_re = load_rows(DY, y_base, rows, y_row, columns, S, F).to(tl.float32)
     dy_im = load_rows(DY, y_base + F, rows, y_row, columns, S, F).to(tl.float32)
-    store_rows(DX, y_base, rows, y_row, columns, S, dy_re * z_re + dy_im * z_im, F)
-    store_rows(DX, y_base + F, rows, y_row, columns, S, dy_im * z_re - dy_re * z_im, F)
+    store_rows(DX, base, rows, row, columns, S, dy_re * z_re + dy_im * z_im, F)
+    store_rows(DX, base + F, rows, row, columns, S, dy_im * z_re - dy_re * z_im, F)
     if NEEDED:
         x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
         x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
@@ -104,14 +104,14 @@ def _backward_one(
 
 @triton.jit
 def _prepare_backward(
-    Q, K, Z, DQ, DQ_OUT, DK, DZ, DZ_OUT, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
+    Q, K, Z, DQ, DQ_OUT, DK, DK_OUT, DZ, DZ_OUT, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
     dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, dz_row, dz_batch, dz_head, B, S, G,
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
     """Turn the gradients of rotated queries and keys into those of queries and keys; add the state's to DZ."""
-    batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
-    rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
+    batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
+    rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
     z_re = load_rows(Z, z_base, rows, z_row, columns, S, F).to(tl.float32)
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
@@ -121,20 +121,22 @@ def _prepare_backward(
         dz_base = batch * dz_batch + group * dz_head
         dz_re = load_rows(DZ, dz_base, rows, dz_row, columns, S, F).to(tl.float32)
         dz_im = load_rows(DZ, dz_base + F, rows, dz_row, columns, S, F).to(tl.float32)
+    # What is written is contiguous.
+    line, stride = (batch * G + group) * 2 * F, B * G * 2 * F
     for member in range(PER_GROUP):
         head = group * PER_GROUP + member
         dz_re, dz_im = _backward_one(
-            Q, DQ, DQ_OUT, batch * q_batch + head * q_head, batch * dq_batch + head * dq_head, rows, q_row, dq_row,
-            columns, S, z_re, z_im, dz_re, dz_im, F, NEEDED,
+            Q, DQ, DQ_OUT, batch * q_batch + head * q_head, batch * dq_batch + head * dq_head,
+            line * PER_GROUP + member * 2 * F, rows, q_row, dq_row, stride * PER_GROUP, columns, S,
+            z_re, z_im, dz_re, dz_im, F, NEEDED,
         )  # fmt: skip
     dz_re, dz_im = _backward_one(
-        K, DK, DK, batch * k_batch + group * k_head, batch * dk_batch + group * dk_head, rows, k_row, dk_row,
-        columns, S, z_re, z_im, dz_re, dz_im, F, NEEDED,
+        K, DK, DK_OUT, batch * k_batch + group * k_head, batch * dk_batch + group * dk_head,
+        line, rows, k_row, dk_row, stride, columns, S, z_re, z_im, dz_re, dz_im, F, NEEDED,
     )  # fmt: skip
     if NEEDED:
-        base, stride = (batch * G + group) * 2 * F, B * G * 2 * F
-        store_rows(DZ_OUT, base, rows, stride, columns, S, dz_re, F)
-        store_rows(DZ_OUT, base + F, rows, stride, columns, S, dz_im, F)
+        store_rows(DZ_OUT, line, rows, stride, columns, S, dz_re, F)
+        store_rows(DZ_OUT, line + F, rows, stride, columns, S, dz_im, F)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -164,7 +166,7 @@ def prepare(
         value = torch.empty(T, B, G, 2 * D, dtype=v.dtype, device=v.device)
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 2048 // block_f)
-    _prepare[(triton.cdiv(T, block_s), B * G)](
+    _prepare[(B * G, triton.cdiv(T, block_s))](
         q, k, v, z, rotated_q, rotated_k, value, *strides(q), *strides(k), *strides(v), *strides(z), B, T, G,
         H // G, D // 2, block_f, block_s, rotate, wide,
     )  # fmt: skip
@@ -176,21 +178,21 @@ def prepare_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, in its type, of k, and of z, if it is `needed`, from those of rotated q and k.
 
-    `dz`, if given, is the gradient that z has as a value; it is added to. The gradient of k replaces `dk`, and that of
-    q replaces `dq` if that has q's type.
+    `dz`, if given, is the gradient that z has as a value; it is added to that of the rotation.
     """
-    S, B, G, D = k.shape
-    dq_out = dq if dq.dtype == q.dtype else torch.empty_like(dq, dtype=q.dtype)
+    (S, B, G, D), H = k.shape, q.shape[2]
+    dq_out = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
+    dk_out = torch.empty(S, B, G, D, dtype=k.dtype, device=k.device)
     dz_out = torch.empty(S, B, G, D, dtype=z.dtype, device=z.device) if needed else None
     wide = dz is not None
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 2048 // block_f // 2)
-    _prepare_backward[(triton.cdiv(S, block_s), B * G)](
-        q, k, z, dq, dq_out, dk, dz if wide else dk, dz_out if needed else dk,
+    _prepare_backward[(B * G, triton.cdiv(S, block_s))](
+        q, k, z, dq, dq_out, dk, dk_out, dz if wide else dk, dz_out if needed else dk_out,
         *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk), *strides(dz if wide else dk),
-        B, S, G, q.shape[2] // G, D // 2, block_f, block_s, wide, needed,
+        B, S, G, H // G, D // 2, block_f, block_s, wide, needed,
     )  # fmt: skip
-    return dq_out, dk, dz_out
+    return dq_out, dk_out, dz_out
 
 
 class _Prepared(torch.autograd.Function):
@@ -208,7 +210,6 @@ class _Prepared(torch.autograd.Function):
     def backward(ctx, dq, dk, dvalue=None):
         q, k, z = ctx.saved_tensors
         D, needed = dk.shape[-1], ctx.needs_input_grad[3]
-        # In place: attention has computed these gradients for this function alone.
         dq, dk = (last_contiguous(x) for x in (dq, dk))
         dvalue = None if dvalue is None else last_contiguous(dvalue)
         dz = None if dvalue is None else dvalue[..., D:]
