@@ -11,6 +11,9 @@ import faulthandler
 import importlib.util
 import json
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,7 +76,8 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     from benchmarks import attention
 
     without = sorted(_crashed(options.output.with_name("correctness.json")))
-    arguments = ["--minutes", str(options.seconds / 60), *(["--flex"] if "flex" in options.also else [])]
+    left = max(1.0, options.seconds - 10)  # no shape begins in the last ten seconds
+    arguments = ["--minutes", str(left / 60), *(["--flex"] if "flex" in options.also else [])]
     arguments += ["--without", *without] if without else []
     attention.main([*arguments, *(["--toy"] if options.toy else []), *_output(options)])
 
@@ -103,6 +107,7 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
 
 def training(record: Record, options: argparse.Namespace) -> None:
     """Compare 20 training steps of TAPE and RoPE with the CPU's losses and gradients."""
+    _need("pytest", "megatron", "deepspeed")
     import pytest
 
     found: dict[str, str] = {}
@@ -113,7 +118,9 @@ def training(record: Record, options: argparse.Namespace) -> None:
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.when == "call" or not report.passed:
                 name = report.nodeid.partition("::")[2]
-                why = report.longreprtext.strip().splitlines()
+                # That of a skipped test is (file, line, reason).
+                skipped = isinstance(report.longrepr, tuple)
+                why = (report.longrepr[2] if skipped else report.longreprtext).strip().splitlines()
                 lines = [line[1:].strip() for line in why if line.startswith("E ")] or why[-1:]
                 found[name] = report.outcome if report.passed else f"{report.outcome}: {' '.join(lines)[:300]}"
                 record.write({"tests": found})
@@ -129,9 +136,15 @@ def training(record: Record, options: argparse.Namespace) -> None:
 
 def pretraining(record: Record, options: argparse.Namespace) -> None:
     """Train the 155M recipe with TAPE and with RoPE on the same tokens, and compare their losses."""
+    _need("megatron", "deepspeed", "sentencepiece", "transformers")
     from benchmarks.trial_pretraining import pretrain
 
     pretrain(record, options)
+
+
+def _need(*packages: str) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"{', '.join(missing)} cannot be imported; install requirements.txt, or give --wheels")
 
 
 STAGES: dict[str, Callable[[Record, argparse.Namespace], None]] = {
@@ -150,6 +163,20 @@ def _output(options: argparse.Namespace) -> list[str]:
     return ["--output", str(options.output), *(["--commit", options.commit] if options.commit else [])]
 
 
+def watch(seconds: float) -> None:
+    """End this process and its group when its parent has ended or `seconds` have passed, whatever it is doing."""
+    parent, deadline = os.getppid(), time.monotonic() + seconds
+
+    def end() -> None:
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if os.getpgrp() == os.getpid():  # the trial gives each stage a group of its own
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run one stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,6 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, help="JSON lines to pretrain on (default: the standard library's source)")
     add_record_arguments(parser)
     options = parser.parse_args(argv)
+    watch(options.seconds + 10)
     # Shows where a stage hangs, and where it crashes.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, options.seconds - 2))
@@ -172,7 +200,9 @@ def main(argv: list[str] | None = None) -> None:
         os.environ |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         torch.set_num_threads(1)
         print("no GPU is used: toy size on the CPU", flush=True)
-    STAGES[options.stage](Record(options.stage, options), options)
+    record = Record(options.stage, options)
+    record.write({})  # what this machine is, even if nothing else comes
+    STAGES[options.stage](record, options)
 
 
 if __name__ == "__main__":
