@@ -13,6 +13,7 @@ five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 lets `tri
 
 import argparse
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from benchmarks.environment import Record, positive
 from benchmarks.timing import DTYPES, TimeLimit, add_time_arguments, device_here, reason, timed
-from benchmarks.trial_summary import attention_table
+from benchmarks.trial_summary import ATTENTION, DIRECTIONS, attention_table, fastest
 from megatron_tape.model.reference import rope_phases
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, ROTATION, lacks
-from megatron_tape.ops.backends.choice import unsupported
+from megatron_tape.ops.backends.choice import choose_backend, unsupported
 from megatron_tape.ops.parity import Check, inexact
 
 NEEDS = {"rope": frozenset({ROTATION}), "tape": frozenset({ROTATION, AVERAGE})}
@@ -60,7 +61,7 @@ class Shape(NamedTuple):
         return f"{self.heads}{groups}x{self.head_dim}@{self.length}"
 
 
-SHAPES = tuple(map(Shape.parse, ("12x64@1024", "16x128@4096", "32x128@8192")))
+SHAPES = tuple(map(Shape.parse, ATTENTION))
 """The 155M, 1.3B and 7B models' own, measured on a GPU by default."""
 TOY = Shape(2, 1, 32, 64)
 
@@ -127,25 +128,30 @@ def inexact_at(name: str, lengths: set[int], shape: Shape, dtype: torch.dtype) -
     return None
 
 
-def measure(shape: Shape, arguments: argparse.Namespace, limit: TimeLimit) -> dict:
-    """Time every candidate that is exact, forward and forward with backward."""
+def measure(shape: Shape, arguments: argparse.Namespace, limit: TimeLimit) -> Iterator[dict]:
+    """Time every candidate that is exact, forward and forward with backward; yield the result as it grows."""
     dtype, batch = DTYPES[arguments.precision], max(1, arguments.tokens // shape.length)
     found, rejected = candidates(shape.head_dim, dtype, arguments.flex)
+    result = {"shape": str(shape), "batch": batch, "auto": {}, "timed": {}, "of_rope": {}}
+    result |= {"rejected": rejected, "no_time": []}
+    for encoding, needs in NEEDS.items():
+        auto = choose_backend("auto", device_here(), dtype, shape.head_dim, needs, grouped=shape.groups < shape.heads)
+        result["auto"][encoding] = f"{encoding} {auto.backend}"
     exact = []
     for name in found:
         if name.split()[1] in arguments.without:
             rejected[name.split()[1]] = "is left out"
         elif limit.over():
-            rejected[name] = "there was no time left"
+            result["no_time"].append(name)
         elif why := inexact_at(name, {min(shape.length, 1024)}, shape, dtype):
             rejected[name] = why
         else:
             exact.append(name)
+        yield result
     tensors = inputs(shape, batch, dtype)
     slopes = [torch.randn_like(tensors[0]) for _ in range(2)]  # matrix products of constants would be faster
-    result = {"shape": str(shape), "batch": batch, "timed": {}, "of_rope": {}}
     product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
-    for direction in ("forward", "forward+backward"):
+    for direction in DIRECTIONS:
         runs = {name: functools.partial(_run, name, tensors, slopes, direction != "forward") for name in exact}
         timings, failed = timed(runs, arguments.repetitions, device_here())
         rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
@@ -158,7 +164,7 @@ def measure(shape: Shape, arguments: argparse.Namespace, limit: TimeLimit) -> di
         if tape and rope:
             result["of_rope"][direction] = {"ratio": timings[tape]["ratio"], "tape": tape, "rope": rope}
         result["timed"][direction] = timings
-    return result | {"rejected": rejected}
+        yield result
 
 
 def _run(name: str, tensors: list[Tensor], slopes: list[Tensor], backward: bool) -> None:
@@ -167,12 +173,6 @@ def _run(name: str, tensors: list[Tensor], slopes: list[Tensor], backward: bool)
         outputs = [x for x in attend(*name.split(), *tensors) if x is not None]
     if backward:
         torch.autograd.grad(outputs, tensors, slopes[: len(outputs)], allow_unused=True)
-
-
-def fastest(timings: dict[str, dict], encoding: str) -> str | None:
-    """Return the fastest candidate of an encoding, or None if none was timed."""
-    timed = [name for name, timing in timings.items() if "seconds" in timing and name.startswith(encoding)]
-    return min(timed, key=lambda name: timings[name]["seconds"], default=None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -206,8 +206,9 @@ def main(argv: list[str] | None = None) -> None:
             limit.say(f"no time for {shape}; --minutes gives more")
             continue
         limit.say(str(shape))
-        results.append(measure(shape, arguments, limit))
-        record.write({"results": results})
+        for result in measure(shape, arguments, limit):
+            record.write({"results": [*results, result]})
+        results.append(result)
     print("\n".join(attention_table(results)), flush=True)
 
 

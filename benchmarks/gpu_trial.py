@@ -6,14 +6,16 @@ Stages run in order of value, each in a process of its own with its own time lim
 costs no more than its limit. A stage for which the time left is too short is skipped, and the next that fits runs.
 
 DIR/results.json holds every result within seconds of its existence, DIR/summary.md what was learned and all tables, and
-DIR/trial.tar.gz the results, logs and traces of every stage that has ended.
+DIR/trial.tar.gz both, and the logs and traces of every stage that has ended.
 
-It needs Python, torch, Triton and a C compiler. `--wheels` names a folder made by benchmarks.wheels; its packages are
-installed into a temporary folder. Without a GPU every stage runs at toy size on the CPU. The exit status is 1 if a
-stage failed or found something wrong.
+It needs a C compiler and Python with torch, Triton, numpy, PyYAML and pydantic. `--wheels` names a folder made by
+benchmarks.wheels; its packages are installed into a temporary folder. Without a GPU every stage runs at toy size on the
+CPU. The exit status is 1 if a stage failed or found something wrong, or if none ran; 2 if the trial cannot begin; and
+128 plus the signal's number if a signal ended it, such as 130 after Ctrl-C.
 """
 
 import argparse
+import importlib.util
 import io
 import json
 import os
@@ -27,8 +29,9 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import NoReturn
 
-from benchmarks.trial_summary import problems, summary
+from benchmarks.trial_summary import problems, summary, toy_size
 from megatron_tape.io.versions import ROOT, commit
 
 MERGED_EVERY = 2.0
@@ -39,6 +42,10 @@ RESERVE = 5.0
 """Seconds at the end that no stage may use."""
 ARCHIVE_BYTES, LOG_BYTES = 15 * 2**20, 4 * 2**20
 """Size above which a trace is left out of the archive, and of a log the last bytes that are kept."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the trial and its running stage."""
+NEEDED = ("numpy", "torch", "triton", "typing_extensions", "pydantic", "yaml")
+"""Modules without which no stage runs."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,14 @@ STAGES = (
 class Trial:
     """The stages' results, merged into one record. `work` holds each stage's own results, log and traces."""
 
-    def __init__(self, options: argparse.Namespace, work: Path):
-        self.options, self.work = options, work
+    def __init__(self, options: argparse.Namespace, work: Path, stages: list[Stage], started: float):
+        self.options, self.work, self.started = options, work, started
         code = options.commit or commit() or "unknown"
         origin = {"command": shlex.join(["python3", "-m", "benchmarks.gpu_trial", *sys.argv[1:]]), "commit": code}
         origin |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "minutes": options.minutes}
-        self.record: dict = {"trial": origin, "stages": {}}
+        ahead = {"status": "not run", "seconds": 0.0, "reason": "it was not reached"}
+        self.record: dict = {"trial": origin, "problems": [], "toy": None, "seconds": 0.0}
+        self.record["stages"] = {stage.name: ahead for stage in stages}
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         paths = [str(ROOT), str(work / "packages"), os.environ.get("PYTHONPATH", "")]
         self.variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -85,10 +94,6 @@ class Trial:
 
     def command(self, stage: Stage, seconds: float) -> list[str]:
         """Return the command of a stage that has `seconds` of time."""
-        if stage.name == "wheels":
-            wheels = map(str, sorted(self.options.wheels.glob("*.whl")))
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-            return [*pip, "--disable-pip-version-check", "--target", str(self.work / "packages"), *wheels]
         command = [sys.executable, "-m", "benchmarks.trial_stages", stage.name, "--seconds", f"{seconds:.0f}"]
         command += ["--output", str(self.work / f"{stage.name}.json"), "--commit", self.record["trial"]["commit"]]
         command += ["--toy"] if self.options.toy else []
@@ -102,10 +107,10 @@ class Trial:
         if left < stage.least:
             ended["reason"] = f"it needs {stage.least:.0f} s, and {max(0, left):.0f} s are left"
             print(f"=== {stage.name} is skipped: {ended['reason']}", flush=True)
-            return
+            return self.publish()
         seconds = min(stage.limit, left)
         print(f"=== {stage.name}: {stage.purpose} (at most {seconds:.0f} s)", flush=True)
-        ended |= {"status": "interrupted", "limit": seconds}
+        ended |= {"status": "interrupted", "limit": seconds, "reason": "it had not ended when this was written"}
         started, log = time.monotonic(), self.work / f"{stage.name}.log"
         with open(log, "wb") as file:
             program = subprocess.Popen(
@@ -127,11 +132,16 @@ class Trial:
             if status is None:
                 ended |= {"status": "out of time", "reason": f"it was ended after {seconds:.0f} s"}
             elif status:
-                last = (log.read_bytes()[-1000:].decode(errors="replace").strip().splitlines() or [""])[-1]
-                cause = f"exit status {status}: {last[:200]}" if status > 0 else signal.Signals(-status).name
+                last = _last_line(log.read_bytes()[-1000:].decode(errors="replace"))
+                cause = f"exit status {status}: {last}" if status > 0 else signal.Signals(-status).name
                 ended |= {"status": "failed", "reason": cause}
             else:
                 ended["status"] = "done"
+                del ended["reason"]
+        except SystemExit as signalled:
+            number = signal.Signals(signalled.code - 128)
+            ended["reason"] = "interrupted by the user" if number == signal.SIGINT else f"the trial got {number.name}"
+            raise
         finally:
             end(program)
             self.merge(stage, log, time.monotonic() - started)
@@ -149,13 +159,21 @@ class Trial:
         ended.pop("log", None)
         if ended["status"] != "done":
             ended["log"] = log.read_bytes()[-3000:].decode(errors="replace")
+        self.save()
+
+    def save(self) -> None:
+        """Write the record and its summary."""
+        self.record |= {"problems": problems(self.record), "toy": toy_size(self.record)}
+        self.record["seconds"] = round(time.monotonic() - self.started, 1)
         self._write("results.json", json.dumps(self.record, indent=1).encode())
+        self._write("summary.md", ("\n".join(summary(self.record)) + "\n").encode())
 
     def publish(self) -> None:
-        """Write the summary and the archive."""
-        self._write("summary.md", ("\n".join(summary(self.record)) + "\n").encode())
+        """Write the record, its summary, and the archive of both and of what stages have written."""
+        self.save()
         partial, size = self.options.output / "trial.partial", 0
-        files = [path for path in self.work.iterdir() if path.is_file()]
+        files = [self.options.output / "results.json", self.options.output / "summary.md"]
+        files += [path for path in self.work.iterdir() if path.is_file()]
         with tarfile.open(partial, "w:gz") as archive:
             # Traces last: they are what may not fit.
             for path in sorted(files, key=lambda path: (path.suffix == ".gz", path.name)):
@@ -163,7 +181,7 @@ class Trial:
                 size += len(content)
                 if path.suffix != ".gz" or size <= ARCHIVE_BYTES:
                     entry = tarfile.TarInfo(f"trial/{path.name}")
-                    entry.size = len(content)
+                    entry.size, entry.mtime = len(content), int(path.stat().st_mtime)
                     archive.addfile(entry, io.BytesIO(content))
         os.replace(partial, self.options.output / "trial.tar.gz")
 
@@ -198,6 +216,41 @@ def end(program: subprocess.Popen) -> None:
             continue
 
 
+def refuse(sentence: str) -> NoReturn:
+    """End with a sentence that says why the trial cannot begin."""
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def prepare(options: argparse.Namespace, packages: Path) -> None:
+    """Make the output folder, install wheels into `packages`, and refuse to begin where no stage could run."""
+    try:
+        if (options.output / "results.json").exists():
+            refuse(f"{options.output} holds the results of another trial; choose another --output")
+        options.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.output).close()
+    except OSError as error:
+        refuse(f"--output {options.output} cannot be written: {error.strerror}; choose another")
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    if options.wheels:
+        print(f"=== installing {options.wheels} into a temporary folder", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        pip += ["--disable-pip-version-check", "--target", str(packages), *sorted(options.wheels.glob("*.whl"))]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        if done.returncode:
+            refuse(f"--wheels {options.wheels} cannot be installed for {python}: {_last_line(done.stderr)}")
+        sys.path.insert(0, str(packages))  # where the next lines look
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        refuse(
+            f"{sys.executable} ({python}) lacks {', '.join(missing)}; run `make install` and use .venv/bin/python, or "
+            "install torch, Triton and numpy, and give the rest with --wheels"
+        )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:200]
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(
@@ -217,8 +270,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--toy", action="store_true", help="toy size on the CPU, even where there is a GPU")
     add("--commit", help="commit of this code, if there is no git")
     options = parser.parse_args(argv)
-    if not 0 < options.minutes < 1e4:
-        parser.error(f"--minutes {options.minutes:g} is not a number of minutes above zero")
+    if not 0 < options.minutes <= 600:
+        parser.error(f"--minutes {options.minutes:g} is not between 0 and 600")
+    if options.text and not options.text.is_file():
+        parser.error(f"--text {options.text} is not a file")
     if options.wheels and not any(options.wheels.glob("*.whl")):
         parser.error(f"--wheels {options.wheels} holds no wheels; collect them with: python -m benchmarks.wheels DIR")
     for name in ("output", "text", "wheels"):
@@ -230,19 +285,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the stages, print the summary, and return the exit status."""
     started, options = time.monotonic(), parse(argv)
-    options.output.mkdir(parents=True, exist_ok=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the running stage is ended, too
-        signal.signal(number, lambda ended_by, _: sys.exit(128 + ended_by))
+    for number in ENDING:
+        signal.signal(number, _end)
     stages = [stage for stage in STAGES if (stage.name in options.stage if options.stage else stage.default)]
-    if options.wheels:
-        stages.insert(0, Stage("wheels", "install packages into a temporary folder", 10, 90))
+    status = None
     with tempfile.TemporaryDirectory(prefix="gpu-trial-") as work:
-        trial = Trial(options, Path(work))
-        for stage in stages:
-            trial.run(stage, started + 60 * options.minutes)
+        prepare(options, Path(work, "packages"))
+        trial = Trial(options, Path(work), stages, started)
+        trial.save()
+        try:
+            for stage in stages:
+                trial.run(stage, started + 60 * options.minutes)
+        except SystemExit as signalled:
+            status = signalled.code
         trial.publish()
     print("", *summary(trial.record), sep="\n")
-    return int(bool(problems(trial.record)))
+    return int(bool(trial.record["problems"])) if status is None else status
+
+
+def _end(ended_by: int, _: object) -> NoReturn:
+    """End the running stage, and then the trial; a second signal does not cut that short."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + ended_by)
 
 
 if __name__ == "__main__":

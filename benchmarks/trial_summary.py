@@ -7,16 +7,24 @@ part of it may be missing, because a stage failed or its time was over.
 from collections.abc import Iterator
 
 STEPS = {"step-155m": "155M at 1,024 tokens", "step-1.3b": "1.3B at 4,096 tokens"}
-ATTENTION = 3
-"""Shapes of attention that the ten lines have room for."""
+ATTENTION = ("12x64@1024", "16x128@4096", "32x128@8192")
+"""Shapes of attention that are timed on a GPU; each has one of the ten lines."""
+NOT_BEGUN = ("skipped", "not run")
+DIRECTIONS = ("forward", "forward+backward")
+RATIO_GOALS = {"step-155m": 1.10}
+"""Most that a step of TAPE may take, as a multiple of RoPE's (docs/gpu.md)."""
+MFU_GOALS = {"step-1.3b": {"rope": 0.45, "tape": 0.40}}
+"""Least model FLOPs utilization (docs/gpu.md)."""
 
 
 def summary(record: dict) -> list[str]:
     """Return the lines of summary.md: the ten lines, and then the tables."""
-    found = {name: stage.get("results", {}) for name, stage in record["stages"].items()}
+    found, toy = _found(record), toy_size(record)
     lines = ["# GPU trial", ""]
-    if not _gpus(found):
-        lines += ["**No GPU: toy size on a CPU. The code runs; the figures say nothing about a GPU.**", ""]
+    if toy:
+        lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
+    elif toy is None:
+        lines += ["**It is unknown which machine this was.**", ""]
     lines += [f"{number}. {line}" for number, line in enumerate(learned(record), 1)]
     origin = record["trial"]
     lines += ["", f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`"]
@@ -29,33 +37,62 @@ def summary(record: dict) -> list[str]:
 
 def learned(record: dict) -> list[str]:
     """Return the ten lines that say what was learned."""
-    found = {name: stage.get("results", {}) for name, stage in record["stages"].items()}
-    wrong = problems(record)
-    shapes = found.get("attention", {}).get("results", [])
+    found, toy = _found(record), toy_size(record)
+    grouped: dict[str, list[str]] = {}
+    for where, why in _problems(record):
+        grouped.setdefault(why, []).append(where)
+    wrong = [f"{_listed(places)}: {why}" for why, places in grouped.items()]
     lines = [_machine(found), f"Wrong: {'; '.join(wrong)}" if wrong else "Nothing that ran was wrong."]
-    lines += [_compiled(found), _correct(found)]
-    lines += [_fastest(shapes[i]) if i < len(shapes) else "Attention: not measured" for i in range(ATTENTION)]
-    lines += [f"A step of {name}: {_step(found.get(stage, {}))}" for stage, name in STEPS.items()]
+    lines += [_compiled(found, toy), _correct(found, toy)]
+    lines += [_attention(record, i) for i in range(len(ATTENTION))]
+    lines += [_step(record, stage) for stage in STEPS]
     return [*lines, _trained(found)]
 
 
 def problems(record: dict) -> list[str]:
     """Return what is wrong: stages that did not end well, and results that are not what they should be."""
-    wrong = []
-    for name, stage in record["stages"].items():
-        if stage["status"] not in ("done", "skipped"):
-            wrong.append(f"{name} {stage['status']} ({stage.get('reason', 'no reason is known')})")
+    return [f"{where}: {why}" for where, why in _problems(record)]
+
+
+def _problems(record: dict) -> Iterator[tuple[str, str]]:
+    """Yield where something is wrong, and what."""
+    stages = record["stages"]
+    if all(stage["status"] in NOT_BEGUN for stage in stages.values()):
+        yield "nothing ran", next(iter(stages.values()))["reason"]
+    for name, stage in stages.items():
+        if stage["status"] not in ("done", *NOT_BEGUN):
+            yield name, f"{stage['status']} ({stage.get('reason', 'no reason is known')})"
         results = stage.get("results", {})
-        wrong += [f"{name} of {_case(case)}: {why}" for case in results.get("cases", []) if (why := _fault(case))]
+        yield from ((f"{name} of {_case(case)}", why) for case in results.get("cases", []) if (why := _fault(case)))
         for result in results.get("results", []):
-            wrong += [f"{result['shape']} {c}: {why}" for c, why in result["rejected"].items() if " " in c]
-        wrong += [f"{rival} in {name}: {why}" for rival, why in results.get("rejected_rivals", {}).items()]
-        wrong += [f"{test}: {how}" for test, how in results.get("tests", {}).items() if how.startswith("failed")]
-    return wrong
+            yield from ((f"{result['shape']} {c}", why) for c, why in result["rejected"].items() if " " in c)
+        yield from ((f"{rival} in {name}", why) for rival, why in results.get("rejected_rivals", {}).items())
+        yield from ((test, how) for test, how in results.get("tests", {}).items() if how.startswith("failed"))
 
 
-def _gpus(found: dict) -> list[str]:
-    return next((gpus for each in found.values() if (gpus := each.get("environment", {}).get("gpus"))), [])
+def toy_size(record: dict) -> bool | None:
+    """Return whether stages ran at toy size on a CPU; None if no stage recorded it."""
+    for results in _found(record).values():
+        if arguments := results.get("arguments"):
+            return arguments.get("toy", False) or arguments.get("shape") == "toy"
+    return None
+
+
+def _found(record: dict) -> dict[str, dict]:
+    """Return the results of each stage by its name."""
+    return {name: stage.get("results", {}) for name, stage in record["stages"].items()}
+
+
+def _why_not(record: dict, name: str) -> str:
+    """Say why a stage has no result."""
+    stage = record["stages"].get(name, {"status": "was not asked for"})
+    if stage["status"] == "done":
+        return "not measured: there was no time left"
+    return f"not measured: stage {stage['status']}" + (f" ({stage['reason']})" if "reason" in stage else "")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _machine(found: dict) -> str:
@@ -81,56 +118,89 @@ def _fault(case: dict) -> str | None:
     return case.get("error") or "; ".join(case.get("inexact", [])) or None
 
 
-def _compiled(found: dict) -> str:
+def _compiled(found: dict, toy: bool | None) -> str:
     stage = found.get("compile", {})
     if not (cases := stage.get("cases")):
         return "Kernels: none were compiled"
     slowest = max(cases, key=lambda case: case.get("seconds", 0))
     good = sum(_fault(case) is None for case in cases)
     longest = f"the longest took {slowest.get('seconds', 0):.0f} s ({slowest['shape']} {slowest['name']})"
-    return f"Kernels: {good} of {stage['planned']} compile and run; {longest}"
+    how = "run in fp32, interpreted" if toy else "compile and run"
+    return f"Kernels: {good} of {stage['planned']} {how}; {longest}"
 
 
-def _correct(found: dict) -> str:
+def _correct(found: dict, toy: bool | None) -> str:
     stage = found.get("correctness", {})
     if not (cases := stage.get("cases")):
         return "Correctness: not checked"
     wrong = [_case(case) for case in cases if _fault(case)]
     good = f"Correctness: {len(cases) - len(wrong)} of {stage['planned']} cases are as exact as plain torch"
-    return good + (f"; not these: {', '.join(wrong[:4])}{' ...' * (len(wrong) > 4)}" if wrong else "")
+    return good + (" in fp32, interpreted" if toy else "") + (f"; not these: {_listed(wrong)}" if wrong else "")
 
 
-def _fastest(result: dict) -> str:
-    """Say which backends are fastest for one shape of attention, and what TAPE costs."""
-    parts = []
-    for direction in result["timed"]:
-        if of_rope := result["of_rope"].get(direction):
-            tape, rope = (result["timed"][direction][of_rope[name]] for name in ("tape", "rope"))
-            parts.append(
-                f"{direction} {of_rope['tape']} {_speed(tape)}, {of_rope['rope']} {_speed(rope)}, "
-                f"ratio {of_rope['ratio']:.2f}"
-            )
-    return f"Attention {result['shape']}: {'; '.join(parts) or 'nothing was timed'}"
+def _attention(record: dict, number: int) -> str:
+    """Say which backends are fastest for one shape of attention, what TAPE costs, and what `auto` takes."""
+    results, toy = _found(record).get("attention", {}).get("results", []), toy_size(record)
+    if number >= len(results):
+        why = "not measured at toy size" if toy and results else _why_not(record, "attention")
+        return f"Attention {ATTENTION[number]}: {why}"
+    result = results[number]
+    shape = f"Attention {result['shape']}{' in fp32' if toy else ''}"
+    direction = next((each for each in reversed(DIRECTIONS) if result["timed"].get(each)), None)
+    if direction is None:
+        ended = record["stages"]["attention"]["status"] == "done"
+        causes = [f"{name} {why}" for name, why in _not_timed(result).items()][:4]
+        return f"{shape}: {'; '.join(['not measured', *causes] if ended else [_why_not(record, 'attention')])}"
+    timings = result["timed"][direction]
+    tape, rope = (fastest(timings, encoding) for encoding in ("tape", "rope"))
+    ratio = f": {timings[tape]['seconds'] / timings[rope]['seconds']:.2f} times" if tape and rope else ""
+    auto = " and ".join(_taken(name, timings) for name in map(result["auto"].get, ("tape", "rope")))
+    return (
+        f"{shape}, {direction.replace('+', ' + ')}: fastest for TAPE is {_taken(tape, timings)}, "
+        f"for RoPE {_taken(rope, timings)}{ratio}; auto takes {auto}"
+    )
 
 
-def _speed(timing: dict) -> str:
-    return f"{1e3 * timing['seconds']:.3f} ms ({timing['tflops']:,.1f} TFLOP/s)"
+def _taken(name: str | None, timings: dict) -> str:
+    """Return the backend of a candidate, with its time."""
+    if name is None:
+        return "none"
+    seconds = timings.get(name, {}).get("seconds")
+    return f"{name.split()[1]} ({'not timed' if seconds is None else f'{1e3 * seconds:.3f} ms'})"
 
 
-def _step(result: dict) -> str:
-    models = result.get("models", {})
+def fastest(timings: dict[str, dict], encoding: str) -> str | None:
+    """Return the fastest candidate of an encoding, or None if none was timed."""
+    timed = [name for name, timing in timings.items() if "seconds" in timing and name.startswith(encoding)]
+    return min(timed, key=lambda name: timings[name]["seconds"], default=None)
+
+
+def _step(record: dict, stage: str) -> str:
+    """Say what a training step takes, and whether the goals are met."""
+    result, toy = _found(record).get(stage, {}), toy_size(record)
+    models, shape = result.get("models", {}), result.get("shape")
+    name = "the toy model" if toy else STEPS[stage]
+    if toy and shape:
+        size = f"{shape['layers']} layers, {shape['heads']}x{shape['head_dim']}, {shape['seq_length']} tokens"
+        name += f" ({size}, {result['run']['precision']})"
     parts = []
     if "ratio_time" in result:
-        parts.append(f"TAPE takes {result['ratio_time']:.3f} times as long as RoPE")
+        ratio, goal = result["ratio_time"], RATIO_GOALS.get(stage)
+        met = f" (goal {goal:.2f}: {_met(ratio <= goal)})" if goal and not toy else ""
+        parts.append(f"TAPE takes {ratio:.3f} times as long as RoPE{met}")
         if rival := result.get("fastest_rival"):
-            ratios = result["ratios_to_fastest_rival"]
-            parts.append(f"RoPE {ratios['rope']:.3f} times {rival}")
-    for name in ("tape", "rope"):
-        if name in models:
-            model = models[name]
-            mfu = f", MFU {model['mfu']:.1%}" if model.get("mfu") else ""
-            parts.append(f"{name} by {model['attention']}: {model['tokens_per_second']:,.0f} tokens/s{mfu}")
-    return "; ".join(parts) or "not measured"
+            parts.append(f"RoPE {result['ratios_to_fastest_rival']['rope']:.3f} times {rival}")
+    for encoding in ("tape", "rope"):
+        if model := models.get(encoding):
+            mfu, goal = model.get("mfu"), MFU_GOALS.get(stage, {}).get(encoding)
+            share = f", MFU {mfu:.1%}" if mfu else ""
+            share += f" (goal {goal:.0%}: {_met(mfu >= goal)})" if mfu and goal and not toy else ""
+            parts.append(f"{encoding} by {model['attention']}: {model['tokens_per_second']:,.0f} tokens/s{share}")
+    return f"A step of {name}: {'; '.join(parts) or _why_not(record, stage)}"
+
+
+def _met(goal: bool) -> str:
+    return "met" if goal else "missed"
 
 
 def _trained(found: dict) -> str:
@@ -138,7 +208,11 @@ def _trained(found: dict) -> str:
     line = "Training: not compared with the CPU"
     if tests:
         passed = sum(how == "passed" for how in tests.values())
-        line = f"Training: {passed} of {len(tests)} tests agree with the CPU"
+        skipped = [how for how in tests.values() if how.startswith("skipped")]
+        line = f"Training: {passed} of {len(tests) - len(skipped)} tests agree with the CPU"
+        if skipped:
+            line = "Training:" if len(skipped) == len(tests) else f"{line};"
+            line += f" {len(skipped)} skipped ({skipped[0].removeprefix('skipped: ')})"
     if models:
         after = ", ".join(
             f"{name} " + " / ".join(f"{loss:.3f}" for loss in model["lengths"].values())
@@ -182,15 +256,19 @@ def attention_table(results: list[dict]) -> Iterator[str]:
     """Yield the lines of a table of the results of `benchmarks.attention`."""
     rows = []
     for result in results:
-        both = result["timed"]
-        for name in sorted({name for timings in both.values() for name in timings}):
-            cells = [_timing(timings.get(name)) for timings in both.values()]
+        both = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
+        for name in sorted({name for timings in both for name in timings}):
+            cells = [_timing(timings.get(name)) for timings in both]
             rows.append(f"| {result['shape']} | {name} | {' | '.join(cells)} |")
-        rows += [f"| {result['shape']} | {name} | {why} | |" for name, why in result["rejected"].items()]
+        rows += [f"| {result['shape']} | {name} | {why} | |" for name, why in _not_timed(result).items()]
     if rows:
         yield "| attention | | forward: ms, TFLOP/s, over RoPE's fastest | forward + backward |"
         yield "|---|---|---|---|"
         yield from rows
+
+
+def _not_timed(result: dict) -> dict[str, str]:
+    return dict.fromkeys(result["no_time"], "had no time left") | result["rejected"]
 
 
 def _timing(timing: dict | None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from test_wheels import write_wheel
 
-from benchmarks import gpu_trial, trial_stages
+from benchmarks import attention, gpu_trial, trial_stages
 from benchmarks.gpu_trial import STAGES, Stage
 from benchmarks.kernel_cases import Case, run_cases
+from benchmarks.timing import TimeLimit
 from benchmarks.trial_summary import learned, problems, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,18 +32,9 @@ time.sleep(99)
 """
 
 
-COMMAND = gpu_trial.Trial.command
-
-
 def of_programs(programs):
-    """Return what stands in for `Trial.command`; wheels are installed as always."""
-
-    def command(self, stage, seconds):
-        if stage.name == "wheels":
-            return COMMAND(self, stage, seconds)
-        return [sys.executable, "-c", programs[stage.name], str(self.work / f"{stage.name}.json")]
-
-    return command
+    """Return what stands in for `Trial.command`."""
+    return lambda self, stage, _: [sys.executable, "-c", programs[stage.name], str(self.work / f"{stage.name}.json")]
 
 
 @pytest.fixture
@@ -74,12 +67,20 @@ def test_a_stage_that_hangs_or_crashes_costs_only_its_limit(trial, tmp_path):
     assert found["crashes"]["log"] == "measured\n" and found["crashes"]["results"] == {"found": 1}
     assert found["fails"]["reason"] == "exit status 1: ZeroDivisionError: division by zero"
     assert found["works"]["status"] == "done" and found["works"]["results"] == {"found": 1}
-    assert "Wrong: hangs out of time (it was ended after 2 s); crashes failed (SIGSEGV)" in out
+    assert "Wrong: hangs: out of time (it was ended after 2 s); crashes: failed (SIGSEGV)" in out
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "summary.md", "trial.tar.gz"}
     with tarfile.open(tmp_path / "trial.tar.gz") as archive:
         assert {f"trial/{name}.{kind}" for name in stages for kind in ("json", "log")} == {
             *archive.getnames(), "trial/fails.json",
-        }  # fmt: skip
+        } - {"trial/results.json", "trial/summary.md"}  # fmt: skip
+        for name in ("results.json", "summary.md"):
+            assert archive.extractfile(f"trial/{name}").read() == (tmp_path / name).read_bytes()
+            assert archive.getmember(f"trial/{name}").mtime > 1e9
+    whole = json.loads((tmp_path / "results.json").read_text())
+    assert len(whole["problems"]) == 3 and whole["toy"] is None and whole["seconds"] > 2
+    with pytest.raises(SystemExit, match="2"):
+        trial(stages)
+    assert json.loads((tmp_path / "results.json").read_text()) == whole
 
 
 def test_what_does_not_fit_into_the_time_left_is_skipped_and_the_next_that_fits_runs(trial):
@@ -88,31 +89,50 @@ def test_what_does_not_fit_into_the_time_left_is_skipped_and_the_next_that_fits_
     assert found["long"]["status"] == "skipped" and found["long"]["reason"].startswith("it needs 60 s")
 
 
-def test_wheels_are_installed_for_the_stages(trial, tmp_path):
+def test_a_trial_in_which_nothing_ran_is_not_a_success(trial):
+    status, _, out = trial({"long": (60, 90, HANGS)}, "--minutes=0.5")
+    assert status == 1 and "2. Wrong: nothing ran: it needs 60 s" in out
+
+
+def test_wheels_are_installed_for_the_stages(trial, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     write_wheel(wheels)
     uses = "import json, sys, toy; json.dump({'file': toy.__file__}, open(sys.argv[1], 'w'))"
     status, found, _ = trial({"uses": (0, 30, uses)}, f"--wheels={wheels}")
-    assert status == 0 and found["wheels"]["status"] == "done"
-    assert found["uses"]["results"]["file"].endswith("packages/toy.py")
-    with pytest.raises(SystemExit):
-        gpu_trial.parse([f"--output={tmp_path}", f"--wheels={tmp_path}"])
+    assert status == 0 and found["uses"]["results"]["file"].endswith("packages/toy.py")
+    write_wheel(wheels, "other", "cp39-cp39-any")
+    with pytest.raises(SystemExit, match="2"):
+        gpu_trial.main([f"--output={tmp_path / 'new'}", f"--wheels={wheels}"])
+    assert re.search(r"for Python 3\.\d+: ERROR: other-1.0-cp39-cp39-any.whl is not", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "option", ["--minutes=0", "--minutes=601", "--text=/no/such/file", "--output=/dev/null", "--wheels=/no/such/folder"]
+)
+def test_what_cannot_work_is_refused_at_once(tmp_path, option, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_trial.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="2"):
+        gpu_trial.main([f"--output={tmp_path}", option])
+    assert option.split("=")[1] in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_results_exist_if_the_trial_is_ended_in_the_middle(tmp_path, number):
     program = f"""
 import sys
 from benchmarks import gpu_trial
-programs = {{"works": {WORKS!r}, "hangs": {HANGS!r}}}
+watches = "from benchmarks.trial_stages import watch; watch(60)"  # as a stage does
+programs = {{"works": {WORKS!r}, "hangs": watches + {HANGS!r}, "later": {WORKS!r}}}
 gpu_trial.STAGES = [gpu_trial.Stage(name, "", 0, 60) for name in programs]
 gpu_trial.MERGED_EVERY = 0.1
 gpu_trial.Trial.command = lambda self, stage, seconds: [
     sys.executable, "-c", programs[stage.name], str(self.work / f"{{stage.name}}.json")]
 sys.exit(gpu_trial.main(["--output", {str(tmp_path)!r}]))
 """
-    parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "-c", program], env=variables, stdout=-1, stderr=-1, text=True)
 
     def stages():
         file = tmp_path / "results.json"
@@ -123,19 +143,26 @@ sys.exit(gpu_trial.main(["--output", {str(tmp_path)!r}]))
         assert time.monotonic() < deadline
         time.sleep(0.05)
     parent.send_signal(number)
-    assert parent.wait(30) == (143 if number == signal.SIGTERM else -number)
-    found, child = stages(), stages()["hangs"]["results"]["child"]
-    assert found["works"]["status"] == "done" and found["hangs"]["status"] == "interrupted"
+    out, err = parent.communicate(timeout=30)
+    assert parent.returncode == (-number if number == signal.SIGKILL else 128 + number) and not err
+    found = stages()
+    assert [found[name]["status"] for name in found] == ["done", "interrupted", "not run"]
+    assert ("interrupted by the user" in out) == (number == signal.SIGINT)
     assert (tmp_path / "summary.md").exists() and (tmp_path / "trial.tar.gz").exists()
-    if number == signal.SIGKILL:  # which cannot be handled
-        os.killpg(os.getpgid(child), signal.SIGKILL)
-    ends(child)
+    ends(found["hangs"]["results"]["child"])
 
 
 def test_it_starts_without_any_installed_package():
     command = [sys.executable, "-S", "-m", "benchmarks.gpu_trial", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 0 and "step-155m" in done.stdout
+
+
+def test_a_python_without_packages_is_refused(tmp_path):
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu_trial", f"--output={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 2 and "lacks numpy, torch, triton" in done.stderr and "make install" in done.stderr
+    assert not any(tmp_path.iterdir())
 
 
 def crash_or_hang(case):
@@ -159,6 +186,21 @@ def test_a_kernel_that_crashes_or_hangs_ends_only_its_own_process(monkeypatch, t
     assert trial_stages._crashed(checked) == {"triton", "torch"}
 
 
+def test_attention_is_recorded_as_it_is_timed_and_what_had_no_time_is_not_wrong():
+    arguments = attention.parse(["--toy", "--without", "triton"])
+
+    def measured(minutes):
+        return [json.dumps(each) for each in attention.measure(attention.TOY, arguments, TimeLimit(minutes))]
+
+    *_, first, last = map(json.loads, measured(5))
+    assert (len(first["timed"]), len(last["timed"])) == (1, 2) and set(last["auto"]) == {"tape", "rope"}
+    late = json.loads(measured(1e-9)[-1])
+    assert "tape torch" in late["no_time"]
+    found = {"attention": {"status": "done", "seconds": 1.0, "results": {"results": [late]}}}
+    assert problems(record() | {"stages": found}) == []
+    assert "tape torch had no time left" in learned(record() | {"stages": found})[4]
+
+
 def record():
     """Return what a trial on a GPU might find."""
     environment = {
@@ -176,24 +218,31 @@ def record():
         "tape triton": {"seconds": 3e-3, "tflops": 333.0, "ratio": 3.0},
         "rope torch": {"seconds": 1e-3, "tflops": 700.0, "ratio": 1.0},
     }
-    attention = {
+    timed = {
         "shape": "12x64@1024",
+        "auto": {"tape": "tape triton", "rope": "rope torch"},
         "timed": {"forward": {}, "forward+backward": both},
         "of_rope": {"forward+backward": {"ratio": 2.0, "tape": "tape torch", "rope": "rope torch"}},
         "rejected": {"flash_attn": "is not installed", "tape triton": "1024 tokens: tensor 1 is off"},
+        "no_time": ["tape flex"],
     }
     model = {"attention": "torch", "seconds_per_step": 0.5, "tokens_per_second": 2e5, "mfu": 0.4, "of_matmul": 0.5}
     step = {
         "models": {"tape": model, "rope": model | {"mfu": 0.45}, "transformers": model},
-        "ratio_time": 1.1, "fastest_rival": "transformers", "ratios_to_fastest_rival": {"rope": 0.9},
+        "ratio_time": 1.2, "fastest_rival": "transformers", "ratios_to_fastest_rival": {"rope": 0.9},
     }  # fmt: skip
     results = {
-        "machine": {"environment": environment, "matmul_flops": 7.9e14, "copy_bytes_per_second": 3e12},
+        "machine": {
+            "environment": environment,
+            "arguments": {"toy": False},
+            "matmul_flops": 7.9e14,
+            "copy_bytes_per_second": 3e12,
+        },
         "compile": {"planned": 3, "cases": cases},
         "correctness": {"planned": 3, "cases": cases},
-        "attention": {"results": [attention]},
+        "attention": {"results": [timed]},
         "step-155m": step,
-        "training": {"tests": {"tape": "passed", "rope": "failed: loss at step 3"}},
+        "training": {"tests": {"tape": "passed", "rope": "failed: loss at step 3", "other": "skipped: no GPU"}},
         "pretraining": {
             "models": {
                 "tape": {"curve": [{"step": 5, "validation_loss": 2.5}], "lengths": {"1024": 2.0, "2048": 2.5}},
@@ -209,28 +258,43 @@ def record():
 def test_ten_lines_say_what_was_learned():
     lines = learned(record())
     assert len(lines) == 10
-    machine, wrong, kernels, correct, attention, other, _, small, large, training = lines
+    machine, wrong, kernels, correct, timed, other, _, small, large, training = lines
     assert "NVIDIA H100" in machine and "matrix product 790.0 TFLOP/s, copy 3.00 TB/s" in machine
-    for problem in ("step-1.3b out of time", "exit status -11", "tape triton: 1024 tokens", "rope: failed: loss"):
+    case = "12x64 position update at 272 tokens"
+    same = f"compile of {case}, correctness of {case}: the process died"
+    for problem in ("step-1.3b: out of time", same, "tape triton: 1024 tokens", "rope: failed: loss"):
         assert problem in wrong
-    assert "flash_attn" not in wrong and kernels.startswith("Kernels: 1 of 3")
+    assert "flash_attn" not in wrong and "flex" not in wrong and kernels.startswith("Kernels: 1 of 3")
     assert "1 of 3 cases are as exact as plain torch; not these: 12x64 tape torch" in correct
-    assert attention == (
-        "Attention 12x64@1024: forward+backward tape torch 2.000 ms (500.0 TFLOP/s), rope torch 1.000 ms "
-        "(700.0 TFLOP/s), ratio 2.00"
+    assert timed == (
+        "Attention 12x64@1024, forward + backward: fastest for TAPE is torch (2.000 ms), for RoPE torch (1.000 ms): "
+        "2.00 times; auto takes triton (3.000 ms) and torch (1.000 ms)"
     )
-    assert other == "Attention: not measured" and large == "A step of 1.3B at 4,096 tokens: not measured"
-    assert "TAPE takes 1.100 times as long as RoPE; RoPE 0.900 times transformers" in small and "MFU 40.0%" in small
-    assert training.startswith("Training: 1 of 2 tests") and "tape 2.000 / 2.500" in training
+    assert other.startswith("Attention 16x128@4096: not measured")
+    assert large == "A step of 1.3B at 4,096 tokens: not measured: stage out of time (it was ended after 180 s)"
+    assert "TAPE takes 1.200 times as long as RoPE (goal 1.10: missed); RoPE 0.900 times transformers" in small
+    assert "MFU 40.0%" in small and training.startswith("Training: 1 of 2 tests agree with the CPU; 1 skipped (no GPU)")
+    assert "tape 2.000 / 2.500" in training
     table = "\n".join(summary(record()))
-    assert "No GPU" not in table and "| position update | **fails** |" in table
+    assert "No GPU" not in table and "unknown" not in table and "| 12x64@1024 | tape flex | had no time left" in table
+    assert "| position update | **fails** |" in table
     assert "| 12x64@1024 | tape triton |  | 3.000, 333.0, 3.00 |" in table
+
+
+def test_goals_of_the_larger_model_are_judged_on_a_gpu_only():
+    found = record()
+    found["stages"]["step-1.3b"] = found["stages"]["step-155m"]
+    large = learned(found)[8]
+    assert "MFU 40.0% (goal 40%: met)" in large and "MFU 45.0% (goal 45%: met)" in large
+    found["stages"]["machine"]["results"]["arguments"]["toy"] = True
+    lines = "\n".join(summary(found))
+    assert "goal" not in lines and "155M" not in lines and "**No GPU: toy size" in lines
 
 
 def test_a_summary_of_nothing_says_so():
     nothing = record() | {"stages": {"machine": {"status": "failed", "seconds": 1.0}}}
-    assert len(learned(nothing)) == 10 and problems(nothing) == ["machine failed (no reason is known)"]
-    assert "**No GPU" in "\n".join(summary(nothing))
+    assert len(learned(nothing)) == 10 and problems(nothing) == ["machine: failed (no reason is known)"]
+    assert "**It is unknown which machine this was.**" in "\n".join(summary(nothing))
 
 
 @pytest.mark.slow
@@ -251,6 +315,7 @@ def test_without_a_gpu_every_stage_runs_at_toy_size(tmp_path):
         assert len(cases) == found[name]["planned"] >= ours and all("error" not in case for case in cases)
     assert {"tape torch", "rope torch"} < {case["name"] for case in found["correctness"]["cases"]}
     (result,) = found["attention"]["results"]
+    assert result["auto"] == {"tape": "tape tiled", "rope": "rope torch"}
     assert result["timed"]["forward+backward"]["tape triton"] == {"interpreted": True}
     assert result["of_rope"]["forward+backward"]["ratio"] > 0
     for name in ("step-155m", "step-1.3b"):
