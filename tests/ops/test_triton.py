@@ -1,15 +1,11 @@
 """The Triton kernels against the plain form in float64, outputs and every gradient; interpreted without a GPU."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
-from ops_interpreter import DEVICE, SHARED_MEMORY, rounding_to_nearest
+from ops_interpreter import DEVICE, rounding_to_nearest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.errors import OutOfResources
@@ -414,43 +410,3 @@ def test_a_kernel_that_does_not_fit_runs_in_smaller_tiles_from_then_on(monkeypat
     assert grids[0][0] == 2 < grids[-1][0]
     # Each kernel tries the tiles for 227 and for 163 KiB once.
     assert grids.count(grids[0]) == caplog.text.count("smaller tiles") == (2 if kernel == "_forward" else 4)
-
-
-FEW = [(128, 86, 0), (64, 90, 1)]
-ALL = [(dim, capability) for dim in (64, 128) for capability in SHARED_MEMORY]
-RECIPES = [(64, 12, 12), (128, 16, 16), (128, 32, 8)]
-"""Width of heads, heads and groups of the recipes for 155M and 1B parameters, and of grouped heads."""
-
-
-def compile_apart(program):
-    """Run `program`, which uses `ops_interpreter`, in a process that does not interpret; return what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    program = f"import json, ops_interpreter as ops\nprint(json.dumps({program}))"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
-def test_kernels_compile_for_gpus_that_are_not_here(cases):
-    """Triton brings the assembler, so what does not compile, or takes more shared memory than there is, shows here."""
-    kernels = compile_apart(f"[ops.compiled(*case) for case in {cases}]")
-    found = [(case[1], kernel) for case, of_case in zip(cases, kernels, strict=True) for kernel in of_case]
-    assert len({kernel["name"] for _, kernel in found}) == 8
-    for capability, kernel in found:
-        assert kernel["shared"] <= SHARED_MEMORY[capability] * 1024, kernel
-
-
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_on_hopper_attention_neither_spills_registers_nor_waits_for_every_copy(packed):
-    run = f"lambda: [ops.launch_attention(*shape, {packed}) for shape in {RECIPES}]"
-    kernels = compile_apart(f"ops.binaries({run}, 90)")
-    loops = [kernel for kernel in kernels if kernel["name"] in ("_forward", "_backward_keys")]
-    assert len(loops) == 2 * len(RECIPES) + 2  # heads of 128 take two launches backward
-    for kernel in kernels:
-        assert kernel["shared"] <= SHARED_MEMORY[90] * 1024, kernel
-        # Triton 3.9 spills four registers of the packed backward pass of heads of 64, older versions none.
-        assert kernel["stack"] <= (16 if packed else 0), kernel
-    for kernel in loops:
-        assert len(kernel["waits"]) == 2 and min(kernel["waits"]) >= 2, kernel
