@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_tape.ops.activation_checkpointing import run_directly
+from megatron_tape.ops.backends.choice import rotates_fused
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.positions import Positions
-from megatron_tape.ops.rotation import rotate_groups, runs_fused
+from megatron_tape.ops.rotation import rotate_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class AttentionInputs(Positions):
         q, k, z = self.q_SBHD, self.k_TBGD, self.z_TBGD
         if z is None or not self.rotate:
             return q, k
-        if fused and runs_fused(q):
+        if fused and rotates_fused(q):
             from megatron_tape.ops.kernels.triton_rotation import prepared
 
             return prepared(q, k, self.v_TBGD, z, wide=False)
@@ -50,7 +51,7 @@ class AttentionInputs(Positions):
         """Return the same q and k, and what the attention map averages as one tensor: v or, on request, [v | z]."""
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
-        if self.rotate and runs_fused(self.q_SBHD):
+        if self.rotate and rotates_fused(self.q_SBHD):
             from megatron_tape.ops.kernels.triton_rotation import prepared
 
             return prepared(self.q_SBHD, self.k_TBGD, self.v_TBGD, self.z_TBGD, wide=True)

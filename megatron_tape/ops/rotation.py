@@ -4,15 +4,11 @@ A vector of D reals holds F = D/2 complex numbers as [real | imaginary], the pai
 The plain form to compare with is `megatron_tape.model.reference.rotate`.
 """
 
-import functools
-import logging
 import math
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-logger = logging.getLogger(__name__)
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -26,32 +22,6 @@ def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
     """Rotate each query head by the state of its group; z may have one group for all heads."""
     groups = z_SBGD.shape[2]
     return rotate(q_SBHD.unflatten(2, (groups, -1)), z_SBGD.unsqueeze(3)).flatten(2, 3)
-
-
-def runs_fused(x: Tensor) -> bool:
-    """Return whether our kernel (`ops.kernels.triton_rotation`) rotates x: on a GPU where it runs, in up to 32 bits."""
-    return x.is_cuda and x.dtype.itemsize <= 4 and _kernel_runs(x.device, x.dtype)
-
-
-@functools.cache
-def _kernel_runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether our kernel compiles and runs on a GPU; log why not."""
-    from megatron_tape.ops.backends.choice import unsupported
-
-    why = unsupported("triton", device, dtype, 64)
-    if why is None:
-        from megatron_tape.ops.kernels.triton_rotation import prepared
-
-        x = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
-        try:
-            prepared(x, x, x, x, wide=True)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a compiler may raise anything
-            why = f"fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-    if why is not None:
-        logger.warning("queries and keys are rotated in plain torch, as triton %s", why)
-    return why is None
 
 
 def phases(p_SBG: Tensor, theta_F: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:

@@ -310,7 +310,7 @@ def test_kernels_are_checked_before_they_train(monkeypatch):
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_a_wrong_rotation_shows_in_the_check_of_every_backend(monkeypatch, part):
     """What is compared with must not rotate with the kernel itself."""
-    monkeypatch.setattr(attention_inputs, "runs_fused", lambda x: True)
+    monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: True)
     monkeypatch.setattr(parity, "LENGTH", 17)
     monkeypatch.setattr(parity, "LENGTHS", (17,))
     shapes = parity.Shapes(2, 2, 32, averages=True, inner=4)
@@ -335,7 +335,7 @@ def test_the_kernel_that_rotates_for_other_backends_is_as_exact_as_torch(monkeyp
     """On a GPU it runs before every library's kernel, which gets [v | z] as one tensor."""
 
     def attend(fused, q, k, v, *state):
-        monkeypatch.setattr(attention_inputs, "runs_fused", lambda x: fused)
+        monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: fused)
         inputs = attention_inputs.AttentionInputs(
             q_SBHD=q, k_TBGD=k, v_TBGD=v, z_TBGD=state[0] if state else z.to(q), average_state=wide
         )
@@ -365,7 +365,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("library", [False, True])
 def test_values_and_state_are_written_side_by_side_once_and_never_copied(monkeypatch, library):
-    monkeypatch.setattr(attention_inputs, "runs_fused", lambda x: True)
+    monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: True)
     # The interpreter copies tensors itself.
     monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **__: None)
     # As a model's projection returns them: views of one tensor.

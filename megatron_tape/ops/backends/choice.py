@@ -145,6 +145,30 @@ def takes_wide_value(device: torch.device, head_dim: int, grouped: bool) -> bool
     return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 
+def rotates_fused(x: torch.Tensor) -> bool:
+    """Return whether our kernel (`ops.kernels.triton_rotation`) rotates x: on a GPU where it runs, in up to 32 bits."""
+    return x.is_cuda and x.dtype.itemsize <= 4 and _rotation_runs(x.device, x.dtype)
+
+
+@functools.cache
+def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether our kernel compiles and runs on a GPU; log why not."""
+    why = unsupported("triton", device, dtype, 64)
+    if why is None:
+        from megatron_tape.ops.kernels.triton_rotation import prepared
+
+        x = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
+        try:
+            prepared(x, x, x, x, wide=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler may raise anything
+            why = f"fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    if why is not None:
+        logger.warning("queries and keys are rotated in plain torch, as triton %s", why)
+    return why is None
+
+
 def why_not_importable(package: str) -> str | None:
     """Return why a package cannot be used, as the predicate of a sentence, or None."""
     if importlib.util.find_spec(package.partition(".")[0]) is None:
