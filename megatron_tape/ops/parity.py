@@ -143,7 +143,7 @@ def kernel_checks(
 def attention_checks(
     backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
 ) -> dict[str, Check]:
-    """Return, by name, what is compared with naive: two sequences of `length` tokens, of one document or more."""
+    """Return, by name, the comparisons with naive for two sequences of `length` tokens, of one document or more."""
     draw, averages, dim, (H, G) = _drawing(dtype, device), shapes.averages, shapes.head_dim, shapes.local
     *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
     checks = {}
@@ -172,7 +172,7 @@ def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, toke
 
 
 def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, Check]:
-    """Return, by name, what is compared of flex and fla: gates and, for flex, a learned bias.
+    """Return, by name, the checks of flex and fla: of gates and, for flex, of a learned bias.
 
     For a model with reflections it is reflections, with and without gates. None of these are those of a model's own
     encoding, which is compared with its plain form in the tests.
