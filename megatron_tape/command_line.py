@@ -1,6 +1,7 @@
 """What the command-line tools share: one-sentence errors, clean exits on signals, progress with an estimate."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -54,6 +55,7 @@ def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str =
     """
     output_is_lost = sys.stdout is None
     _open_closed_streams()
+    escape_unprintable()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
@@ -98,6 +100,7 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
 @contextmanager
 def refusing() -> Iterator[None]:
     """End the process as `run` does if a mistake is found, in a program of many ranks, which has its own signals."""
+    escape_unprintable()
     try:
         yield
     except UserError as error:
@@ -125,6 +128,14 @@ def _open_closed_streams() -> None:
     # Without a stderr, print(file=sys.stderr) writes to stdout.
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+
+
+def escape_unprintable() -> None:
+    """Escape what the encoding of stdout cannot hold, such as text that is not ASCII where LANG=C."""
+    # Otherwise the error would take all of a text with it, after hours that went into making it.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _flush_output() -> None:

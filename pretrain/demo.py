@@ -63,7 +63,7 @@ def main() -> int:
     write_picture(rows, by_position, copied, directory / "demo.png")
     write_summary(rows, by_position, copied, steps, directory / "summary.md")
     minutes = (time.monotonic() - started) / 60
-    print(f"\n{(directory / 'summary.md').read_text()}")
+    print(f"\n{(directory / 'summary.md').read_text(encoding='utf-8')}")
     print(f"The TAPE model for transformers: {exported_from(run_of(directory, 'TAPE', CONTEXT))}")
     print(f"Finished after {minutes:.1f} minutes: {directory}/summary.md and demo.png")
     print(f"All models on one page: {directory}/report.html")

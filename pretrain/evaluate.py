@@ -44,6 +44,7 @@ EXAMPLE = (
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and evaluate; return the exit status. Mistakes end in one sentence, before torch is imported."""
+    command_line.escape_unprintable()
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
     status, mark = 1, os.environ.get("TAPE_FAILURE")  # also after an exception
     try:

@@ -63,6 +63,16 @@ def test_a_reader_that_has_seen_enough_ends_the_tool_silently(tmp_path):
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.refusing(): main()"])
+def test_what_stdout_cannot_encode_is_escaped(shared):
+    program = (
+        f"from megatron_tape import command_line\nmain = lambda: print('na\xefve', chr(0x4F60), chr(0xDCE9))\n{shared}"
+    )
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "na\\xefve \\u4f60 \\udce9\n", "")
+
+
 def test_the_time_left_is_told_once_most_of_the_time_was_work(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(command_line.time, "monotonic", lambda: now[0])
