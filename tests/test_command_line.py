@@ -65,9 +65,8 @@ def test_a_reader_that_has_seen_enough_ends_the_tool_silently(tmp_path):
 
 @pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.refusing(): main()"])
 def test_what_stdout_cannot_encode_is_escaped(shared):
-    program = (
-        f"from megatron_tape import command_line\nmain = lambda: print('na\xefve', chr(0x4F60), chr(0xDCE9))\n{shared}"
-    )
+    main = "main = lambda: print('na\xefve', chr(0x4F60), chr(0xDCE9))"
+    program = f"from megatron_tape import command_line\n{main}\n{shared}"
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "na\\xefve \\u4f60 \\udce9\n", "")

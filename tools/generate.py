@@ -6,6 +6,7 @@ The prompt and its continuation, and nothing else, go to stdout.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from megatron_tape import command_line
@@ -31,6 +32,11 @@ def main() -> None:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 below 2**32")
     if not arguments.prompt:
         raise UserError("--prompt", "is empty", "give some text to continue")
+    try:
+        # Where the locale is not UTF-8, Python has escaped the bytes of other letters.
+        arguments.prompt = os.fsencode(arguments.prompt).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError("--prompt", "is not UTF-8", "give some text to continue") from None
     print(arguments.prompt + continuation(arguments, settings.get("max_position_embeddings")))
 
 

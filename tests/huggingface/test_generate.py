@@ -79,12 +79,19 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generat
     assert code == 0 and out
 
 
+def test_a_prompt_is_utf_8_whatever_the_locale_is(exports, generate):
+    arguments = ["--model", exports["rope"].directory, "--max-new-tokens", "2", "--prompt"]
+    code, out, line = generate(*arguments, "caf\udcc3\udca9")  # as Python reads it where LC_ALL=C
+    assert code == 0 and out.startswith("caf\xe9"), line
+
+
 def test_mistakes_are_one_sentence(exports, generate, tmp_path):
     tape = exports["tape"].directory
     for arguments, refusal in (
         ([tape, "--prompt", "a"], "--trust-remote-code"),
         ([tmp_path, "--prompt", "a"], "is not a directory with a config.json"),
         ([tape, "--prompt", "", "--trust-remote-code"], "--prompt is empty"),
+        ([tape, "--prompt", "caf\udce9", "--trust-remote-code"], "--prompt is not UTF-8"),
         ([tape, "--prompt", "a", "--max-new-tokens", "0", "--trust-remote-code"], "--max-new-tokens"),
     ):
         code, out, line = generate("--model", *arguments)
