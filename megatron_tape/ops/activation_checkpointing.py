@@ -58,8 +58,10 @@ class _RecordedCall:
         self._gradients: tuple[Tensor | None, ...] = ()
         call = ref(self)
         hooks = saved_tensors_hooks(lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed))
+        # Attached, parameters would be leaves of this graph, and their hooks would run without a gradient.
+        detached = (None if x is None else x.detach() for x in tensors)
         with torch.enable_grad(), hooks:
-            self._outputs = function(*_GraphInputs.apply(call, torch.empty(0, requires_grad=True), *tensors))
+            self._outputs = function(*_GraphInputs.apply(call, torch.empty(0, requires_grad=True), *detached))
         self._inputs = ()
 
     def results(self) -> tuple[Tensor, ...]:

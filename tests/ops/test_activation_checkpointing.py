@@ -81,6 +81,22 @@ def test_inputs_are_not_kept_and_attention_runs_once():
     assert all(torch.equal(a, b) for a, b in zip(found, with_gradients(function(*again), again)))
 
 
+def test_a_parameter_gets_a_single_gradient():
+    """ZeRO's hooks read a parameter's gradient each time that one arrives."""
+    recorder, parameter = AttentionRecorder(), torch.nn.Parameter(torch.arange(3.0))
+    x, seen = torch.ones(3), []
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+    def function(x, parameter):
+        return (x * parameter,)
+
+    with torch.no_grad():
+        recorder.run(0, function, x, parameter)
+    (output,) = recorder.run(0, function, x.requires_grad_(), parameter)
+    output.sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], torch.ones(3))
+
+
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
     places = []

@@ -1,0 +1,99 @@
+"""Gradients of every encoding with and without recomputation on two processes; see training/test_recompute.py."""
+
+import torch
+import torch.distributed as dist
+from configurations import make_alone
+from models import build, random_tokens, small_model
+from toy_encodings import TOYS, registered
+
+from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.model.names import kind_of
+from megatron_tape.position import BUILT_IN
+from megatron_tape.training.engine import Engine
+from megatron_tape.training.gradients import own_part
+from megatron_tape.training.trained_parameters import everything, select_trained
+
+NAMES = (*(encoding.name for encoding in BUILT_IN), *TOYS)
+TRAINED = {
+    "all": everything,
+    "position": lambda name, parameter: kind_of(name) == "position",
+    "others": lambda name, parameter: kind_of(name) != "position",
+    "lora": lambda name, parameter: kind_of(name) == "lora",
+}
+LORA = ExtensionConfig(trains=["lora"], lora_rank=2)
+FROZEN = {"position": ("t5", "fire", "cope"), "others": ("t5", "fire"), "lora": ("t5", "tape")}
+"""Of which encodings parameters are frozen, by those that are trained."""
+
+
+def cases():
+    """Encoding, ZeRO stage, precision, what is trained, and the kinds of recomputation."""
+    for name in NAMES:
+        yield name, 1, "fp32", "all", ("selective", "full")
+        yield name, 3, "fp32", "all", ("selective",)
+    for name in ("fire", "path_fox"):
+        yield name, 1, "bf16", "all", ("selective",)
+    for trained, names in FROZEN.items():
+        yield from ((name, stage, "fp32", trained, ("selective",)) for name in names for stage in (1, 3))
+
+
+def step(name, stage, precision, trained, recompute):
+    """The loss of a step of two micro-batches, and this rank's part of each trained parameter's gradient."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    settings = small_model(position_encoding=name, num_layers=2)
+    model, layout = build(settings, recompute=recompute, dtype=dtype, lora=LORA if trained == "lora" else None)
+    # As if layers were recomputed, so that both runs have the same graph.
+    select_trained(model, TRAINED[trained], recomputes=True)
+    changes = {"deepspeed__zero_stage": stage, "train__precision": precision}
+    sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
+    engine = Engine(model, make_alone(settings, **changes, **sizes), layout)
+    gradients = {}
+
+    def look():
+        for name, parameter in engine.trained.items():
+            part = own_part(parameter, stage)
+            gradients[name] = None if part is None else part.detach().clone()
+
+    engine.before_update = look
+    tokens = [random_tokens(2, 17, seed=2 * i + layout.data_parallel_rank) for i in range(2)]
+    result = engine.train_step([{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens], 0.0)
+    engine.close()
+    return result.loss, gradients
+
+
+def compared(one, other):
+    """What two steps of this rank have in common: the loss, how many gradients, and how far these are apart.
+
+    Distances are relative to the largest number of a gradient.
+    """
+    (loss, gradients), (other_loss, others) = one, other
+    far = 0.0
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (others[name] is None), name
+        if gradient is not None and not torch.equal(gradient, others[name]):
+            far = max(far, ((gradient - others[name]).abs().max() / gradient.abs().max()).item())
+    moved = sum(gradient is not None and bool(gradient.any()) for gradient in gradients.values())
+    return {"same_loss": loss == other_loss, "gradients": moved, "far": far}
+
+
+def differences(*case, kinds):
+    """How far a step with recomputation is from one without, on each rank, by the kind; or the error of a step."""
+    plain, found = step(*case, "none"), {}
+    for recompute in kinds:
+        try:
+            own = compared(plain, step(*case, recompute))
+        except Exception as error:
+            own = f"{type(error).__name__}: {error}"
+        found[recompute] = [None] * dist.get_world_size()
+        dist.all_gather_object(found[recompute], own)
+    return found
+
+
+def main(folder):
+    found = {}
+    with registered():
+        for *case, kinds in cases():
+            for recompute, of_ranks in differences(*case, kinds=kinds).items():
+                name, stage, precision, trained = case
+                found[f"{name}_zero{stage}_{precision}_{trained}_{recompute}"] = of_ranks
+    return found
