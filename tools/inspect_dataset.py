@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
+from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import (
     divide,
@@ -39,6 +40,8 @@ def main() -> None:
     arguments = parser().parse_args()
     check(arguments)
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
+    count = len(arguments.prefix)
+    refuse_more_files("the command line", f"names {count:,} datasets", 2 * count, "name fewer at once")
     datasets = [IndexedDatasetReader(prefix) for prefix in arguments.prefix]
     for prefix, dataset in zip(arguments.prefix, datasets):
         if len(datasets) > 1:

@@ -11,6 +11,7 @@ import json
 
 from megatron_tape import command_line
 from megatron_tape.data import shards
+from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, check_output_prefix
 from megatron_tape.errors import ConfigError, FileError
 
@@ -75,6 +76,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: s
     Raises FileError when one is not whole, is multimodal or has another token type than the first, or when all are
     empty.
     """
+    refuse_more_files("the merge", f"reads {len(prefixes):,} datasets", len(prefixes), "merge some of them first")
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
     dtype = datasets[0].dtype
     for prefix, dataset in zip(prefixes, datasets):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
 from megatron_tape.config.stages import Stage, stage_at, stages_of
+from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.index_cache import build_on_rank_0
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
 from megatron_tape.data.plan import Plan, plan_for_all
@@ -198,7 +199,8 @@ def build_batches(
     All ranks call it together. The run has done `step` steps, which consumed the first samples. `eod` is the
     end-of-document id, needed with `data.reset_attention_mask`. `moved` is called while an index grows. A dataset of a
     blend that is too small for a split is left out of that split, and the others keep their proportions. Raises
-    ConfigError if a split that is needed does not contain a whole sequence, or the index cannot be kept.
+    ConfigError if a split that is needed does not contain a whole sequence, the index cannot be kept, or the process
+    may not open so many files.
     """
     if config.data.reset_attention_mask and eod is None:
         problem = "needs a tokenizer with an end-of-document token, and data.tokenizer has none"
@@ -212,6 +214,7 @@ def build_batches(
     if config.data.source in SAMPLE_SOURCES:
         validation = sample_source(config, validation=True) if evaluates else None
         return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples, remaining)
+    check_descriptors(config)
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
     speaks = layout.rank == 0
     if speaks:
@@ -227,8 +230,8 @@ def build_batches(
 
     def open_all(cache: str, build: bool) -> list[list[Dataset]]:
         ends = [*(stage.start for stage in stages[1:]), samples.stop]
-        parts = zip(stages, plans, ends)
-        return [_open(stage.config, plan, end - stage.start, cache, build) for stage, plan, end in parts]
+        parts, opened = zip(stages, plans, ends), {}
+        return [_open(stage.config, plan, end - stage.start, cache, build, opened) for stage, plan, end in parts]
 
     build_on_rank_0(cache, lambda directory: open_all(directory, build=True), moved)
     (first, *validation), *later = open_all(cache, build=False)
@@ -241,8 +244,11 @@ def build_batches(
     return Batches(train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining)
 
 
-def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool) -> list[Dataset]:
-    """Open the datasets of each split, of which training takes `size` samples; `build` indexes what is not cached."""
+def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, opened: dict) -> list[Dataset]:
+    """Open the datasets of each split, of which training takes `size` samples; `build` indexes what is not cached.
+
+    `opened` holds the indexed datasets that stages share (see `DatasetSettings`).
+    """
     settings = DatasetSettings(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
@@ -254,6 +260,7 @@ def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool) -> 
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
+        opened=opened,
     )
     datasets = []
     # One split at a time, since each has its own datasets. Megatron never returns from indexing a split without

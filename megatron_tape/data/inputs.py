@@ -14,6 +14,7 @@ from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.config.stages import stages_of
 from megatron_tape.config.values import shown
+from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import find_pools
@@ -91,6 +92,7 @@ def check_datasets(config: RunConfig) -> None:
 
     Indices and examples that passed are not read again before they change (see `check_once`).
     """
+    check_descriptors(config)
     tokenizer = load_run_tokenizer(config)
     for stage in stages_of(config):
         with stage.naming_the_setting():

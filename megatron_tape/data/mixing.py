@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch.distributed as dist
@@ -38,13 +38,30 @@ _THREADS = 8
 
 @dataclass
 class DatasetSettings(GPTDatasetConfig):
-    """What Megatron's datasets are built from; `ShorterDocuments` have less than `documents_below` tokens."""
+    """What Megatron's datasets are built from; `ShorterDocuments` have less than `documents_below` tokens.
+
+    All splits and stages with the same `opened` share the indexed datasets in it, by prefix.
+    """
 
     documents_below: int | None = None
+    opened: dict[str, IndexedDataset] = field(default_factory=dict)
+
+    def open(self, prefix: str) -> IndexedDataset:
+        """Return the indexed dataset of this prefix."""
+        if prefix not in self.opened:
+            dataset = self.opened[prefix] = IndexedDataset(prefix)
+            # The tokens are mapped. Megatron would keep this second descriptor, too, which a blend of hundreds lacks.
+            dataset.bin_reader._bin_file_reader.close()
+        return self.opened[prefix]
 
 
 class AllDocuments(GPTDataset):
     """A `GPTDataset` that is not longer than what was asked for, which Megatron would read a whole index to know."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: DatasetSettings) -> IndexedDataset:
+        """Return the indexed dataset that the splits share."""
+        return config.open(dataset_path)
 
     def __len__(self) -> int:
         return super().__len__() if self.sample_index is not None else self.num_samples
@@ -138,7 +155,7 @@ def mix_with_long_documents(
 
         key = [member.prefix, settings.tokenizer.unique_identifiers, config.data.split, minimum, seq_length]
         cut = cached(cache, "DocumentWindows", key, make)
-        long.datasets.append(DocumentWindows(IndexedDataset(member.prefix), cut, seq_length, config.train.seed))
+        long.datasets.append(DocumentWindows(settings.open(member.prefix), cut, seq_length, config.train.seed))
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
         of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None

@@ -1,8 +1,10 @@
 """Batches: which datasets of a blend they are drawn from, in which order, and what loader processes live through."""
 
 import dataclasses
+import gc
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -16,7 +18,7 @@ from models import small_model
 
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
 from megatron_tape.config.stages import stages_of
-from megatron_tape.data import batches, plan
+from megatron_tape.data import batches, descriptors, plan
 from megatron_tape.data.batches import build_batches, documents_from_tokens
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
@@ -75,6 +77,57 @@ def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, 
 def test_only_a_split_without_any_whole_sequence_is_refused(folder, build):
     with pytest.raises(ConfigError, match=r"validation share .* no other of the 2 datasets gives more"):
         build([f"{folder}/small", f"{folder}/a"], seq_length=512)
+
+
+@pytest.mark.parametrize("kind", ["plain", "long_documents", "stages"])
+def test_no_more_files_are_mapped_than_is_asked_of_the_limit(build, tmp_path, kind):
+    def mapped(*endings):
+        opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        return sum(path.startswith(f"{tmp_path}/") and path.endswith(endings) for path in opened)
+
+    prefixes = [f"{tmp_path}/a", f"{tmp_path}/b"]
+    for seed, prefix in enumerate(prefixes):
+        write_dataset(prefix, seed=seed)
+    changes = {
+        "plain": {},
+        "long_documents": {"long_documents": {"minimum": 30, "share": 0.5}},
+        "stages": {"stages": [{"share": 0.5, "prefix": prefixes}]},
+    }[kind]
+    built = build(dict.fromkeys(prefixes, 0.5), **changes)
+    gc.collect()
+    assert mapped(".bin", ".idx") == 4, "splits and stages share the two files of each dataset"
+    for samples, count in ((built.train, 160), (built.validation, 8)):
+        for i in range(count):
+            samples[i]
+    reread = 2 if kind == "long_documents" else 0  # the lengths, which only rank 0 reads, before it trains
+    assert mapped(".bin", ".idx", ".npy") == descriptors.files_to_map(built.config) - reread
+
+
+def test_the_limit_of_open_files_is_raised_for_the_data(build, folder):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    try:
+        build(f"{folder}/a")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_blend_that_needs_more_files_than_are_allowed_is_refused(build, monkeypatch, tmp_path):
+    many, stage = {f"d{i}": 1.0 for i in range(300)}, [{"share": 0.5, "prefix": ["d0", "d300"]}]
+    (tmp_path / "max_map_count").write_text("9000\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(descriptors, "MAX_MAP_COUNT", tmp_path / "max_map_count")
+        with pytest.raises(ConfigError, match="300 datasets, .* maps 2,404 files, but vm.max_map_count is 9,000"):
+            build(many)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (512, 512))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    needs = "for which a process needs 2,660 file descriptors, but only 512 are allowed; raise the hard limit"
+    with pytest.raises(ConfigError, match=f"^data.prefix names 300 datasets, {needs}.*merge_datasets") as refusal:
+        build(many)
+    assert refusal.value.key == "data.prefix"
+    with pytest.raises(ConfigError, match="^data.prefix and data.stages name 301 datasets, "):
+        build(many, stages=stage)
 
 
 def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
