@@ -20,7 +20,7 @@ _OF_EACH_INDEX = 3
 """The arrays in which Megatron's GPTDataset shuffles a split of a dataset, or a DocumentWindows its windows."""
 _OF_EACH_BLEND = 2
 _OTHERS = 256
-"""What libraries, GPUs, connections and logs take."""
+"""What a run's libraries, GPUs, connections and logs take."""
 _OF_EACH_WORKER = 16
 """Pipes to a loader process, and the batches on their way from it."""
 _OTHER_MAPS = 8192
@@ -37,7 +37,7 @@ def check_descriptors(config: RunConfig) -> None:
     count, needed = len(_prefixes(stages)), files_to_map(config)
     named = f"{'and data.stages name' if len(stages) > 1 else 'names'} {counted(count, 'dataset')}"
     fix = "merge datasets with tools/merge_datasets.py"
-    refuse_more_files(keys, named, needed + _OF_EACH_WORKER * config.data.num_workers, fix)
+    refuse_more_files(keys, named, needed, fix, _OTHERS + _OF_EACH_WORKER * config.data.num_workers)
     with contextlib.suppress(OSError):
         limit = int(MAX_MAP_COUNT.read_text())
         problem = f"{named}, of which a process maps {needed:,} files, but vm.max_map_count is {limit:,}"
@@ -65,12 +65,12 @@ def _prefixes(stages: list[Stage]) -> set[str]:
     return {prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]}
 
 
-def refuse_more_files(subject: str | tuple[str, ...], named: str, files: int, fix: str) -> None:
-    """Raise the limit of open files as far as the system allows; ConfigError if it does not allow `files` and others.
+def refuse_more_files(subject: str | tuple[str, ...], named: str, files: int, fix: str, others: int = 32) -> None:
+    """Raise the limit of open files as far as the system allows; ConfigError if it is less than `files` and `others`.
 
     The sentence begins with the subject and what it `named`.
     """
-    allowed, needed = _raise_limit(), files + _OTHERS
+    allowed, needed = _raise_limit(), files + others
     problem = f"{named}, for which a process needs {needed:,} file descriptors, but only {allowed:,} are allowed"
     refuse(needed > allowed, subject, problem, f"raise the hard limit (ulimit -Hn; slurmd's LimitNOFILE), or {fix}")
 
