@@ -56,10 +56,15 @@ lint: $(STAMP)
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
-	  { echo "This project needs Python 3.10, 3.11 or 3.12; choose one with: make PYTHON=python3.11"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
-	  { echo "Could not create $(VENV). On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@found=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') || found=missing; \
+	case $$found in 3.11|3.12|3.13) ;; *) \
+	  echo "This project needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $$found."; \
+	  echo "Choose another: make PYTHON=python3.13"; \
+	  echo "To install one on Debian or Ubuntu: apt-get install python3.13-venv, or python3.12-venv or python3.11-venv,"; \
+	  echo "whichever your release has. If it has none of them, uv or pyenv installs one."; exit 1;; \
+	esac; \
+	$(PYTHON) -m venv $(VENV) || \
+	  { echo "Could not create $(VENV). On Debian or Ubuntu: apt-get install python$$found-venv"; exit 1; }
 	$(BIN)/pip install -r requirements.txt
 	$(BIN)/pip install -e '.[dev]'
 	@# A torch for GPUs brings its own; without one the tests interpret the kernels.

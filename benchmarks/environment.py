@@ -11,7 +11,7 @@ import platform
 import shlex
 import sys
 import warnings
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_tape.io.files import atomic_output
@@ -30,7 +30,7 @@ def describe() -> dict:
     `commit` ends in "-dirty" when tracked files differ from it. GPUs are listed when this process has imported torch.
     """
     found = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
         "commit": commit(),
         "cpu": cpu_name(),

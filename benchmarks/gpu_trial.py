@@ -27,7 +27,7 @@ import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,7 +81,7 @@ class Trial:
         self.options, self.work, self.started = options, work, started
         code = options.commit or commit() or "unknown"
         origin = {"command": shlex.join(["python3", "-m", "benchmarks.gpu_trial", *sys.argv[1:]]), "commit": code}
-        origin |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "minutes": options.minutes}
+        origin |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "minutes": options.minutes}
         ahead = {"status": "not run", "seconds": 0.0, "reason": "it was not reached"}
         self.record: dict = {"trial": origin, "problems": [], "toy": None, "seconds": 0.0}
         self.record["stages"] = {stage.name: ahead for stage in stages}

@@ -13,9 +13,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import newest_whole, read_manifest

@@ -1,7 +1,10 @@
-"""`make test`: what it runs and how it reports the outcomes, with dummy programs in place of Python."""
+"""`make`: which Python it takes, what `make test` runs and how it reports the outcomes; dummy programs stand for Python."""
 
 import os
+import shlex
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,12 +24,58 @@ def make_test(tmp_path):
         (tmp_path / "stamp").touch()
         stamps = [f"{name}={tmp_path}/stamp" for name in STAMPS]
         command = ["make", "-s", "test", f"BIN={tmp_path}", *stamps, *arguments]
-        # make itself runs these tests, and passes its own variables on.
-        own = ("TESTS", "SLOW", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL")
-        environment = {name: value for name, value in os.environ.items() if name not in own}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        return run_make(command)
 
     return run
+
+
+def run_make(command):
+    # make itself runs these tests, and passes its own variables on.
+    own = ("TESTS", "SLOW", "PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def install_with(tmp_path):
+    def run(version):
+        """Run `make install` with a Python that says that it has this version, and that has no venv."""
+        python = tmp_path / "python3"
+        says = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
+        command = shlex.join([sys.executable, "-c", says])
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {command} "$2"\nexit 1\n')
+        python.chmod(0o755)
+        return run_make(["make", "-s", "install", f"PYTHON={python}", f"VENV={tmp_path}/venv"])
+
+    return run
+
+
+SUPPORTED = [(3, 11), (3, 12), (3, 13)]
+
+
+def test_the_package_and_make_agree_on_the_supported_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["requires-python"] == ">=3.11,<3.14"
+    assert project["tool"]["ruff"]["target-version"] == "py311"
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 14), (3, 9)])
+def test_another_python_is_refused_with_what_to_install_and_choose(install_with, version):
+    done = install_with(version)
+    assert done.returncode != 0 and f"is {version[0]}.{version[1]}." in done.stdout
+    assert "make PYTHON=python3.13" in done.stdout and "apt-get install python3.13-venv" in done.stdout
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_a_python_without_venv_is_told_which_package_has_it(install_with, version):
+    done = install_with(version)
+    assert done.returncode != 0 and "needs Python" not in done.stdout
+    assert done.stdout.strip().endswith("apt-get install python{}.{}-venv".format(*version))
+
+
+def test_a_missing_python_is_refused_like_another_version(tmp_path):
+    done = run_make(["make", "-s", "install", f"PYTHON={tmp_path}/none", f"VENV={tmp_path}/venv"])
+    assert done.returncode != 0 and "is missing." in done.stdout and "apt-get install python3.13-venv" in done.stdout
 
 
 @pytest.mark.parametrize("others, slurm", [(0, 0), (1, 0), (0, 2), (1, 5)])

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import StaleAttempt
