@@ -47,12 +47,14 @@ def assert_close(rows, expected, steps=STEPS):
 
 
 def without_speed(rows):
+    """The rows without what differs between equal runs: speeds, times and memory."""
     of_time = ("time", "seconds_left", "tokens_per_second", "tflops_per_second", "slowest_rank")
-    return [{k: v for k, v in row.items() if k not in of_time and not k.startswith("seconds/")} for row in rows]
+    groups = ("seconds/", "usage/")
+    return [{k: v for k, v in row.items() if k not in of_time and not k.startswith(groups)} for row in rows]
 
 
 def rows(folder):
-    """The rows of a run's metrics.jsonl, without speeds and times."""
+    """The rows of a run's metrics.jsonl, without speeds, times and memory."""
     return without_speed([json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()])
 
 

@@ -61,6 +61,9 @@ def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
 
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     assert [(event.step, event.value) for event in events.Scalars("toy/step")] == [(3, 3.0), (5, 5.0)]
+    assert all(event.value > 0.05 for event in events.Scalars("usage/host_memory_gib"))
+    logged = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["usage/host_memory_gib"] > 0.05 for row in logged)
     texts = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("toy/text_summary")]
     assert [(step, text.decode().strip()) for step, text in texts] == [(3, "text of 3"), (5, "text of 5")]
     pictures = [(event.step, event.tensor_proto.string_val[2]) for event in events.Tensors("toy/picture")]
