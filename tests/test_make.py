@@ -1,4 +1,4 @@
-"""`make`: which Python it takes, what `make test` runs and how it reports the outcomes; dummy programs stand for Python."""
+"""`make`: which Python it takes, what `make test` runs, how it reports outcomes. Dummy programs stand for Python."""
 
 import os
 import shlex
