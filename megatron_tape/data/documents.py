@@ -6,13 +6,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.data.raw_chunks import Chunk, FilePart, Place, UnreadableFile, is_text_file, read_chunks
 from megatron_tape.errors import FileError
 
 FORMATS = """input formats, by the ending of the file's name:
-  .jsonl .json   JSON lines: one object per line, its text under --text-key
+  .jsonl .json   JSON lines: one object per line, its text under --text-key; blank lines are left out
   .parquet       one document per row, its text in the column --text-key
   .txt           plain UTF-8 text: the whole file is one document
 .jsonl, .json and .txt may be compressed: .gz or .zst follows. A file that is given twice, even through a link, is read
@@ -77,11 +79,13 @@ def find_inputs(patterns: list[str]) -> list[str]:
 def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[list[str], list[int], Problems]:
     """Return the texts of a chunk, the line or row number of each, and what is wrong with the others.
 
-    An empty text is a problem, too, unless `keep_empty`.
+    An empty text is a problem, too, unless `keep_empty`. A blank line is no document.
     """
     problems, texts, numbers = Problems(), [], []
     lines = chunk.unit == "line"
     for number, raw in enumerate(_split_lines(chunk.payload) if lines else chunk.payload, start=chunk.first):
+        if lines and not raw.strip():
+            continue
         text, reason = _parse_line(raw, text_key) if lines else _parse_text(raw)
         if reason is None or (keep_empty and reason == _EMPTY):
             texts.append(text)
@@ -116,18 +120,31 @@ def _split_lines(payload: bytes) -> list[bytes]:
     return lines
 
 
+def parse_json(line: bytes) -> Any:
+    """Return the value of a JSON line; raises ValueError, which says what is wrong with it."""
+    try:
+        text = line.decode("utf-8")
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # Python refuses to make an int of more than some thousand digits
+            return json.loads(text, parse_int=Decimal)
+    except UnicodeDecodeError:
+        reason = "invalid UTF-8"
+    except ValueError:
+        reason = "invalid JSON"
+    except RecursionError:
+        reason = "JSON nested too deeply"
+    raise ValueError(reason)
+
+
 def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     """Return the text of a JSON line, or the reason why it has none."""
-    if not line.strip():
-        return "", "empty line"
     try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return "", "invalid UTF-8"
-    except ValueError:
-        return "", "invalid JSON"
-    except RecursionError:
-        return "", "JSON nested too deeply"
+        record = parse_json(line)
+    except ValueError as error:
+        return "", str(error)
     if not isinstance(record, dict):
         return "", "not a JSON object"
     if text_key not in record:
@@ -148,8 +165,8 @@ def _no_key(text_key: str) -> str:
 
 def _other_keys(chunk: Chunk, text_key: str) -> str:
     """Return the first keys of the first line of a chunk that lacks `text_key`, for a message."""
-    for line in _split_lines(chunk.payload):
-        keys = json.loads(line)
+    for line in filter(bytes.strip, _split_lines(chunk.payload)):
+        keys = parse_json(line)
         if text_key not in keys:
             return ", ".join(map(repr, list(keys)[:10])) or "none at all"
     return "others"

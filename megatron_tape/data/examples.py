@@ -5,7 +5,6 @@ Training and evaluation cut alike. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from megatron_tape.config.examples import PLACE, examples_of
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.data.documents import parse_json
 from megatron_tape.data.raw_chunks import FilePart, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer
 from megatron_tape.errors import FileError, refuse
@@ -76,9 +76,9 @@ def parse_example(place: str, line: bytes) -> Example:
     """Return the example of a line; raises FileError, which names its place, if there is none."""
     mend = "repair or remove it"
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise FileError(place, "is not JSON", mend) from None
+        record = parse_json(line)
+    except ValueError as error:
+        raise FileError(place, f"cannot be used: {error}", mend) from None
     if not isinstance(record, dict):
         raise FileError(place, "is not a JSON object", mend)
     target_key = "target" if "target" in record else "output"

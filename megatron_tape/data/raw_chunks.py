@@ -239,7 +239,8 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, position: int) -> 
             if text_key not in names:
                 raise UnreadableFile(path, f"has no column {text_key!r}, only {names}", "choose another text key")
             column = file.schema_arrow.field(text_key).type
-            if not (pyarrow.types.is_string(column) or pyarrow.types.is_large_string(column)):
+            values = column.value_type if pyarrow.types.is_dictionary(column) else column
+            if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
                 problem = f"holds {column} in its column {text_key!r}, not strings"
                 raise UnreadableFile(path, problem, "choose another text key")
             row, rows = 1, max(file.metadata.num_rows, 1)

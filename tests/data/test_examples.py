@@ -42,7 +42,8 @@ def test_json_lines_and_zips_give_the_same_examples(tmp_path):
 @pytest.mark.parametrize(
     "line, problem",
     [
-        ("{", "is not JSON"),
+        ("{", "cannot be used: invalid JSON"),
+        ("[" * 100_000, "cannot be used: JSON nested too deeply"),
         ("[1]", "is not a JSON object"),
         ('{"input": "a"}', "has no text as its output"),
         ('{"input": "a", "output": null}', "has no text as its output"),
@@ -56,6 +57,13 @@ def test_a_bad_line_is_named(tmp_path, line, problem):
     with pytest.raises(FileError) as error:
         list(read_examples(str(path), "train"))
     assert (error.value.subject, error.value.problem) == (f"{path}:2", problem)
+
+
+def test_blank_lines_and_numbers_of_any_length_are_read(tmp_path):
+    numbers = ["9" * 5000, "8" * 5000]
+    lines = [f'{{"id": {number}, "input": "a", "output": "b"}}' for number in numbers]
+    (tmp_path / "qa.jsonl").write_text("\n" + " \t\r\n".join(lines) + "\n\n\n")
+    assert [example.key for example in read_examples(str(tmp_path / "qa.jsonl"), "")] == numbers
 
 
 def test_files_that_are_no_examples_are_refused(tmp_path):

@@ -19,9 +19,10 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from tool_runs import command, read_pair, write_lines
 
 from megatron_tape.data import preprocessing, raw_chunks
-from megatron_tape.data.documents import Problems, parse_chunk
+from megatron_tape.data.documents import Problems, parse_chunk, read_texts
 from megatron_tape.data.raw_chunks import Chunk, FilePart
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import FileError
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,6 @@ BAD_LINES = {
     "invalid UTF-8": b'{"text": "\xff"}',
     "a lone surrogate, which UTF-8 cannot hold": b'{"text": "\\ud800"}',
     "empty text": b'{"text": ""}',
-    "empty line": b"",
 }
 
 
@@ -121,16 +121,29 @@ def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_pat
 def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     good = b'{"text": "a"}\n'
     (tmp_path / "bad.jsonl").write_bytes(
-        b"".join(good + line + b"\n" for line in BAD_LINES.values()) + b"\n" * 4 + good
+        b"".join(good + line + b"\n" for line in BAD_LINES.values()) + b"1\n" * 4 + good
     )
     options = ["--on-error", "skip", "--chunk-bytes", chunk_bytes]
     report = preprocess(tmp_path / "bad.jsonl", *options).stderr
     for number, reason in enumerate(BAD_LINES):
-        if reason != "empty line":
+        if reason != "not a JSON object":
             assert f"skipped 1: {reason} ({tmp_path}/bad.jsonl:{2 * number + 2})" in report
-    places = ", ".join(f"{tmp_path}/bad.jsonl:{number}" for number in (18, 19, 20))
-    assert f"skipped 5: empty line ({places}, ...)" in report
+    places = ", ".join(f"{tmp_path}/bad.jsonl:{number}" for number in (6, 17, 18))
+    assert f"skipped 5: not a JSON object ({places}, ...)" in report
     assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
+
+
+def test_blank_lines_are_no_documents_and_numbers_have_any_length(preprocess, tmp_path):
+    number = b"9" * 5000
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"n": %b, "text": "b"}\r\n \t\r\n\n\n' % number)
+    preprocess(tmp_path / "a.jsonl", "--chunk-bytes", 1)
+    assert len(IndexedDataset(str(tmp_path / "out"))) == 2
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": %b}\n' % number)
+    error = preprocess(tmp_path / "bad.jsonl", "--overwrite", code=2).stderr
+    assert f"{tmp_path}/bad.jsonl:3 cannot be used: the value of 'text' is not a string" in error
+    (tmp_path / "bad.jsonl").write_bytes(b'\n{"n": %b, "text": "a"}\n{"body": "a"}\n' % number)
+    with pytest.raises(FileError, match=r"bad\.jsonl:3 cannot be used: no key 'text', but 'body'"):
+        list(read_texts([str(tmp_path / "bad.jsonl")], "text"))
 
 
 def test_a_bad_line_in_a_pipe_is_named(preprocess, tmp_path):
@@ -144,15 +157,15 @@ def test_a_bad_line_in_a_pipe_is_named(preprocess, tmp_path):
 
 
 def test_lines_are_counted_only_for_the_places_that_are_shown(tmp_path, monkeypatch):
-    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' + b"\n" * 8)
-    parts = [FilePart(str(tmp_path / "bad.jsonl"), 5, 22)]
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' + b"1\n" * 8)
+    parts = [FilePart(str(tmp_path / "bad.jsonl"), 5, 30)]
     problems = Problems()
     monkeypatch.setattr(raw_chunks, "lines_before", lambda path, offset: pytest.fail("counted"))
     for chunk in raw_chunks.read_chunks(parts, "text", 1):
         problems.merge(parse_chunk(chunk, "text")[2])
     monkeypatch.undo()
     places = ", ".join(f"{tmp_path}/bad.jsonl:{line}" for line in (2, 3, 4))
-    assert list(problems.report()) == [f"skipped 8: empty line ({places}, ...)"]
+    assert list(problems.report()) == [f"skipped 8: not a JSON object ({places}, ...)"]
 
 
 def cut_off(content):
@@ -186,6 +199,24 @@ def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
     report = preprocess(path, tmp_path / "b.jsonl", "--on-error", "skip").stderr
     assert re.search(rf"skipped 1: the file .*, so its rest was not read \({path}\)", report)
     assert least <= len(IndexedDataset(str(tmp_path / "out"))) < len(texts)
+
+
+@pytest.mark.parametrize("values", [pa.string_view(), pa.large_string(), "dictionary"])
+def test_texts_are_read_from_every_type_of_strings_in_parquet(preprocess, texts, tmp_path, expected, values):
+    column = pa.array(texts)
+    column = column.dictionary_encode() if values == "dictionary" else column.cast(values)
+    pa.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=3)
+    assert pa.parquet.read_schema(tmp_path / "a.parquet").field("text").type == column.type
+    preprocess(tmp_path / "a.parquet")
+    assert read_pair(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("column", [pa.array([b"a"]), pa.array([b"a"]).dictionary_encode(), pa.array([["a"]])])
+def test_columns_of_parquet_that_are_no_strings_are_refused(preprocess, tmp_path, column):
+    pa.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    error = preprocess(tmp_path / "a.parquet", code=2).stderr
+    found = pa.parquet.read_schema(tmp_path / "a.parquet").field("text").type
+    assert f"holds {found} in its column 'text', not strings" in error
 
 
 def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
