@@ -33,17 +33,23 @@ def name_of(tp, stage, what, precision):
     return f"tp{tp}_zero{stage}_{what}_{precision}"
 
 
-def engine(tp, stage, precision, clip_grad=1.0, **zero):
+def engine(tp, stage, precision, clip_grad=1.0, average=None, kind="adamw", state=None, **zero):
+    """An engine with new weights, or those of a training state."""
+    sizes = {"micro_batch_size": 1, "global_batch_size": 4 // tp}
     config = RunConfig(
         model=small_model(),
         data=DataConfig(prefix="unused"),
-        optimizer=OptimizerConfig(lr=1e-2, clip_grad=clip_grad),
+        optimizer=OptimizerConfig(kind=kind, lr=1e-2, clip_grad=clip_grad),
         parallel=ParallelConfig(tensor_model_parallel_size=tp),
         deepspeed=DeepSpeedConfig(zero_stage=stage, **zero),
-        train=TrainConfig(steps=10, micro_batch_size=1, global_batch_size=4 // tp, precision=precision),
+        train=TrainConfig(steps=10, precision=precision, average=average, **sizes),
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model, layout = build(config.model, tp=tp, dtype=dtype)
+    if state is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(state[f"weight/{name}"])
     return Engine(model, config, layout)
 
 
@@ -88,6 +94,54 @@ def trial(tp, stage, what, precision="fp32", **zero):
     outcome = torch.tensor([result.skipped, unchanged, not good.skipped, moved, math.isfinite(good.loss)]).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     return outcome.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
+
+
+MOVING = {"kind": "ema", "decay": 0.5}
+LEFT_OUT = [
+    (0, "fp32", "adamw", "loss"),
+    (0, "fp32", "muon", "spike"),
+    (1, "fp32", "adamw", "spike"),
+    (1, "bf16", "muon", "loss"),
+    (2, "bf16", "adamw", "loss"),
+    (3, "fp32", "adamw", "loss"),
+    (3, "bf16", "adamw", "spike"),
+]
+"""ZeRO stage, precision, optimizer, and why a step is skipped."""
+
+
+def left_out(stage, precision, kind, what):
+    """Whether a skipped step is as if it had not been, also in a run that is continued after it; on every rank.
+
+    Compared are the weights, moments and averages at the end, and how many updates there were.
+    """
+
+    def new(state=None):
+        return engine(1, stage, precision, average=MOVING, kind=kind, state=state)
+
+    def end(e, *steps):
+        for step, seed in steps:
+            e.train_step(batches(e, seed), 1e-2, step)
+        return weights(e), e.optimizer_steps
+
+    ends = [end(new(), (1, 0), (2, 20), (3, 30), (4, 40))]
+    e = new()
+    end(e, (1, 0), (2, 20))  # after one update alone, the average would be the weights
+    if what == "spike":
+        answers = iter([True])
+        e.leave_out(lambda loss, norm: next(answers, False))
+    skipped = e.train_step(batches(e, 10, math.nan if what == "loss" else 1.0), 1e-2, 3).skipped
+    saved, updates = weights(e), e.optimizer_steps
+    ends.append(end(e, (4, 30), (5, 40)))
+    again = new(saved)
+    again.load_training_state(saved.get, updates)
+    ends.append(end(again, (4, 30), (5, 40)))
+    (expected, count), *others = ends
+    averaged = any(key.startswith("average/") for key in expected)
+    same = all(count == other and expected.keys() == state.keys() for state, other in others)
+    same = same and all(torch.equal(value, state[key]) for state, _ in others for key, value in expected.items())
+    outcome = torch.tensor(skipped and averaged and same).int()
+    dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
+    return bool(outcome)
 
 
 def forgotten(stage, what):
@@ -183,5 +237,6 @@ def main(folder):
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     results["scattered"] = bool(outcome)
     results["averaged_zero1_offload"] = averaged(1, offload_optimizer=True)
+    results |= {"left_out_" + "_".join(map(str, case)): left_out(*case) for case in LEFT_OUT}
     results["forgotten"] = [forgotten(stage, what) for stage in (1, 2, 3) for what in ("loss", "spike")]
     return results

@@ -261,7 +261,8 @@ def spike_runs(folder, prefix):
         return [prefix, option("train.spikes", SPIKES % action)]
 
     with spikes(6, (1, 2)):
-        results["spike_skip"] = resumed_run(folder, "spike-skip", *settings("skip"), tp(2), zero(1), at=4, **eight)
+        skips = [*settings("skip"), AVERAGE, tp(2), zero(1)]
+        results["spike_skip"] = resumed_run(folder, "spike-skip", *skips, at=4, **eight)
     with spikes(6, (1,)):
         results["spike_rewind"] = resumed_run(folder, "spike-rewind", *settings("rewind"), zero(3), at=6, **eight)
     # What a rewind does, by hand: from the fourth step on, with the data after the sixth.

@@ -34,19 +34,23 @@ class AverageSettings:
     """The keys of `train.average`."""
 
     kind: Literal["ema", "last"]
-    """An exponential moving average over all steps, or the mean of the last weights of the run."""
+    """An exponential moving average over all updates, or the mean of the last weights of the run."""
     decay: Decay = 0.999
-    """Of the moving average: what is left of it after another step. In early steps, where it is mostly the weights with
-    which the run began, it is (1 + step) / (10 + step) if that is less."""
+    """Of the moving average: what is left of it after another update; skipped steps make none. In early updates, where
+    it is mostly the weights with which the run began, it is (1 + updates) / (10 + updates) if that is less."""
     count: Count = 10
     """How many weights the mean is of, the last of which are those after the last step."""
     every: Count = 100
-    """Steps between them."""
+    """Steps between them, skipped ones included."""
 
-    def share(self, step: int, steps: int) -> float:
-        """Return the share of the weights after `step`, of `steps`, in the new average; the rest is the old one's."""
+    def share(self, step: int, steps: int, updates: int, skipped: bool = False) -> float:
+        """Return the share of the weights after `step`, of `steps`, in the new average; the rest is the old one's.
+
+        There were so many `updates`, none of them in `step` if that was `skipped`.
+        """
         if self.kind == "ema":
-            return 1 - min(self.decay, (1 + step) / (10 + step))
+            return 0.0 if skipped else 1 - min(self.decay, (1 + updates) / (10 + updates))
+        # Skipped steps count, since the mean is of weights at fixed steps.
         number, rest = divmod(step - (steps - (self.count - 1) * self.every), self.every)
         # Before the first of them, the average is the weights themselves.
         return 1.0 if number < 0 else 0.0 if rest else 1 / (number + 1)

@@ -29,9 +29,9 @@ class WeightAverage:
         self._state, self._weights, self._update = optimizer.state, weights, update
 
     @torch.no_grad()
-    def add(self, step: int) -> None:
-        """Take the weights after `step`."""
-        share = self._settings.share(step, self._steps)
+    def add(self, step: int, updates: int, skipped: bool) -> None:
+        """Take the weights after `step` and so many `updates`, none of them in `step` if that was `skipped`."""
+        share = self._settings.share(step, self._steps, updates, skipped)
         for tensor in self._weights:
             state = self._state[tensor]
             if AVERAGE not in state:

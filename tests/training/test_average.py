@@ -22,18 +22,34 @@ STEPS = 4
 
 def test_a_moving_average_decays_and_forgets_its_beginning_sooner():
     moving = average_of({"kind": "ema", "decay": 0.9}, steps=100)
-    assert moving.share(1, 100) == pytest.approx(1 - 2 / 11)
-    assert moving.share(1000, 100) == pytest.approx(0.1)
+    assert moving.share(1, 100, 1) == pytest.approx(1 - 2 / 11)
+    assert moving.share(1000, 100, 1000) == pytest.approx(0.1)
+
+
+def test_a_moving_average_counts_updates_and_stays_at_a_skipped_step():
+    moving = average_of({"kind": "ema", "decay": 0.9}, steps=100)
+    assert moving.share(7, 100, 5, skipped=True) == 0
+    assert moving.share(8, 100, 6) == moving.share(6, 100, 6)
 
 
 def test_the_mean_of_the_last_weights_is_that():
     mean = average_of({"kind": "last", "count": 3, "every": 4}, steps=20)
     average = 0.0
     for step in range(1, 21):
-        average += mean.share(step, 20) * (step**2 - average)
+        average += mean.share(step, 20, step) * (step**2 - average)
         if step == 7:
             assert average == 7**2
     assert average == pytest.approx((12**2 + 16**2 + 20**2) / 3)
+
+
+def test_a_mean_takes_the_weights_that_a_skipped_step_left():
+    mean = average_of({"kind": "last", "count": 3, "every": 4}, steps=20)
+    weights = average = updates = 0.0
+    for step in range(1, 21):
+        skipped = step == 16
+        weights, updates = (weights, updates) if skipped else (step**2, updates + 1)
+        average += mean.share(step, 20, updates, skipped) * (weights - average)
+    assert average == pytest.approx((12**2 + 15**2 + 20**2) / 3)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +90,7 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         engine.train_step(batches(step), 1e-2, step)
         state = engine.training_state()
         weights = {key.partition("/")[2]: value for key, value in state.items() if key.startswith("weight/")}
-        share = average_of(setting, STEPS).share(step, STEPS)
+        share = average_of(setting, STEPS).share(step, STEPS, step)
         expected = expected or weights
         expected = {name: expected[name] + share * (weights[name] - expected[name]) for name in weights}
     for name, value in expected.items():

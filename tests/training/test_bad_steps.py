@@ -1,7 +1,7 @@
 """A loss or gradient that is not finite on one process costs all of them that step, and no weight."""
 
 import pytest
-from bad_step_cases import CASES, FINE, name_of
+from bad_step_cases import CASES, FINE, LEFT_OUT, name_of
 from launch import run_group
 
 SUMMED = ["zero0", *(f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", "_offload"))]
@@ -21,6 +21,11 @@ def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
     assert unchanged
     assert next_step_taken and next_step_moved and next_loss_finite
     assert updates == 2
+
+
+@pytest.mark.parametrize("case", LEFT_OUT, ids=lambda case: "_".join(map(str, case)))
+def test_a_run_with_a_skipped_step_ends_as_one_without_it_also_if_it_is_continued(results, case):
+    assert results["left_out_" + "_".join(map(str, case))]
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3", "zero1_offload"])
