@@ -346,9 +346,9 @@ class TrainConfig:
     may be skipped, or how often the run may go back, before it ends. null does not look."""
     average: dict[str, int | float | str] | None = None
     """Also keep an average of the weights, in fp32 and divided as the optimizer's state is: {kind: ema, decay: 0.999},
-    a moving average, or {kind: last, count: 10, every: 100}, the mean of the weights of 10 steps, a hundred apart, the
-    last of which is the last of the run. It is saved, evaluated as validation_loss_average, and exported with
-    --average. null keeps none."""
+    a moving average over the updates, which skipped steps leave as it is, or {kind: last, count: 10, every: 100}, the
+    mean of the weights of 10 steps, a hundred apart, the last of which is the last of the run. It is saved, evaluated
+    as validation_loss_average, and exported with --average. null keeps none."""
     garbage_interval: Count = 100
     """Steps between two collections of Python's garbage, which all ranks make together."""
     profile: dict[str, list[int] | bool] | None = None
