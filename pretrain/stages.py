@@ -59,9 +59,11 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 
 
 def launcher(processes: int) -> list[str]:
-    """Return the beginning of a command that starts a module in several processes."""
+    """Return the beginning of a command that starts a module in several processes of this machine."""
     torchrun = str(Path(sys.executable).parent / "torchrun")
-    return [torchrun, "--standalone", "--nproc-per-node", str(processes), "-m"]
+    # Its rendezvous would wait forever for an address of this machine's name, which may not resolve.
+    local = ["--standalone", "--local-addr", "127.0.0.1"]
+    return [torchrun, *local, "--nproc-per-node", str(processes), "-m"]
 
 
 def leave_gpus_out(processes: int) -> None:

@@ -263,13 +263,17 @@ cpus_per_task() {
   echo $((cpus > 0 ? cpus : 1))
 }
 
-# head_address NODE: print its name or, if that does not resolve, the address that Slurm uses for it.
+# head_address NODE: print its name or, if that does not resolve, the address that Slurm uses for it. If neither does, a
+# single node needs no name, and several say so themselves before they wait for each other.
 head_address() {
-  if getent hosts "$1" >/dev/null; then
-    echo "$1"
-  else
-    scontrol show node "$1" | sed -n 's/^ *NodeAddr=\([^ ]*\).*/\1/p'
-  fi
+  local address
+  for address in "$1" "$(scontrol show node "$1" | sed -n 's/^ *NodeAddr=\([^ ]*\).*/\1/p')"; do
+    if [ -n "$address" ] && getent ahosts "$address" >/dev/null; then
+      echo "$address"
+      return
+    fi
+  done
+  if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then echo 127.0.0.1; else echo "$1"; fi
 }
 
 # job_field NAME: print a field of this job as scontrol shows it.

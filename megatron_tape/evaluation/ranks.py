@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from megatron_tape.errors import UserError, refuse
 from megatron_tape.evaluation.base import Unit
+from megatron_tape.parallel.addresses import check_master_address
 
 T = TypeVar("T")
 
@@ -27,6 +28,8 @@ class Ranks:
         """Return the ranks that torchrun or a Slurm job has started, after they have found each other."""
         ranks = cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         if ranks.count > 1:
+            with ranks.alone():
+                check_master_address()
             import torch.distributed as dist
 
             # Ranks wait for each other at the end of a task, whose units may take hours.

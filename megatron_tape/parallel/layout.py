@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
+from megatron_tape.parallel.addresses import check_master_address
 from megatron_tape.parallel.cpu import prepare_cpu
 from megatron_tape.parallel.token_layout import TokenLayout
 
@@ -151,7 +152,7 @@ def initialize_distributed(
     size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are sharded over the
     tensor-parallel ranks exactly when there are several. Collectives of all groups time out some minutes after
     `timeout` seconds, with None practically never. Raises ConfigError when the number of processes is not a multiple of
-    all sizes together, or when this process has no GPU to itself.
+    all sizes together, or when this process has no GPU to itself, and NodeError when this node cannot find rank 0's.
 
     The stages of a pipeline have consecutive ranks, tensor_model_parallel_size * context_parallel_size for each, so
     that neighbours share a node or are on neighbouring ones.
@@ -222,6 +223,8 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
 
     # DeepSpeed leaves RANK behind where groups were made before; only a launcher says where rank 0 is.
     launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
+    if launched:
+        check_master_address()
     alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timeout, **alone)
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import socket
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, NodeError
+from megatron_tape.parallel import addresses
 from megatron_tape.parallel import layout as layouts
 from megatron_tape.parallel.layout import (
     abort_process_groups,
@@ -54,6 +56,34 @@ def test_aborted_groups_are_made_anew():
     abort_process_groups()
     again = initialize_distributed()
     assert again.any_rank(True) and again.groups.tp is not layout.groups.tp
+
+
+def test_an_address_of_rank_0_that_does_not_resolve_is_refused(monkeypatch):
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "nosuchhost.invalid",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(addresses, "TRIES", 2)
+    with pytest.raises(NodeError, match=r"cannot resolve MASTER_ADDR, which is nosuchhost.invalid \(.*--local-addr"):
+        initialize_distributed()
+
+
+@pytest.mark.parametrize(
+    "address, interface, reachable",
+    [("127.0.1.1", "", False), ("::1", "", False), (None, "", False), (None, "ib0", True), ("10.0.0.7", "", True)],
+)
+def test_gloo_needs_an_address_that_other_nodes_reach(monkeypatch, address, interface, reachable):
+    def resolve(host, port, type):
+        if address is None:
+            raise socket.gaierror
+        return [(None, type, 6, "", (address, 0))]
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert addresses.gloo_is_reachable() == reachable
 
 
 def test_deterministic_kernels_leave_everything_as_it_was():

@@ -12,6 +12,7 @@ from datasets_for_tests import write_all
 from launch import environment, free_port
 from training_cases import RECIPE
 
+from megatron_tape.parallel import addresses
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import read_attempts
 from megatron_tape.run.nodes import versions
@@ -25,8 +26,8 @@ def start(tmp_path, monkeypatch, capfd):
     attempt = Attempt.claim("run", "run/checkpoints", {"job": "7"})
     handler = signal.getsignal(signal.SIGUSR1)
 
-    def run(*options, size=1):
-        for name, value in (environment(0, size, free_port()) | {"TAPE_ATTEMPT": "1"}).items():
+    def run(*options, size=1, **variables):
+        for name, value in (environment(0, size, free_port()) | {"TAPE_ATTEMPT": "1"} | variables).items():
             monkeypatch.setenv(name, value)
         status = preflight.main(["--config", str(RECIPE), "--data.prefix=a", "--logging.directory=run", *options])
         (record,) = read_attempts("run")
@@ -64,6 +65,23 @@ def test_a_rank_that_does_not_answer_makes_its_node_a_bad_one_and_the_job_contin
     status, said, record = start("--nodes", "alpha,beta", "--timeout", "1", size=2)
     assert status == 1 and said.err.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
     assert record.outcome == "unready" and record.bad_nodes == ("beta",)
+
+
+def test_a_node_that_cannot_find_rank_0_is_named_at_once(start, monkeypatch):
+    monkeypatch.setattr(addresses, "TRIES", 1)
+    monkeypatch.setenv("SLURMD_NODENAME", "beta")
+    status, said, record = start("--nodes", "alpha,beta", size=2, MASTER_ADDR="alpha.invalid")
+    assert status == 1 and "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in said.err
+    assert record.outcome == "unready" and record.bad_nodes == ("beta",)
+
+
+@pytest.mark.parametrize(
+    "hosts, reached, bad", [("ab", (1, 0), ("b",)), ("ab", (0, 0), ("a", "b")), ("aa", (0, 0), ())]
+)
+def test_nodes_that_gloo_cannot_reach_are_named(hosts, reached, bad):
+    facts = {node: {"host": host, "gloo": bool(found)} for node, host, found in zip("ab", hosts, reached)}
+    problems = preflight._out_of_reach(facts)
+    assert [(problem.nodes, problem.mistake) for problem in problems] == [(bad, len(bad) == 2)] * bool(bad)
 
 
 def test_a_mistake_in_the_configuration_stops_the_job(start):
