@@ -148,11 +148,9 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     if config.parallel.uses_sequence_parallel:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
     # Without this, freed blocks of memory that do not suffice for what comes next would be lost to the run.
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # the same setting's newer name, which the older one would hide
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    _set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True", older="PYTORCH_CUDA_ALLOC_CONF")
     # The flight recorder: how many of its last collectives a rank remembers, for `Watch` to write down if it hangs.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its name before torch 2.9
+    _set_default("TORCH_FR_BUFFER_SIZE", "2000", older="TORCH_NCCL_TRACE_BUFFER_SIZE")
     if config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logger.info("loading torch, megatron-core and deepspeed")
@@ -160,6 +158,12 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
+
+
+def _set_default(name: str, value: str, older: str) -> None:
+    """Set a variable that torch reads since 2.9, unless the user has set it, under this name or the `older` one."""
+    if older not in os.environ:
+        os.environ.setdefault(name, value)
 
 
 def _own_directory(name: str) -> str:
