@@ -29,7 +29,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.io.versions import code_digest, node_name, versions
-from megatron_tape.parallel.addresses import check_master_address, gloo_is_reachable
+from megatron_tape.parallel.addresses import check_master_address, gloo_address, out_of_reach
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
@@ -132,7 +132,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.wait(["ready"])
     facts: dict[str, Any] = {"node": node_name(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        facts |= {"host": os.uname().nodename, "gloo": gloo_is_reachable()}
+        facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
         facts |= nodes.node_facts(config, home, code_digest(("megatron_tape", "pretrain")))
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
@@ -195,7 +195,7 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
     unused = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
     seen = any(facts["gpu"] for facts in gathered)
     if not seen:
-        problems += _out_of_reach(by_node)
+        problems += _unreachable(by_node)
     if not options.gpus and unused and not seen and config.train.device != "cpu":
         sentence = f"{', '.join(unused)}: there are GPUs, but the job was given none"
         fix = "ask for them with --gpus-per-node, or set train.device to cpu"
@@ -212,9 +212,9 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
     return problems
 
 
-def _out_of_reach(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
+def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
     """Return a problem if gloo's ranks on some of several nodes could not be reached from the others."""
-    found = tuple(node for node, facts in by_node.items() if not facts["gloo"])
+    found = tuple(out_of_reach({node: facts["gloo"] for node, facts in by_node.items()}))
     if not found or len({facts["host"] for facts in by_node.values()}) == 1:
         return []
     problem = f"{', '.join(found)}: other nodes cannot reach the address that this node's own name resolves to"

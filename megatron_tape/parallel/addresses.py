@@ -27,12 +27,23 @@ def check_master_address() -> None:
     raise NodeError(node_name(), problem, fix)
 
 
-def gloo_is_reachable() -> bool:
-    """Return whether gloo gives ranks of other nodes an address of this one: that of an interface, or of its name."""
+def gloo_address() -> str | None:
+    """Return the address at which gloo lets other ranks reach this node's: that of its name. None if it is told one."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return True
+        return None
     try:
-        first = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
-        return not ipaddress.ip_address(first[4][0].partition("%")[0]).is_loopback
-    except (OSError, ValueError):  # it takes the loopback address
-        return False
+        return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):
+        return "127.0.0.1"  # which it takes then, too
+
+
+def out_of_reach(addresses: dict[str, str | None]) -> list[str]:
+    """Return the nodes that are not reached at these addresses from the others."""
+    found = [node for node, address in addresses.items() if address is not None and _is_loopback(address)]
+    # Nodes that share a machine can have loopback addresses of their own.
+    apart = len({addresses[node] for node in found}) == len(addresses)
+    return [] if apart else found
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

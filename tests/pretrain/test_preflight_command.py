@@ -76,11 +76,18 @@ def test_a_node_that_cannot_find_rank_0_is_named_at_once(start, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "hosts, reached, bad", [("ab", (1, 0), ("b",)), ("ab", (0, 0), ("a", "b")), ("aa", (0, 0), ())]
+    "hosts, found, bad",
+    [
+        ("ab", ("10.0.0.1", "127.0.1.1"), ("b",)),
+        ("ab", ("127.0.1.1", "127.0.1.1"), ("a", "b")),
+        ("aa", ("::1", "::1"), ()),
+        ("ab", ("127.0.0.11", "127.0.0.12"), ()),
+        ("ab", (None, None), ()),
+    ],
 )
-def test_nodes_that_gloo_cannot_reach_are_named(hosts, reached, bad):
-    facts = {node: {"host": host, "gloo": bool(found)} for node, host, found in zip("ab", hosts, reached)}
-    problems = preflight._out_of_reach(facts)
+def test_nodes_that_gloo_cannot_reach_are_named(hosts, found, bad):
+    facts = {node: {"host": host, "gloo": address} for node, host, address in zip("ab", hosts, found)}
+    problems = preflight._unreachable(facts)
     assert [(problem.nodes, problem.mistake) for problem in problems] == [(bad, len(bad) == 2)] * bool(bad)
 
 
