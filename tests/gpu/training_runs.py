@@ -224,7 +224,8 @@ class Side:
 
 def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subprocess.Popen:
     """Start a process, or several that train together, that compute what is named."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher.append(f"--nproc-per-node={processes}")
     command = [sys.executable, *(launcher if processes > 1 else []), __file__, str(folder), side, *names]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -76,8 +76,8 @@ def uninterrupted(shared, inputs, name, **overrides):
 
     def fill(folder):
         shutil.copytree(inputs, folder, dirs_exist_ok=True)
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "pretrain.train"]
-        python(folder, *launcher, "--config", "tiny.yaml", *settings(**overrides))
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
+        python(folder, *launcher, "-m", "pretrain.train", "--config", "tiny.yaml", *settings(**overrides))
 
     return shared(name, fill)
 
