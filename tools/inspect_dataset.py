@@ -27,7 +27,8 @@ from megatron_tape.data.long_documents import (
     share_past_in_mix,
     share_past_in_stream,
 )
-from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_tape.data.origins import Origin, check_tokenizer, read_origin
+from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, record_of
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import atomic_output
 
@@ -43,10 +44,14 @@ def main() -> None:
     count = len(arguments.prefix)
     refuse_more_files("the command line", f"names {count:,} datasets", 2 * count, "name fewer at once")
     datasets = [IndexedDatasetReader(prefix) for prefix in arguments.prefix]
+    if tokenizer is None:
+        origins = {prefix: read_origin(prefix) for prefix in arguments.prefix}
+    else:
+        origins = check_tokenizer(arguments.prefix, record_of(tokenizer), arguments.tokenizer, command_line.say)
     for prefix, dataset in zip(arguments.prefix, datasets):
         if len(datasets) > 1:
             print(f"{prefix}:")
-        describe(prefix, dataset, tokenizer)
+        describe(prefix, dataset, tokenizer, origins[prefix])
     lengths = [dataset.document_lengths() for dataset in datasets]
     print("\n" + histogram(np.concatenate(lengths)), end="")
     if arguments.seq_length is not None:
@@ -83,8 +88,8 @@ def check(arguments: argparse.Namespace) -> None:
     refuse(weights != count, "--weights", f"gives {weights} for {count} datasets", "give one each")
 
 
-def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None) -> None:
-    """Print a dataset's size; raises FileError if it is damaged."""
+def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None, origin: Origin | None) -> None:
+    """Print a dataset's size and its tokenizer; raises FileError if it is damaged."""
     with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
         problems = list(dataset.problems(tokenizer.vocab_size if tokenizer else None))
     if problems:
@@ -93,11 +98,19 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")
     print(f"dtype      {dataset.dtype.name}")
+    print(f"tokenizer  {'unknown' if origin is None else described(origin)}")
     if len(lengths):
         print(
             f"length     min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
             f"max {lengths.max():,}"
         )
+
+
+def described(origin: Origin) -> str:
+    """Return what a dataset records of its tokenizer, in words."""
+    tokenizer = origin["tokenizer"]
+    ends = f"documents end in {tokenizer['eod']}" if origin["append_eod"] else "no token ends documents"
+    return f"{tokenizer['vocab_size']:,} ids, digest {tokenizer['digest'][:12]}; {ends}"
 
 
 def text_of(dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | None, tokens: int) -> str:
@@ -220,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add("prefix", metavar="P", nargs="+", help="a dataset is P.bin and P.idx")
-    add("--tokenizer", help="decode with it, and check that every id is in its vocabulary")
+    add("--tokenizer", help="decode with it, and check that it made the dataset")
     add("--documents", type=int, default=1, metavar="N", help="show the first N documents (default: %(default)s)")
     add("--tokens", type=int, default=200, metavar="N", help="show N tokens of each at most (default: %(default)s)")
     add("--seq-length", type=whole_number, metavar="L", help="show how far sequences of L tokens reach into documents")

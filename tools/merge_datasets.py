@@ -7,12 +7,12 @@ The result appears under its name only when it is complete. Memory does not grow
 """
 
 import argparse
-import json
 
 from megatron_tape import command_line
 from megatron_tape.data import shards
 from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, check_output_prefix
+from megatron_tape.data.origins import check_tokenizer, common_origin, read_origin
 from megatron_tape.errors import ConfigError, FileError
 
 
@@ -36,7 +36,7 @@ def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
     """Merge all shards of `prefix`; raises FileError when one is missing, damaged or of another origin."""
     found = shards.find_shards(prefix, arguments.count)
     if not found:
-        if shards.read_origin(prefix) is None:
+        if read_origin(prefix, of_any_files=True) is None:
             raise FileError(prefix, "has no shards", "make them with tools/preprocess_data.py --shard")
         IndexedDatasetReader(prefix)
         command_line.say(f"{prefix} is complete already and has no shards; nothing to do")
@@ -50,7 +50,7 @@ def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
             problem = f"lacks {len(missing)} of its {len(everyone)} shards: {', '.join(missing)}"
             fix = f"make them with tools/preprocess_data.py --shard {missing[0]}/{len(everyone)}"
             raise FileError(prefix, problem, fix)
-        merge([shard.prefix(prefix) for shard in everyone], prefix, overwrite=True, origin=json.dumps(origin))
+        merge([shard.prefix(prefix) for shard in everyone], prefix, overwrite=True, origin=origin)
     if arguments.remove_shards:
         for shard in everyone:
             shards.remove(shard.prefix(prefix))
@@ -60,8 +60,8 @@ def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
 def _common_origin(prefixes: list[str]) -> dict:
     first = None
     for prefix in prefixes:
-        origin = shards.read_origin(prefix)
-        if origin is None:
+        origin = read_origin(prefix, of_any_files=True)
+        if origin is None or "inputs" not in origin:
             raise FileError(prefix, "has no .origin file, so it may come from other inputs", "make it again")
         first = origin if first is None else first
         if not shards.same_origin(origin, first):
@@ -70,12 +70,14 @@ def _common_origin(prefixes: list[str]) -> dict:
     return first
 
 
-def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: str | None = None) -> None:
+def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: dict | None = None) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
-    Raises FileError when one is not whole, is multimodal or has another token type than the first, or when all are
+    Without `origin`, that of the result names the tokenizer that made all of them. Raises FileError when one is not
+    whole, is multimodal, was made with another tokenizer or has another token type than the first, or when all are
     empty.
     """
+    origins = check_tokenizer(prefixes, None, "the same", command_line.say)
     refuse_more_files("the merge", f"reads {len(prefixes):,} datasets", len(prefixes), "merge some of them first")
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
     dtype = datasets[0].dtype
@@ -107,7 +109,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: s
         finally:
             progress.end()
         with command_line.step("writing the index"):
-            writer.finish(origin)
+            writer.finish(origin or common_origin(origins.values()))
     command_line.say(
         f"{output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens, {progress.seconds:.1f} s"
     )

@@ -8,13 +8,13 @@ at most P.bin.partial and P.idx.partial, which the next run takes over.
 
 Several machines can share the work: `--shard I/N` makes one of N parts, P.shard-0000I-of-0000N, and
 `tools/merge_datasets.py --shards P` joins them into the very bytes that one process would have written;
-`slurm/preprocess.sh` does both in a Slurm job array. P.origin records what such a dataset was made from. A complete
+`slurm/preprocess.sh` does both in a Slurm job array. P.origin records with which tokenizer a dataset was made, which
+training and evaluation compare with the model's, and of shards also from which inputs and settings. A complete
 dataset that was made from the same inputs and settings is kept, so a part may be run again at any time; one that was
 made from other inputs or settings is replaced only with --overwrite.
 """
 
 import argparse
-import json
 import os
 
 from megatron_tape import command_line
@@ -45,25 +45,25 @@ def main() -> None:
         speed = write(writer, [FilePart(path) for path in paths], encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "holds no document", "check it and --text-key")
-        writer.finish()
+        writer.finish(encoding.origin)
     command_line.say(f"{arguments.output_prefix}: {speed}")
 
 
 def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> None:
     """Write a shard, unless it or the whole dataset already exists; raises FileError if an input changes."""
     prefix = shard.prefix(arguments.output_prefix)
-    origin = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
+    origin = shards.describe_origin(paths, encoding, arguments.on_error)
     for existing in (arguments.output_prefix, prefix):
         if shards.is_made(existing, origin, arguments.overwrite):
             command_line.say(f"{existing} is complete already; nothing to do")
             return
     with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=True) as writer:
         speed = write(writer, shard.cut(paths), encoding, arguments)
-        now = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
+        now = shards.describe_origin(paths, encoding, arguments.on_error)
         if not shards.same_origin(now, origin):
             reason = shards.difference(now, origin)
             raise FileError(prefix, f"was made while its inputs changed ({reason})", "make it again")
-        writer.finish(json.dumps(origin))
+        writer.finish(origin)
     command_line.say(f"{prefix}: {speed}")
 
 

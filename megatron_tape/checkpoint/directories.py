@@ -16,10 +16,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
+from megatron_tape.data.tokenizer import TokenizerRecord
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest, remove, sync_directory
 from megatron_tape.io.records import check_shape, read_record, write_record
@@ -50,13 +51,15 @@ class Cut(TypedDict):
 class Progress(TypedDict, total=False):
     """Further state of a run.
 
-    `bad_steps` is the number of steps just skipped in a row, `vocabulary` the digest of the tokenizer's vocabulary,
-    `origin` where an imported checkpoint came from, `identity` a digest of the files that it was imported from, and
-    `card` what their model card says by the keys of the Hub's metadata.
+    `bad_steps` is the number of steps just skipped in a row, `tokenizer` describes the run's, whose files are in the
+    directory `tokenizer`, `data` fingerprints the files that it learned from by the names that settings give them,
+    `origin` says where an imported checkpoint came from, `identity` is a digest of the files that it was imported from,
+    and `card` what their model card says by the keys of the Hub's metadata.
     """
 
     bad_steps: int
-    vocabulary: str
+    tokenizer: TokenizerRecord
+    data: dict[str, str]
     origin: str
     identity: str
     card: dict[str, Any]

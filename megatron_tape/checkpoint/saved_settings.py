@@ -1,21 +1,17 @@
 """Differences between a run's settings and those of the checkpoint that it continues. Imports no torch."""
 
 import json
-import logging
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.checkpoint.directories import STATE, State, newest_whole, read_state
+from megatron_tape.checkpoint.directories import STATE, newest_whole, read_state
 from megatron_tape.checkpoint.locate import check_whole, what_to_resume
 from megatron_tape.config.schema import RunConfig, config_dict, model_dict
 from megatron_tape.config.values import shown
-from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 from megatron_tape.position import model_config
-
-logger = logging.getLogger(__name__)
 
 FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision", "position_mlp_zero")
 """Settings of a model that may change while its weights stay the same."""
@@ -43,6 +39,7 @@ WITHOUT_EFFECT = (
     "checkpoint.",
     "model.attention_backend",
     "data.cache_directory",
+    "data.allow_changed",
     "data.num_workers",
     "deepspeed.overlap_comm",
     "train.evaluations",
@@ -142,31 +139,6 @@ def check_start(config: RunConfig) -> Path | None:
         return start
     except CheckpointError as error:
         raise ConfigError(error.subjects, error.problem, error.fix) from None
-
-
-def check_same_vocabulary(checkpoint: Path, state: State, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Raise ConfigError if a run would continue with a vocabulary other than that of its checkpoint.
-
-    Imports do not record their vocabulary. For these, a tokenizer that was saved with the checkpoint is compared, and a
-    difference is only a warning.
-    """
-    used, digest = config.data.tokenizer, tokenizer.vocabulary_digest()
-    named, saved = state["config"].get("data", {}).get("tokenizer"), state["progress"].get("vocabulary")
-    refuse(
-        saved is not None and saved != digest,
-        ("data.tokenizer", "checkpoint.resume"),
-        f"is {used}, whose vocabulary is another than the one with which checkpoint {checkpoint} was trained ({named})",
-        "use that one, or start a new run with checkpoint.resume: none",
-    )
-    source = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else named
-    if saved is None and source is not None:
-        try:
-            same = load_tokenizer(source).vocabulary_digest() == digest
-        except (ValueError, OSError):
-            return
-        if not same:
-            message = "data.tokenizer %s has another vocabulary than %s, the tokenizer of the model in %s"
-            logger.warning(message, used, source, checkpoint)
 
 
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:

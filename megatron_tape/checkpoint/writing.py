@@ -5,8 +5,8 @@ Writing needs nothing but a copy on the host, so that a thread can do it while t
 
 import shutil
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.index import INDEX, tensor_file, writers
 from megatron_tape.checkpoint.interfaces import Claim, EngineState
+from megatron_tape.checkpoint.kept_tokenizer import write_tokenizer_files
 from megatron_tape.checkpoint.random_state import RANDOM, random_state, table_of
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError
@@ -28,13 +29,15 @@ from megatron_tape.io.safetensors import write_safetensors
 class Writer:
     """Saves an engine's state through the `claim` of the attempt at the run that trains it.
 
-    Frozen parameters are left out if `frozen_from` says which checkpoint holds them.
+    Frozen parameters are left out if `frozen_from` says which checkpoint holds them. `tokenizer_files` are the contents
+    of the tokenizer's files by their names.
     """
 
     engine: EngineState
     config: RunConfig
     claim: Claim
     frozen_from: files.Source | None = None
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, step: int, samples: int, progress: dict) -> Path:
         """Save the run after `step` steps on `samples` sequences, and return the checkpoint's directory; see `Save`,
@@ -62,6 +65,7 @@ class Save:
         self._layout, self._config, self._step, self._claim = writer.engine.layout, writer.config, step, writer.claim
         self._root, self._staging = Path(self._config.checkpoint.directory), self._claim.home / f"step-{step:08d}"
         self._in_thread, self._thread = in_thread, None
+        self._tokenizer_files = writer.tokenizer_files
         self._entries: dict[str, FileDigest] = {}
         self._index: dict[str, dict] = {}
         self._begin(f"could not prepare checkpoint {step}", self._prepare, in_thread=False)
@@ -158,6 +162,8 @@ class Save:
             return
         for name, record in ((INDEX, {"files": self._index}), (files.STATE, self._state)):
             write_record(self._staging / name, record)
+            self._entries[name] = digest(self._staging / name)
+        for name in write_tokenizer_files(self._tokenizer_files, self._staging) if self._tokenizer_files else ():
             self._entries[name] = digest(self._staging / name)
         self._claim.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)

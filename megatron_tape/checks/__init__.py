@@ -3,12 +3,12 @@
 from enum import IntEnum
 
 from megatron_tape.checkpoint.directories import STATE, read_state
+from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists, with_kept_tokenizer
 from megatron_tape.checkpoint.run_directories import check_directories
-from megatron_tape.checkpoint.saved_settings import check_same_vocabulary, check_start
+from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks.settings import check_profiled_ranks, validate
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.inputs import check_data_files, check_datasets
-from megatron_tape.data.tokenizer import load_run_tokenizer
+from megatron_tape.data.inputs import check_data_files, check_datasets, check_same_data
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command
 
@@ -44,21 +44,18 @@ def check(
     if level >= Level.FILES:
         check_directories(config)
         check_data_files(config)
+        check_tokenizer_exists(config)
     if base is not None:
         check_base(config, base)
     if level >= Level.START:
         if begins_with_base(config):
             check_base(config)
-        _check_checkpoint(config)
-        check_datasets(config)
+        start = check_start(config)
+        state = None if start is None or not (start / STATE).is_file() else read_state(start)
+        if state is not None and state["step"] >= config.train.steps:
+            return
+        config = with_kept_tokenizer(config, start)
+        progress = {} if state is None else state["progress"]
+        check_same_data(config, progress.get("data", {}), start)
+        check_datasets(config, progress.get("tokenizer"))
         check_tasks(config)
-
-
-def _check_checkpoint(config: RunConfig) -> None:
-    """Check the checkpoint that the run continues, if there is one."""
-    start = check_start(config)
-    if start is None or not (start / STATE).is_file():
-        return
-    state, tokenizer = read_state(start), load_run_tokenizer(config)
-    if tokenizer is not None and state["step"] < config.train.steps:
-        check_same_vocabulary(start, state, tokenizer, config)

@@ -10,20 +10,23 @@
     int8[n]  sequence modes, in multimodal datasets only
 
 Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so that document indices are 0..n;
-whole datasets that are appended keep their documents. `P.origin`, if it exists, is a text that records what the dataset
-was made from; Megatron-core does not read it.
+whole datasets that are appended keep their documents. `P.origin`, if it exists, records what the dataset was made from
+(see `data.origins`); Megatron-core does not read it.
 """
 
+import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megatron_tape.data.remembered import BLOCKS
 from megatron_tape.errors import ConfigError, FileError
-from megatron_tape.io.files import PartialFile, hold_signals, refuse_existing, sync_directory
+from megatron_tape.io.files import PartialFile, fingerprint, hold_signals, refuse_existing, sync_directory
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -130,10 +133,11 @@ class IndexedDatasetWriter:
         self._sequences += len(dataset.lengths)
         self.documents += len(dataset)
 
-    def finish(self, origin: str | None = None) -> None:
-        """Complete the index, sync all files to disk and give them their names; `origin` becomes P.origin.
+    def finish(self, origin: Mapping[str, Any] | None = None) -> None:
+        """Complete the index, sync all files to disk and give them their names.
 
-        The index appears last: if it exists, so do the others.
+        `origin`, with fingerprints of the other files, becomes P.origin (JSON). The index appears last: if it exists,
+        so do the others.
         """
         self._write_pointers()
         for block in self._document_indices():
@@ -142,8 +146,11 @@ class IndexedDatasetWriter:
         self._idx.file.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self._sequences, self.documents + 1))
         files = [self._bin, self._idx]
         if origin is not None:
+            for file in files:
+                file.sync()
+            prints = {file.path.suffix: fingerprint(file.partial_path, BLOCKS) for file in files}
             self._origin = PartialFile(self._origin_path)
-            self._origin.file.write(origin.encode())
+            self._origin.file.write(json.dumps({**origin, "files": prints}, indent=1).encode())
             files.insert(0, self._origin)
         for file in files:
             file.sync()

@@ -3,7 +3,7 @@
 import errno
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,10 +18,14 @@ from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import find_pools
-from megatron_tape.data.remembered import check_once
-from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer
+from megatron_tape.data.origins import check_tokenizer, fingerprints_of, read_origin
+from megatron_tape.data.remembered import BLOCKS, check_once
+from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, record_of
 from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.io.files import fingerprint
 
+_SAMPLED = 256
+"""How many documents of a dataset are looked at for their end."""
 _LARGE_INDEX = 1 << 30
 """Bytes of an index that takes seconds to check."""
 _BLOCK = 1 << 20
@@ -49,10 +53,6 @@ def check_data_files(config: RunConfig) -> None:
         refuse(missing, key, f"is {path}, but there is no such file", "correct it")
         fix = "give uncompressed JSON lines, .jsonl or .json (unzip those of SCROLLS first)"
         refuse(not path.endswith((".jsonl", ".json")), key, f"is {path}", fix)
-    tokenizer = config.data.tokenizer
-    with naming_the_setting("data.tokenizer", tokenizer):
-        missing = tokenizer is not None and not Path(tokenizer).exists()
-    refuse(missing, "data.tokenizer", f"is {tokenizer}, which does not exist", "train or fetch it, or correct the path")
 
 
 def _check_prefixes(config: RunConfig) -> None:
@@ -87,10 +87,11 @@ def naming_the_setting(key: str, path: str | None) -> Iterator[None]:
         raise ConfigError(key, problem, "correct it") from None
 
 
-def check_datasets(config: RunConfig) -> None:
+def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> None:
     """Raise ConfigError if a dataset is damaged, or data lacks the document ends, lengths or size that the run needs.
 
-    Indices and examples that passed are not read again before they change (see `check_once`).
+    Also raises it for data of another tokenizer than the run's: `data.tokenizer`, or what a checkpoint `saved`. Indices
+    and examples that passed are not read again before they change (see `check_once`).
     """
     check_descriptors(config)
     tokenizer = load_run_tokenizer(config)
@@ -99,6 +100,7 @@ def check_datasets(config: RunConfig) -> None:
             _check_training_datasets(stage.config, tokenizer)
     if config.data.source == "prefix" and config.train.validates:
         large_enough(config, "validation")
+    _check_tokenizers(config, tokenizer, saved)
     if config.data.examples is not None:
         _check_examples(config, tokenizer)
 
@@ -114,16 +116,85 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
             problem = str(error)
         refuse(problem is not None, "data.prefix", f"names {prefix}, which is not whole: {problem}")
         refuse(len(dataset) == 0, "data.prefix", f"names {prefix}, which holds no document")
+        number = _without_end(dataset, tokenizer.eod) if config.data.reset_attention_mask else None
         refuse(
-            config.data.reset_attention_mask and dataset.document(0)[-1:].tolist() != [tokenizer.eod],
+            number is not None,
             ("data.reset_attention_mask", "data.prefix"),
-            f"is true, but the documents of {prefix} do not end in data.tokenizer's end-of-document token",
-            "preprocess them again with --append-eod",
+            f"is true, but document {number} of {prefix} does not end in the end-of-document token "
+            f"{tokenizer and tokenizer.eod} of data.tokenizer",
+            "preprocess the dataset again with --append-eod",
         )
     if config.data.long_documents is not None:
         find_pools(config)
     elif config.data.source == "prefix":
         large_enough(config, "training")
+
+
+def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: TokenizerRecord | None) -> None:
+    """Raise ConfigError if a dataset was made with another tokenizer than the run's."""
+    record = saved if tokenizer is None else record_of(tokenizer)
+    different = difference(record, saved) if saved is not None else None
+    refuse(
+        different is not None,
+        ("data.tokenizer", "checkpoint.resume"),
+        f"is {config.data.tokenizer}, which {different} than the tokenizer of the data that the model learned from",
+        "give that one, or leave it out",
+    )
+    name = "the model's" if tokenizer is None else f"data.tokenizer {config.data.tokenizer}"
+    try:
+        check_tokenizer(prefixes_of(config), record, name, command_line.say)
+    except FileError as error:
+        keys = ("data.prefix", "data.tokenizer")
+        raise ConfigError(keys, f"names {error.subject}, which {error.problem}", error.fix) from None
+
+
+def _without_end(dataset: IndexedDatasetReader, eod: int) -> int | None:
+    """Return the number of a document that does not end in `eod`, among evenly spaced ones that are not empty."""
+    starts = np.unique(np.linspace(0, len(dataset), _SAMPLED + 1).astype(int)).tolist()
+    for start, stop in zip(starts, starts[1:]):
+        number = next((number for number in range(start, stop) if len(dataset.document(number))), None)
+        if number is not None and dataset.document(number)[-1] != eod:
+            return number
+    last = dataset.document(len(dataset) - 1)
+    return len(dataset) - 1 if len(last) and last[-1] != eod else None
+
+
+def prefixes_of(config: RunConfig) -> list[str]:
+    """Return the datasets of all stages of the data."""
+    return list(dict.fromkeys(prefix for stage in stages_of(config) for prefix in blend(stage.config.data.prefix)[0]))
+
+
+def recorded_tokenizer(config: RunConfig) -> TokenizerRecord | None:
+    """Return what the data of a run without a tokenizer says of the one that made it."""
+    origins = filter(None, map(read_origin, prefixes_of(config)))
+    return next((origin["tokenizer"] for origin in origins), None)
+
+
+def fingerprints(config: RunConfig) -> dict[str, str]:
+    """Return fingerprints of the files that a run learns from, by the names that its settings give them."""
+    if config.data.examples is not None:
+        examples = examples_of(config.data.examples)
+        return {path: fingerprint(path, BLOCKS) for path in (examples.path, examples.validation) if path is not None}
+    return {prefix: "; ".join(fingerprints_of(prefix).values()) for prefix in prefixes_of(config)}
+
+
+def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Path) -> None:
+    """Raise ConfigError if files have other contents now than those that a checkpoint `saved` fingerprints of.
+
+    With `data.allow_changed`, that is only a warning.
+    """
+    if not saved:
+        return
+    changed = [name for name, found in fingerprints(config).items() if saved.get(name, found) != found]
+    if not changed:
+        return
+    problem = f"has changed since {checkpoint} was saved: {', '.join(changed)}"
+    if config.data.allow_changed:
+        command_line.say(f"warning: the data {problem}")
+        return
+    key = f"data.{config.data.source}"
+    fix = "put the same files back, start another run, or continue with the new ones with --data.allow_changed true"
+    raise ConfigError((key, "data.allow_changed"), problem, fix)
 
 
 def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:

@@ -19,8 +19,9 @@ import numpy as np
 
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import token_dtype
+from megatron_tape.data.origins import Origin
 from megatron_tape.data.raw_chunks import Chunk, FilePart, UnreadableFile, read_chunks
-from megatron_tape.data.tokenizer import Tokenizer
+from megatron_tape.data.tokenizer import Tokenizer, record_of
 
 CHUNKS_IN_FLIGHT = 3
 
@@ -37,6 +38,11 @@ class Encoding:
     def dtype(self) -> np.dtype:
         """The type that tokens are stored in."""
         return token_dtype(self.tokenizer.vocab_size)
+
+    @property
+    def origin(self) -> Origin:
+        """What the dataset records of it."""
+        return {"tokenizer": record_of(self.tokenizer), "append_eod": self.append_eod}
 
 
 @dataclass(frozen=True)

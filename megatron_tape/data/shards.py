@@ -5,21 +5,18 @@ process would have written to P. Each records its origin, so that shards of diff
 """
 
 import glob
-import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
+from megatron_tape.data.origins import read_origin
 from megatron_tape.data.preprocessing import Encoding
 from megatron_tape.data.raw_chunks import FilePart, is_cuttable
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import refuse_existing
-from megatron_tape.io.records import read_record
 
 CUT = """how --shard cuts the inputs: by their bytes on disk, in order. Uncompressed .jsonl and .json are cut between
 lines: a line belongs to the shard in whose bytes it begins. Any other file belongs as a whole to the shard in which it
@@ -27,10 +24,6 @@ begins, so many shards of compressed text or parquet need many files. A shard ma
 
 # Increase this when the same inputs are cut in another way.
 _CUT_VERSION = 1
-
-
-class _Origin(TypedDict):
-    inputs: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
     return sorted((shard for shard in found if shard.count in counts), key=lambda shard: shard.index)
 
 
-def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, on_error: str) -> dict[str, Any]:
+def describe_origin(paths: list[str], encoding: Encoding, on_error: str) -> dict[str, Any]:
     """Return everything that a dataset's content depends on, ready for JSON.
 
     Raises FileError for an input that is not a regular file, since it cannot be cut.
@@ -98,29 +91,20 @@ def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, o
         status = os.stat(path)
         inputs[path] = [status.st_size, status.st_mtime_ns]
     return {
-        "tokenizer": [_sha256(tokenizer_path), encoding.tokenizer.vocab_size, encoding.tokenizer.eod],
+        **encoding.origin,
         "text_key": encoding.text_key,
-        "append_eod": encoding.append_eod,
         "on_error": on_error,
         "cut": _CUT_VERSION,
         "inputs": inputs,
     }
 
 
-def read_origin(prefix: str) -> dict[str, Any] | None:
-    """Return the origin of a dataset, or None if it has none; raises FileError when it cannot be read."""
-    try:
-        return read_record(origin_path(prefix), _Origin)
-    except FileNotFoundError:
-        return None
-    except FileError as error:
-        fix = f"remove the dataset {prefix} and make it again"
-        raise FileError(error.subject, error.problem, fix) from None
-
-
-def same_origin(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:
+def same_origin(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> bool:
     """Return whether two origins are the same, also in the order of their inputs, which decides what a shard holds."""
-    return one == other and list(one["inputs"]) == list(other["inputs"])
+    if one is None:
+        return False
+    one, other = ({key: value for key, value in origin.items() if key != "files"} for origin in (one, other))
+    return one == other and list(one.get("inputs", ())) == list(other.get("inputs", ()))
 
 
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
@@ -130,7 +114,7 @@ def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     a killed writer of a dataset with an origin may be replaced.
     """
     bin_path, idx_path = dataset_paths(prefix)
-    found = read_origin(prefix)
+    found = read_origin(prefix, of_any_files=True)
     if idx_path.exists() and same_origin(found, origin):
         return True
     if not overwrite:
@@ -142,9 +126,11 @@ def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     return False
 
 
-def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
+def difference(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Describe the first difference of `found` from the origin `wanted`."""
-    for key in wanted:
+    if "inputs" not in found:
+        return "without --shard"
+    for key in (key for key in wanted if key != "files"):
         here, there = wanted[key], found.get(key)
         if here == there:
             continue
@@ -165,9 +151,3 @@ def remove(prefix: str) -> None:
     bin_path, idx_path = dataset_paths(prefix)
     for path in (idx_path, bin_path, origin_path(prefix)):
         path.unlink(missing_ok=True)
-
-
-def _sha256(tokenizer_path: str) -> str:
-    path = Path(tokenizer_path)
-    files = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()

@@ -1,19 +1,56 @@
-"""One small interface to SentencePiece models and Hugging Face tokenizers, without the `transformers` package."""
+"""One small interface to SentencePiece models and Hugging Face tokenizers, without the `transformers` package.
 
+A tokenizer is loaded from the contents of its files, which it keeps: what a run saves and exports is what it trained
+with, whatever has happened to the files since.
+"""
+
+import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.io.records import read_record
+from megatron_tape.io.files import write_whole
+from megatron_tape.io.records import parse_record, read_small
+
+TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
+CONFIG = "tokenizer_config.json"
+SIBLINGS = (
+    CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The directory in which transformers keeps further, named chat templates."""
+TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_MODEL, *SIBLINGS)
+CONVERTED_FROM = "converted_from"
+"""The key in `tokenizer_config.json` that names the tokenizer that a `tokenizer.json` was converted from."""
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
 _GIVE = "give a .model, a tokenizer.json or their directory"
+_FILE_BYTES = 1 << 29
+_ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
+"""Classes of transformers that put bos before a text unless `add_bos_token` says otherwise."""
+_RARE = "\U0010fffd"
+"""A character that no vocabulary holds."""
+
+
+class TokenizerRecord(TypedDict):
+    """What a checkpoint and a dataset record of their tokenizer."""
+
+    digest: str
+    vocab_size: int
+    eod: int | None
 
 
 class Tokenizer(Protocol):
@@ -30,9 +67,12 @@ class Tokenizer(Protocol):
     """The id that begins a text."""
     prefix: list[int]
     """What it puts before a text where it adds special tokens, which `encode` does not: `bos`, or nothing."""
+    files: dict[str, bytes]
+    """The contents of its files by their names in a directory in the format of transformers."""
 
-    def vocabulary_digest(self) -> str:
-        """Return a sha256, in hexadecimal, of the pieces and their ids."""
+    @property
+    def digest(self) -> str:
+        """A sha256, in hexadecimal, of everything that decides which ids a text becomes."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -45,21 +85,22 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece `.model`, a `tokenizer.json`, or a Hugging Face directory that holds one of the two.
 
-    In a directory `tokenizer.json` is preferred; the names of its special tokens come from `tokenizer_config.json` or
-    `special_tokens_map.json` beside it, otherwise common names are tried. Raises FileError when there is nothing
-    at `path`, or no tokenizer.
+    In a directory `tokenizer.json` is preferred. `tokenizer_config.json` and `special_tokens_map.json` next to it name
+    its special tokens; if neither does, a SentencePiece model has its own, and in a `tokenizer.json` common names are
+    tried. Raises FileError if there is nothing at `path`, or no tokenizer, if a token that is named does not exist, if
+    text is split at random, or if text encodes to a special token and that cannot be prevented.
     """
     path = Path(path)
     if not path.exists():
         raise FileError(str(path), "does not exist", _GIVE)
+    main = path
     if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
-        if not found:
-            raise FileError(
-                str(path), "holds neither tokenizer.json nor tokenizer.model", "download one of them into it"
-            )
-        path = found[0]
-    return _HuggingFace(path) if path.suffix == ".json" else _SentencePiece(path)
+        main = next((path / name for name in TOKENIZER_FILES[:2] if (path / name).is_file()), path)
+        if main == path:
+            problem = f"holds neither {TOKENIZER_JSON} nor {TOKENIZER_MODEL}"
+            raise FileError(str(path), problem, "download one of them into it")
+    files = _read_files(main)
+    return _HuggingFace(files, main) if main.suffix == ".json" else _SentencePiece(files, main)
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -81,21 +122,207 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     return tokenizer
 
 
+def find_files(directory: str | Path, names: Iterable[str] = TOKENIZER_FILES) -> list[str]:
+    """Return which of these files, and which further chat templates, are in a directory, as names relative to it.
+
+    Raises FileError for a link out of it, but for those of the Hub's cache, as it could lead to a file that is secret.
+    """
+    directory = Path(directory)
+    found = [name for name in names if (directory / name).is_file()]
+    found += sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in directory.glob(f"{CHAT_TEMPLATES}/*.jinja"))
+    for name in found:
+        target = (directory / name).resolve()
+        cached = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+        if not (cached or target.is_relative_to(directory.resolve())):
+            raise FileError(str(directory / name), "is a link to a file elsewhere", "put a copy in its place")
+    return found
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> list[str]:
+    """Write a tokenizer's files into a directory, flush them to disk, and return their names."""
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / name, [content])
+    return list(files)
+
+
+def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
+    """Return what a checkpoint or a dataset records of its tokenizer."""
+    return {"digest": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+
+
+def difference(one: TokenizerRecord, other: TokenizerRecord, with_eod: bool = True) -> str | None:
+    """Return how `one` differs from the tokenizer `other`, as a clause, or None if texts become the same ids.
+
+    The end-of-document token counts only `with_eod`.
+    """
+    if one["digest"] != other["digest"]:
+        sizes = one["vocab_size"], other["vocab_size"]
+        counts = "" if sizes[0] == sizes[1] else f" ({sizes[0]:,} ids and {sizes[1]:,})"
+        return f"encodes text in another way{counts}"
+    if with_eod and one["eod"] != other["eod"]:
+        return f"ends documents with the id {one['eod']} instead of {other['eod']}"
+    return None
+
+
+def _read_files(main: Path) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's main file and of those next to it, by the names that directories have."""
+    is_json = main.suffix == ".json"
+    names = SIBLINGS + ((TOKENIZER_MODEL,) if main.name == TOKENIZER_JSON else ())
+    try:
+        files = {TOKENIZER_JSON if is_json else TOKENIZER_MODEL: read_small(main, _FILE_BYTES)}
+        files |= {name: read_small(main.parent / name, _FILE_BYTES) for name in find_files(main.parent, names)}
+    except FileError:
+        raise
+    except ValueError as error:
+        raise FileError(str(main), f"or a file next to it cannot be used: {error}", _GIVE) from None
+    return files
+
+
+class _Names:
+    """Which special tokens the files next to a tokenizer name."""
+
+    def __init__(self, files: Mapping[str, bytes], path: Path):
+        self._settings = {}
+        for name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
+            if name not in files:
+                continue
+            try:
+                self._settings[name] = parse_record(files[name], dict[str, Any])
+            except ValueError as error:
+                fix = "save the tokenizer again or remove the file"
+                raise FileError(str(path.with_name(name)), f"cannot be used: {error}", fix) from None
+        self._path = path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `tokenizer_config.json` says."""
+        return self._settings.get(CONFIG, {})
+
+    def added(self, *files: str) -> dict[str, tuple[int, bool]]:
+        """Return the tokens that these files add: their ids, and whether they are special."""
+        found = []
+        if "added_tokens.json" in files:
+            found += [(token, index, True) for token, index in self._settings.get("added_tokens.json", {}).items()]
+        decoder = self.config.get("added_tokens_decoder") if CONFIG in files else None
+        for key, token in decoder.items() if isinstance(decoder, dict) else ():
+            index = int(key) if re.fullmatch("[0-9]{1,9}", key) else key
+            content, special = (token.get(name) if isinstance(token, dict) else None for name in ("content", "special"))
+            found.append((content, index, bool(special)))
+        for token, index, _ in found:
+            if not isinstance(token, str) or type(index) is not int or not 0 <= index < 2**31:
+                problem = f"or added_tokens.json gives the added token {token!r} the id {index!r}"
+                raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
+        return {token: (index, special) for token, index, special in found}
+
+    def id_of(self, key: str, ids: Any, unnamed: Sequence[str] | int | None) -> int | None:
+        """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
+
+        A token that no file names has the id `unnamed` or, of several usual names, that of the only one that exists.
+        Raises FileError if the token does not exist, or if several of the usual ones do.
+        """
+        for file, settings in self._settings.items():
+            if key not in settings or file == "added_tokens.json":
+                continue
+            token = settings[key].get("content") if isinstance(settings[key], dict) else settings[key]
+            if token is None and settings[key] is None:
+                return None
+            index = ids(token) if isinstance(token, str) else None
+            if index is None:
+                problem = f"names {token!r} as {key}, which {self._path.name} does not have"
+                fix = "name one that exists, or save the tokenizer again with that token"
+                raise FileError(str(self._path.with_name(file)), problem, fix)
+            return index
+        if unnamed is None or isinstance(unnamed, int):
+            return unnamed
+        found = [token for token in unnamed if ids(token) is not None]
+        if len(found) > 1:
+            problem = f"has several tokens that could be its {key}: {', '.join(found)}"
+            fix = f'name one in {CONFIG} next to it: {{"{key}": "{found[0]}"}}'
+            raise FileError(str(self._path), problem, fix)
+        return ids(found[0]) if found else None
+
+
+def _encoded_specials(encode: Any, special: Mapping[str, int]) -> list[str]:
+    """Return those special tokens to which a text that mentions them encodes."""
+    ids, found = set(special.values()), []
+    for token in special:
+        texts = (token, f"a{token}b", f"a {token} b", f"{token}{token}", f" {token}", f"{token} ")
+        if any(not ids.isdisjoint(encode(text)) for text in texts):
+            found.append(token)
+    return found
+
+
+def _refuse_encoded(path: Path, special: Mapping[str, int], tokens: list[str], why: str) -> None:
+    if tokens:
+        token = tokens[0]
+        problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"
+        raise FileError(str(path), problem, "use a tokenizer that keeps special tokens apart from text")
+
+
 class _SentencePiece:
-    def __init__(self, path: Path):
+    """A SentencePiece model, with the tokens that the files next to it add: these have ids only, and never come from
+    text, as its own control tokens do not.
+    """
+
+    def __init__(self, files: dict[str, bytes], path: Path):
         import sentencepiece
 
+        if not files[TOKENIZER_MODEL]:  # which the library would load
+            raise FileError(str(path), "is not a SentencePiece model (it is empty)", _GIVE)
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=files[TOKENIZER_MODEL])
         except (RuntimeError, OSError) as error:
-            raise FileError(str(path), "is not a SentencePiece model", _GIVE) from error
-        self.vocab_size = self._model.vocab_size()
-        self.eod = _id_or_none(self._model.eos_id())
-        self.bos = _id_or_none(self._model.bos_id())
-        self.prefix: list[int] = []
+            reason = " ".join(str(error).split())[:200]
+            raise FileError(str(path), f"is not a SentencePiece model ({reason})", _GIVE) from error
+        self.files, names = files, _Names(files, path)
+        if (names.config.get("sp_model_kwargs") or {}).get("enable_sampling"):
+            _refuse_random(path.with_name(CONFIG), "sp_model_kwargs.enable_sampling")
+        self._pieces = self._model.vocab_size()
+        self.added = self._check_added(names, path)
+        self._added_by_id = {index: token for token, index in self.added.items()}
+        self.vocab_size = max([self._pieces - 1, *self.added.values()]) + 1
+        self.eod = names.id_of("eos_token", self._id_of, _id_or_none(self._model.eos_id()))
+        self.bos = names.id_of("bos_token", self._id_of, _id_or_none(self._model.bos_id()))
+        kind = str(names.config.get("tokenizer_class", "")).removesuffix("Fast").removesuffix("Tokenizer")
+        adds_bos = names.config.get("add_bos_token", kind in _ADDS_BOS)
+        self.prefix = [self.bos] if adds_bos and self.bos is not None else []
+        special = {self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)}
+        special |= self.added | {self._token(i): i for i in (self.eod, self.bos) if i is not None}
+        _refuse_encoded(path, special, _encoded_specials(self.encode, special), "(it is a user-defined symbol)")
 
-    def vocabulary_digest(self) -> str:
-        return _digest((self._model.id_to_piece(index), index) for index in range(self.vocab_size))
+    def _check_added(self, names: _Names, path: Path) -> dict[str, int]:
+        """Return the tokens with ids beyond the model's; raises FileError for one that contradicts the model."""
+        added = {}
+        for token, (index, special) in names.added("added_tokens.json", CONFIG).items():
+            if index < self._pieces:
+                piece = self._model.id_to_piece(index)
+                problem = f"gives {token!r} the id {index}, which is that of {piece!r} in {path.name}"
+                if piece != token:
+                    raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again")
+                continue
+            if not special:
+                problem = f"adds {token!r} as a token of ordinary text, which {path.name} alone does not find"
+                fix = f"save the tokenizer with transformers, which writes a {TOKENIZER_JSON}"
+                raise FileError(str(path.with_name(CONFIG)), problem, fix)
+            added[token] = index
+        return added
+
+    def _id_of(self, token: str) -> int | None:
+        if token in self.added:
+            return self.added[token]
+        index = self._model.piece_to_id(token)
+        return index if self._model.id_to_piece(index) == token else None
+
+    def _token(self, index: int) -> str:
+        return self._added_by_id[index] if index in self._added_by_id else self._model.id_to_piece(index)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        hasher = hashlib.sha256(self.files[TOKENIZER_MODEL])
+        if self.added:
+            hasher.update(json.dumps(self.added, sort_keys=True).encode())
+        return hasher.hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
@@ -104,35 +331,104 @@ class _SentencePiece:
         return self._model.encode(texts, out_type="numpy", num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids])
+        parts, run = [], []
+        for index in map(int, ids):
+            if index in self._added_by_id:
+                parts += [self._model.decode(run), self._added_by_id[index]]
+                run = []
+            else:
+                run.append(index)
+        return "".join([*parts, self._model.decode(run)])
 
 
 class _HuggingFace:
-    def __init__(self, path: Path):
+    def __init__(self, files: dict[str, bytes], path: Path):
         import tokenizers
 
+        self._path, self.files = path, dict(files)
         try:
-            self._model = tokenizers.Tokenizer.from_file(str(path))
+            settings = json.loads(files[TOKENIZER_JSON])
+            self._model = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_JSON])
         except Exception as error:  # the library raises plain Exception
-            problem = f"is not a Hugging Face tokenizer.json ({error})"
+            reason = " ".join(str(error).split())[:200]
+            problem = f"is not a Hugging Face tokenizer.json ({reason})"
             raise FileError(str(path), problem, "save the tokenizer again") from error
+        if settings["model"].get("dropout"):
+            _refuse_random(path, "model.dropout")
+        names = _Names(files, path)
+        self.eod = names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
+        self.bos = names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
+        for token, (index, _) in names.added(CONFIG).items():
+            if (own := self._model.token_to_id(token)) != index:
+                has = "does not have it" if own is None else f"gives it {own}"
+                problem = f"gives the added token {token!r} the id {index}, but {path.name} {has}"
+                raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
+        self._config = names.config
+        self._keep_specials_from_text(settings)
+        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        first = self._model.encode("a", add_special_tokens=True).ids[:1]
+        self.prefix = first if first == [self.bos] else []
+
+    def _prepare(self, content: bytes) -> None:
+        import tokenizers
+
+        self._model = tokenizers.Tokenizer.from_buffer(content)
         self._model.no_truncation()
         self._model.no_padding()
         # Without this a document that merely mentions <|endoftext|> would end there.
         self._model.encode_special_tokens = True
-        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eod = self._special(path.parent, "eos_token", _END_OF_DOCUMENT)
-        self.bos = self._special(path.parent, "bos_token", _BEGINNING)
-        first = self._model.encode("a", add_special_tokens=True).ids[:1]
-        self.prefix = first if first == [self.bos] else []
 
-    def _special(self, directory: Path, key: str, usual: tuple[str, ...]) -> int | None:
-        named = [_named_token(directory / name, key) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-        ids = (self._model.token_to_id(token) for token in (*named, *usual) if token is not None)
-        return next((i for i in ids if i is not None), None)
+    def _keep_specials_from_text(self, settings: dict[str, Any]) -> None:
+        """Change the settings where text would encode to a special token; FileError if that cannot be prevented.
 
-    def vocabulary_digest(self) -> str:
-        return _digest(self._model.get_vocab(with_added_tokens=True).items())
+        A model whose vocabulary holds `<|endoftext|>` finds it in text even if added tokens are not looked for. A last
+        step of the pre-tokenizer then cuts it after its first character, so that all other text is split as before.
+        """
+        ends = {i for i in (self.eod, self.bos) if i is not None}
+        changed = False
+        for token in settings.get("added_tokens") or ():
+            if token["id"] in ends and not token["special"]:
+                token["special"] = changed = True
+        unknown = self._unknown_id(settings["model"])
+        special = {token["content"]: token["id"] for token in settings.get("added_tokens") or () if token["special"]}
+        special |= {self._model.id_to_token(i): i for i in ends}
+        special = {token: i for token, i in special.items() if i != unknown or i in ends}
+        if changed:
+            self.files[TOKENIZER_JSON] = _dump(settings)
+        self._prepare(self.files[TOKENIZER_JSON])
+        if not ends.isdisjoint(self.encode(f"a{_RARE} {_RARE}")):
+            problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
+            raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
+        if found := _encoded_specials(self.encode, special):
+            cut = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in found)
+            step = {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
+            steps = [settings["pre_tokenizer"], step] if settings.get("pre_tokenizer") else [step]
+            settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+            self.files[TOKENIZER_JSON] = _dump(settings)
+            self._prepare(self.files[TOKENIZER_JSON])
+            found = _encoded_specials(self.encode, special)
+            _refuse_encoded(self._path, special, found, "(its vocabulary for text holds it)")
+
+    def _unknown_id(self, model: dict[str, Any]) -> int | None:
+        """Return the id of what stands for unknown text, which text may become."""
+        if model.get("unk_token") is not None:
+            return self._model.token_to_id(model["unk_token"])
+        return model.get("unk_id")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        settings = json.loads(self.files[TOKENIZER_JSON])
+        for name in ("version", "padding", "truncation"):
+            settings.pop(name, None)
+        merges = settings["model"].get("merges")
+        if merges and isinstance(merges[0], str):
+            # Both spellings are in use.
+            settings["model"]["merges"] = [merge.split(" ") for merge in merges]
+        own = hashlib.sha256(_dump(_without_defaults(settings), sort_keys=True)).hexdigest()
+        source = self._config.get(CONVERTED_FROM)
+        if isinstance(source, dict) and source.get(TOKENIZER_JSON) == own and isinstance(source.get("digest"), str):
+            return source["digest"]
+        return own
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -145,22 +441,21 @@ class _HuggingFace:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def _digest(pieces: Iterable[tuple[str, int]]) -> str:
-    lines = (f"{index} {piece!r}\n" for piece, index in sorted(pieces, key=lambda item: item[::-1]))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+def _refuse_random(path: Path, setting: str) -> None:
+    raise FileError(str(path), f"splits text at random ({setting})", "set that to null or false, or remove it")
+
+
+def _dump(value: Any, **options: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, **options).encode("utf-8", "surrogatepass")
+
+
+def _without_defaults(value: Any) -> Any:
+    """Leave out what is null or false, which some versions of the library write and others do not."""
+    if isinstance(value, dict):
+        return {key: _without_defaults(item) for key, item in value.items() if item is not None and item is not False}
+    return [_without_defaults(item) for item in value] if isinstance(value, list) else value
 
 
 def _id_or_none(index: int) -> int | None:
     """Return None for -1, by which SentencePiece denotes a special piece that the model lacks."""
     return None if index < 0 else index
-
-
-def _named_token(path: Path, key: str) -> str | None:
-    if not path.is_file():
-        return None
-    try:
-        token = read_record(path, dict[str, Any]).get(key)
-    except ValueError as error:
-        raise FileError(str(path), f"cannot be used ({error})", "save the tokenizer again or remove the file") from None
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
+    from megatron_tape.data.tokenizer import TokenizerRecord
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -70,6 +72,8 @@ class ModelInfo:
     config: dict[str, Any]
     """The whole `config.json`."""
     has_tokenizer: bool
+    tokenizer: TokenizerRecord | None = None
+    """What datasets are compared with; None if it is unknown."""
 
 
 class LanguageModel(Protocol):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_tape.config.parse import read_section
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import shown
+from megatron_tape.data.tokenizer import load_run_tokenizer, record_of
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import info_of_run
@@ -30,8 +32,11 @@ def _build_task(name: str, given: dict[str, Any]) -> Task:
 
 def check_tasks(config: RunConfig) -> None:
     """Raise ConfigError if tasks of `evaluation`, their data and the model cannot work together; reads the data."""
-    info = info_of_run(config)
-    for name, task in build_tasks(config).items():
+    if not (tasks := build_tasks(config)):
+        return
+    tokenizer = load_run_tokenizer(config)
+    info = replace(info_of_run(config), tokenizer=None if tokenizer is None else record_of(tokenizer))
+    for name, task in tasks.items():
         needed = task.needs_tokenizer and not info.has_tokenizer
         refuse(needed, ("data.tokenizer", f"evaluation.{name}"), f"is null, and {name} needs a tokenizer", "set it")
         task.check(info)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.index import check_average, read_index
+from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER
 from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint, model_digest
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict, model_dict
+from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
@@ -111,9 +114,17 @@ def _from_transformers(path: Path, label: str | None) -> Source:
         trained_length=length if type(length) is int and length > 0 else None,
         config=settings,
         has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
+        tokenizer=_record_in(path),
     )
     foreign = "auto_map" in settings and not _is_ours(path, settings)
     return Source(path, info, False, None, Path("evaluations") / name, foreign or _tokenizer_runs_code(path))
+
+
+def _record_in(path: Path) -> TokenizerRecord | None:
+    """Describe the tokenizer of a directory of transformers, unless only transformers can read it."""
+    with suppress(FileError):
+        return record_of(load_tokenizer(path))
+    return None
 
 
 def _is_ours(path: Path, settings: dict[str, Any]) -> bool:
@@ -188,17 +199,14 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
         raise CheckpointError(str(path), f"was written by another version ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     name = run.resolve().name
-    own, given = path / "tokenizer", state["config"].get("data", {}).get("tokenizer")
-    # The files beside a tokenizer come along when it is exported.
-    places = [own] if given is None else [own, Path(given) if Path(given).is_dir() else Path(given).parent]
-    foreign = any(map(_tokenizer_runs_code, places))
+    tokenizer = state["progress"].get("tokenizer")
     facts = {"settings": state["config"], "step": state["step"]}
     output = run / "evaluation" / f"{path.name}{suffix}" if run != path else Path("evaluations") / f"{name}{suffix}"
-    info = _info(model, label or f"{name}{suffix}", given is not None or own.is_dir())
-    return Source(path, info, True, facts, output, foreign, average=average)
+    info = _info(model, label or f"{name}{suffix}", (path / TOKENIZER).is_dir(), tokenizer)
+    return Source(path, info, True, facts, output, False, average=average)
 
 
-def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:
+def _info(model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None) -> ModelInfo:
     # What an export of it would be, except that a plain one has its encoding's name here.
     kind = ENCODED if encoding_of(model).exports_to == "code" else model.position_encoding
     return ModelInfo(
@@ -207,4 +215,5 @@ def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:
         trained_length=model.seq_length,
         config={"model_type": kind, **model_dict(model)},
         has_tokenizer=has_tokenizer,
+        tokenizer=tokenizer,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_tape.data.tokenizer import record_of
 from megatron_tape.evaluation.base import Task, Unit
 from megatron_tape.evaluation.during_training import EVERY, build_tasks
 from megatron_tape.evaluation.model_source import info_of_run
@@ -31,8 +33,9 @@ class TrainingModel:
     """
 
     def __init__(self, trainer: Training, stage: str):
-        self.info = info_of_run(trainer.config)
         self.tokenizer = trainer.tokenizer
+        own = None if self.tokenizer is None else record_of(self.tokenizer)
+        self.info = replace(info_of_run(trainer.config), has_tokenizer=own is not None, tokenizer=own)
         self._engine, self._watch, self._stage = trainer.engine, trainer.watch, stage
         self._tokens, self._device = trainer.layout.tokens, trainer.layout.device
 

@@ -188,6 +188,8 @@ def load_model(
             tokenizer = read_tokenizer(directory, trust_remote_code=trust_remote_code, local_files_only=True)
             # Long texts are cut by the tasks themselves, and the tokenizer would warn of each.
             tokenizer.model_max_length = int(1e30)
+            # As in training, no text encodes to a special token.
+            tokenizer.split_special_tokens = True
     except Exception as error:  # any error of the libraries below, often with many lines
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         if type(error).__name__ == "SafetensorError":

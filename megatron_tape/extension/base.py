@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
+from megatron_tape.checkpoint.kept_tokenizer import check_same_tokenizer, saved_tokenizer
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig, keys_of, model_dict
-from megatron_tape.data.tokenizer import load_run_tokenizer, load_tokenizer
+from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
     errors_of_settings,
@@ -293,27 +294,22 @@ def _of_encoding(model: ModelConfig) -> set[str]:
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if the data was made with another vocabulary than the model, as far as that is known."""
-    tokenizer = load_run_tokenizer(config)
-    if tokenizer is None:
+    """Raise ConfigError if `data.tokenizer` is another tokenizer than that of the model, as far as that is known."""
+    given = config.data.tokenizer
+    if given is None or not Path(given).exists():
         return
-    own, source = None, base.path
-    if base.state is not None:
-        own = base.state["progress"].get("vocabulary")
-        named = base.state["config"].get("data", {}).get("tokenizer")
-        source = base.path / "tokenizer" if (base.path / "tokenizer").is_dir() else named
-    if own is None and source is not None:
+    if base.state is None:
         try:
-            own = load_tokenizer(source).vocabulary_digest()
+            own = load_tokenizer(base.path)
         except (ValueError, OSError):
             return
-    beside = "" if str(source) == str(base.path) else f" ({source})"
-    refuse(
-        own is not None and own != tokenizer.vocabulary_digest(),
-        ("data.tokenizer", KEY),
-        f"{config.data.tokenizer} has another vocabulary than the tokenizer of {KEY} {base.path}{beside}",
-        "preprocess the data with that one, and name it",
-    )
+    elif base.path.is_dir():
+        own = saved_tokenizer(base.path)
+    else:  # a run that is still to be made
+        named = base.state["config"]["data"]["tokenizer"]
+        own = load_tokenizer(named) if named is not None and Path(named).exists() else None
+    if own is not None:
+        check_same_tokenizer(given, own, f"{KEY} {base.path}")
 
 
 def check_command(config: RunConfig, extends: bool) -> None:

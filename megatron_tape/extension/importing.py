@@ -14,7 +14,7 @@ from megatron_tape.checkpoint.locate import IMPORTED
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, UserError
 from megatron_tape.extension.base import KEY, Base, find_base
-from megatron_tape.huggingface.imports.new_checkpoint import write_imported
+from megatron_tape.huggingface.imports.new_checkpoint import find_tokenizer, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_directory
 from megatron_tape.parallel.layout import ParallelLayout
@@ -51,7 +51,8 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
         return weights[name]
 
     origin, card = f"the model {base.path.resolve().name}", source_card(base.path)
-    write_imported(target, model, LazyTensors(weights, read), origin, base.path, identity=base.identity, card=card)
+    tokenizer, identity = find_tokenizer(base.path), base.identity
+    write_imported(target, model, LazyTensors(weights, read), origin, tokenizer, identity=identity, card=card)
     return target
 
 

@@ -6,26 +6,26 @@ written, it is checked on real text that both give the same ids. The `transforme
 
 import json
 import math
-import shutil
 import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_tape.errors import FileError
-from megatron_tape.io.records import read_record
-
-_BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
+from megatron_tape.data.tokenizer import (
+    CHAT_TEMPLATES,
+    CONFIG,
+    CONVERTED_FROM,
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    Tokenizer,
+    load_tokenizer,
+    write_files,
 )
-TOKENIZER = "tokenizer"
-"""The directory in a checkpoint that holds the original tokenizer of an imported model."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *_BESIDE)
+from megatron_tape.errors import FileError
+from megatron_tape.io.records import parse_record, read_record
+
+GENERATION = "generation_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_THE_FILE = "PreTrainedTokenizerFast"
 """The class of transformers that reads a tokenizer.json as it is."""
 _ROLES = ("bos", "eos", "unk", "pad")
@@ -49,24 +49,65 @@ class ExportedTokenizer:
     """What the rest of an export needs to know about the tokenizer."""
 
     vocab_size: int
-    special_ids: dict[str, int | None]
-    """`bos_token_id`, `eos_token_id` and `pad_token_id`."""
+    special_ids: dict[str, int | list[int] | None]
+    """`bos_token_id`, `eos_token_id` and `pad_token_id`; a model may stop at several tokens."""
+    generation: dict[str, Any]
+    """What belongs in `generation_config.json`."""
 
 
-def write_tokenizer(source: str | Path, output: Path, context: int) -> ExportedTokenizer:
-    """Write the files of the tokenizer `source` (see `load_tokenizer`) of a model of `context` tokens into `output`.
+def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: str) -> ExportedTokenizer:
+    """Write the files of a tokenizer, of a model of `context` tokens, into the directory `output`.
 
-    Raises FileError if there is none, or if the file is not a tokenizer or cannot be converted exactly.
+    `source` names it in messages. Raises FileError if it cannot be converted exactly.
     """
-    ours, source = load_tokenizer(source), Path(source)
-    if source.is_dir():
-        source = next(source / name for name in ("tokenizer.json", "tokenizer.model") if (source / name).is_file())
-    if source.suffix == ".json":
-        special = _copy_hugging_face(source, ours, output, context)
+    files = {name: content for name, content in tokenizer.files.items() if name != GENERATION}
+    own = _settings(tokenizer.files, CONFIG, source)
+    if TOKENIZER_JSON in files:
+        special, settings = _of_hugging_face(tokenizer, own, context)
     else:
-        special = _convert_sentencepiece(source, ours, output, context)
+        converted, special, settings = _of_sentencepiece(tokenizer, own, source, context)
+        files[TOKENIZER_JSON] = converted
+    templates = "chat_template.jinja" in files or any(name.startswith(CHAT_TEMPLATES) for name in files)
+    if not (templates or settings.get("chat_template")):
+        # No text that the model learned from encoded to a special token. A chat template consists of such text.
+        settings["split_special_tokens"] = True
+    files[CONFIG] = _json(settings)
+    write_files(files, output)
+    if TOKENIZER_JSON not in tokenizer.files:
+        written = load_tokenizer(output)
+        settings[CONVERTED_FROM] = {"digest": tokenizer.digest, TOKENIZER_JSON: written.digest}
+        write_files(written.files | {CONFIG: _json(settings)}, output)
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
-    return ExportedTokenizer(ours.vocab_size, ids)
+    generation = _settings(tokenizer.files, GENERATION, source)
+    ids |= {key: generation[key] for key in ids if _is_ids(generation.get(key), tokenizer.vocab_size)}
+    return ExportedTokenizer(
+        tokenizer.vocab_size, ids, generation | {key: value for key, value in ids.items() if value is not None}
+    )
+
+
+def difference_on_text(one: Tokenizer, other: Tokenizer) -> str | None:
+    """Return how `one` differs from `other`, as a clause: in special ids, or on difficult texts. None if in neither."""
+    for role in ("eod", "bos"):
+        if (here := getattr(one, role)) != (there := getattr(other, role)):
+            return f"has {here} as its {role.replace('eod', 'end-of-document')} id instead of {there}"
+    differs = any(one.encode(text) != other.encode(text) for text in _texts())
+    return "encodes text in another way" if differs else None
+
+
+def _settings(files: dict[str, bytes], name: str, source: str) -> dict[str, Any]:
+    try:
+        return parse_record(files.get(name, b"{}"), dict[str, Any])
+    except ValueError as error:
+        raise FileError(f"{name} of {source}", f"cannot be used: {error}", "save it again, or remove it") from None
+
+
+def _json(settings: dict[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _is_ids(value: Any, vocab_size: int) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return bool(ids) and all(type(index) is int and 0 <= index < vocab_size for index in ids)
 
 
 def read_tokenizer(directory: str | Path, **options: Any) -> Any:
@@ -95,82 +136,78 @@ def is_qwens(directory: Path) -> bool:
     return normal and has_end and steps[0].get("pattern") == {"Regex": _QWENS_SPLIT}
 
 
-def _write_config(output: Path, context: int, tokens: dict[str, str], **more: object) -> None:
-    settings = {
-        "tokenizer_class": FROM_THE_FILE,
-        **{f"{role}_token": token for role, token in tokens.items()},
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": context,
-        **more,
-    }
-    _write_settings(output, settings)
-
-
-def _write_settings(output: Path, settings: dict[str, Any]) -> None:
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    (output / "tokenizer_config.json").write_text(text, encoding="utf-8")
-
-
-def files_beside(directory: Path, names: Iterable[str] = TOKENIZER_FILES) -> list[str]:
-    """Return which of these files are in a directory, to be copied.
-
-    Raises FileError for a link out of it, but for those of the Hub's cache, as it could lead to a file that is secret.
-    """
-    found = [name for name in names if (directory / name).is_file()]
-    cached = next((each for each in directory.resolve().parents if each.name.startswith("models--")), directory)
-    for name in found:
-        if not (directory / name).resolve().is_relative_to(cached.resolve()):
-            raise FileError(str(directory / name), "is a link to a file elsewhere", "put a copy in its place")
-    return found
-
-
-def _copy_hugging_face(source: Path, ours: Tokenizer, output: Path, context: int) -> dict[str, int | None]:
+def _of_hugging_face(
+    tokenizer: Tokenizer, own: dict[str, Any], context: int
+) -> tuple[dict[str, int | None], dict[str, Any]]:
+    """Return the ids of special tokens, and `tokenizer_config.json`."""
     import tokenizers
 
-    shutil.copyfile(source, output / "tokenizer.json")
-    for name in files_beside(source.parent, _BESIDE):
-        shutil.copyfile(source.parent / name, output / name)
-    library = tokenizers.Tokenizer.from_file(str(source))
-    special = {"bos": ours.bos, "eos": ours.eod}
-    tokens = {role: library.id_to_token(index) for role, index in special.items() if index is not None}
-    if (output / "tokenizer_config.json").is_file():
-        settings = read_record(output / "tokenizer_config.json", dict[str, Any])
-        pad = settings.get("pad_token")
-        pad = pad.get("content") if isinstance(pad, dict) else pad
-        special["pad"] = library.token_to_id(pad) if isinstance(pad, str) else None
-        # Classes such as GPT2Tokenizer make another tokenizer from the vocabulary, without the file's own steps.
-        padding = {"padding_side": "left"} if str(settings.get("tokenizer_class")).startswith("Llama") else {}
-        named = {f"{role}_token": token for role, token in tokens.items()}
-        settings = padding | named | settings | {"tokenizer_class": FROM_THE_FILE}
-        settings.pop("auto_map", None)  # of code that is not copied
-        _write_settings(output, settings)
-    else:
+    library = tokenizers.Tokenizer.from_buffer(tokenizer.files[TOKENIZER_JSON])
+    special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
+    pad = own.get("pad_token")
+    pad = pad.get("content") if isinstance(pad, dict) else pad
+    special["pad"] = library.token_to_id(pad) if isinstance(pad, str) else None
+    named = {
+        f"{role}_token": library.id_to_token(special[role]) for role in ("bos", "eos") if special[role] is not None
+    }
+    if not own:
         unknown = getattr(library.model, "unk_token", None)
-        _write_config(output, context, tokens | ({"unk": unknown} if unknown else {}))
-    return special
+        return special, _new_settings(context, named | ({"unk_token": unknown} if unknown else {}))
+    # Classes such as GPT2Tokenizer make another tokenizer from the vocabulary, without the file's own steps.
+    padding = {"padding_side": "left"} if str(own.get("tokenizer_class")).startswith("Llama") else {}
+    settings = padding | named | own | {"tokenizer_class": FROM_THE_FILE}
+    settings.pop("auto_map", None)  # of code that is not copied
+    return special, settings
 
 
-def _convert_sentencepiece(source: Path, ours: Tokenizer, output: Path, context: int) -> dict[str, int | None]:
+def _of_sentencepiece(
+    tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int
+) -> tuple[bytes, dict[str, int | None], dict[str, Any]]:
+    """Return `tokenizer.json`, the ids of special tokens, and `tokenizer_config.json`."""
     from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import AddedToken, processors
 
     model = sentencepiece_model_pb2.ModelProto()
-    model.ParseFromString(source.read_bytes())
+    model.ParseFromString(tokenizer.files[TOKENIZER_MODEL])
     converted, special = _converted(model, source)
+    special |= {"bos": tokenizer.bos, "eos": tokenizer.eod}
+    for token, index in sorted(tokenizer.added.items(), key=lambda item: item[1]):
+        if converted.get_vocab_size() != index:
+            problem = f"cannot be converted: it adds {token!r} with the id {index}, and the one before is missing"
+            raise FileError(source, problem, "give an exact tokenizer.json with --tokenizer")
+        converted.add_special_tokens([AddedToken(token, normalized=False, special=True)])
     texts = [*_texts(), *(f"a{piece.piece}b" for piece in model.pieces if piece.type == _USER_DEFINED)]
+    texts += [f"a {token}b" for token in tokenizer.added]
     scores = (
         [piece.score for piece in model.pieces] if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM else None
     )
-    _try_out(converted, ours, source, texts, scores)
-    # The library's own `save` raises a plain Exception when the disk is full.
-    (output / "tokenizer.json").write_text(converted.to_str(pretty=True), encoding="utf-8")
-    shutil.copyfile(source, output / "tokenizer.model")
-    names = {role: model.pieces[index].piece for role, index in special.items()}
-    # SentencePiece never finds a special token in text, so the model never saw one there.
-    _write_config(output, context, names, split_special_tokens=True)
-    return dict(special)
+    _try_out(converted, tokenizer, source, texts, scores)
+    names = {role: converted.id_to_token(index) for role, index in special.items() if index is not None and index >= 0}
+    if tokenizer.prefix:
+        begin = names["bos"]
+        converted.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.bos)]
+        )
+    settings = _new_settings(context, {f"{role}_token": token for role, token in names.items()})
+    kept = ("chat_template", "model_max_length", "padding_side")
+    settings |= {key: own[key] for key in kept if key in own}
+    pad = own.get("pad_token")
+    pad = pad.get("content") if isinstance(pad, dict) else pad
+    if isinstance(pad, str) and converted.token_to_id(pad) is not None:
+        settings["pad_token"], special["pad"] = pad, converted.token_to_id(pad)
+    return converted.to_str(pretty=True).encode(), dict(special), settings
 
 
-def _converted(model, source: Path):
+def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:
+    return {
+        "tokenizer_class": FROM_THE_FILE,
+        **named,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+    }
+
+
+def _converted(model, source: str):
     """Return a `tokenizers.Tokenizer` of the pieces of a SentencePiece model, and the ids of its special pieces."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
@@ -190,7 +227,7 @@ def _converted(model, source: Path):
         core = models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
     else:
         problem = "is a SentencePiece model of words or characters"
-        raise FileError(str(source), problem, "only BPE and unigram are exported")
+        raise FileError(source, problem, "only BPE and unigram are exported")
     steps = []
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
@@ -235,7 +272,7 @@ def _texts() -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()] + [_TRIED_TEXT]
 
 
-def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores: list[float] | None) -> None:
+def _try_out(converted, ours: Tokenizer, source: str, texts: list[str], scores: list[float] | None) -> None:
     """Raise FileError if the converted tokenizer gives other ids than ours.
 
     A unigram model, for which `scores` are given, may divide a text such as a line of dashes in another way that is
@@ -249,5 +286,5 @@ def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores:
         if scores and math.isclose(sum(scores[i] for i in theirs), sum(scores[i] for i in expected), rel_tol=1e-6):
             continue
         problem = "cannot be converted: its tokenizer.json would give other ids for some text"
-        raise FileError(str(source), problem, "give an exact tokenizer.json with --tokenizer")
+        raise FileError(source, problem, "give an exact tokenizer.json with --tokenizer")
     converted.encode_special_tokens = False

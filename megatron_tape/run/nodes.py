@@ -1,6 +1,5 @@
 """Facts about the nodes of a job, and differences that must not exist: versions, code, data, GPUs, directories."""
 
-import itertools
 import os
 import shutil
 from collections import Counter
@@ -9,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.checkpoint.kept_tokenizer import kept_directory
 from megatron_tape.config.examples import examples_of
-from megatron_tape.config.schema import RunConfig, blend
-from megatron_tape.config.stages import stages_of
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.data.inputs import prefixes_of
 from megatron_tape.io.files import BLOCKS, fingerprint
 from megatron_tape.io.versions import toolchain, versions
 
@@ -36,12 +36,11 @@ class Problem:
 
 def inputs(config: RunConfig) -> list[str]:
     """Return the files that every node reads."""
-    prefixes = itertools.chain(*(blend(stage.config.data.prefix)[0] for stage in stages_of(config)))
-    files = [prefix + suffix for prefix in dict.fromkeys(prefixes) for suffix in (".idx", ".bin")]
+    files = [prefix + suffix for prefix in prefixes_of(config) for suffix in (".idx", ".bin")]
     if config.data.examples is not None:
         examples = examples_of(config.data.examples)
         files += [path for path in (examples.path, examples.validation) if path is not None]
-    tokenizer = config.data.tokenizer
+    tokenizer = None if kept_directory(config) else config.data.tokenizer  # a checkpoint is shared, and has digests
     if tokenizer is not None and Path(tokenizer).is_dir():
         files += sorted(str(path) for path in Path(tokenizer).iterdir() if path.is_file())
     elif tokenizer is not None:

@@ -4,7 +4,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from megatron_tape.checkpoint.directories import Source
 from megatron_tape.checkpoint.writing import Save, Writer
@@ -31,9 +32,16 @@ class CheckpointSaver:
     newer attempt has taken over the run.
     """
 
-    def __init__(self, engine: Engine, config: RunConfig, watch: Watch, frozen_from: Source | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        config: RunConfig,
+        watch: Watch,
+        frozen_from: Source | None = None,
+        tokenizer_files: Mapping[str, bytes] = MappingProxyType({}),
+    ):
         self._engine, self._config, self._watch = engine, config, watch
-        self._writer = Writer(engine, config, watch.attempt, frozen_from)
+        self._writer = Writer(engine, config, watch.attempt, frozen_from, tokenizer_files)
         self._current: Save | None = None
         self.any_complete = False
         """Whether it has completed a checkpoint."""

@@ -16,13 +16,15 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import restoring
+from megatron_tape.checkpoint.kept_tokenizer import with_kept_tokenizer
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
-from megatron_tape.checkpoint.saved_settings import changes, check_same_vocabulary
+from megatron_tape.checkpoint.saved_settings import changes
 from megatron_tape.config.monitoring import wandb_of
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.tokenizer import load_run_tokenizer
+from megatron_tape.data.inputs import fingerprints, recorded_tokenizer
+from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend
@@ -85,7 +87,6 @@ class Trainer:
         if watch.attempt is None:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
         watch.progress("reading the checkpoint")
-        self.tokenizer = load_run_tokenizer(config)
         self.checkpoint = open_to_resume(config, self.layout)
         self.base = None
         if self.checkpoint is None and find_base is not None:
@@ -93,20 +94,24 @@ class Trainer:
         self.step, self.samples = 0, 0
         if self.checkpoint is not None:
             self.step, self.samples = self.checkpoint.step, self.checkpoint.state["consumed_samples"]
+        self.tokenizer: Tokenizer | None = None
+
+    def _with_tokenizer(self) -> RunConfig:
+        """Return the settings with the tokenizer that the run began with, if a checkpoint keeps it."""
+        start = self.checkpoint or self.base
+        return with_kept_tokenizer(self.config, None if start is None else start.path)
 
     def run(self) -> str | None:
         """Train to the last step.
 
         Returns None, or the reason if the watch was asked to stop; in that case the state was saved after the current
         step, if that was possible. Raises TrainingStopped if the loss or gradient remains infinite or NaN, and
-        ConfigError if the vocabulary has changed since the save.
+        ConfigError if data.tokenizer is another tokenizer than that of the checkpoint.
         """
         if self.step >= self.config.train.steps:
             logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
             self._leave_together()
             return None
-        if self.checkpoint is not None and self.tokenizer is not None:
-            check_same_vocabulary(self.checkpoint.path, self.checkpoint.state, self.tokenizer, self.config)
         if self.step > 0:
             for change in changes(self.checkpoint.state["config"], self.config):
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
@@ -114,6 +119,7 @@ class Trainer:
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries complain of objects that outlive the process
+        self.tokenizer = load_run_tokenizer(self._with_tokenizer())
         self._build()
         try:
             stopped = self._train_past_spikes()
@@ -188,7 +194,7 @@ class Trainer:
         self.watch.progress("indexing the data", self.step)
         eod = None if self.tokenizer is None else self.tokenizer.eod
         moved = partial(self.watch.progress, "indexing the data")
-        self.batches = build_batches(config, layout, eod, self.step, self.samples, moved)
+        self.batches = build_batches(self._with_tokenizer(), layout, eod, self.step, self.samples, moved)
         self.stages = stages_of(config)
         # Started early: forked later, from a larger process, the loader processes would delay the first step.
         self.micro_batches = self.batches.training()
@@ -214,10 +220,13 @@ class Trainer:
             logger.info("continuing from %s at step %d of %d", *where)
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
-        if self.tokenizer is not None:
-            self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
+        if layout.rank == 0:  # which writes it
+            self.progress["data"] = fingerprints(config)
+            record = recorded_tokenizer(config) if self.tokenizer is None else record_of(self.tokenizer)
+            self.progress |= {} if record is None else {"tokenizer": record}
         self.hooks = hooks_of(config) | self._more_hooks(config)
-        self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from)
+        tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
+        self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from, tokenizer_files)
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _fill_weights(self) -> None:

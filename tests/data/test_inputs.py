@@ -5,6 +5,7 @@ import pytest
 from configurations import make
 from datasets_for_tests import write_dataset
 
+from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.inputs import check_data_files, check_datasets
@@ -15,6 +16,7 @@ from megatron_tape.position import replaced
 def check_inputs(config):
     check_directories(config)
     check_data_files(config)
+    check_tokenizer_exists(config)
 
 
 def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):

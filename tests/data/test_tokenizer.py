@@ -1,12 +1,13 @@
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.tokenizer import difference, load_tokenizer, record_of, write_files
 from megatron_tape.errors import FileError
 
 
@@ -100,3 +101,264 @@ def test_importing_and_loading_needs_no_torch(tokenizer_path):
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'tokenizers', 'transformers')))"
     )
     subprocess.run([sys.executable, "-c", code, str(tokenizer_path)], check=True, timeout=60)
+
+
+END = "<|endoftext|>"
+
+
+def trained(core, trainer, pre_tokenizer, texts, **options):
+    tokenizer = tokenizers.Tokenizer(core)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    for name, value in options.items():
+        setattr(tokenizer, name, value)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+KINDS = {
+    "unigram": lambda texts: trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=300, special_tokens=[END, "<s>", "<unk>"], unk_token="<unk>"),
+        pre_tokenizers.Metaspace(),
+        texts,
+    ),
+    "word level": lambda texts: trained(
+        models.WordLevel(unk_token="[UNK]"),
+        trainers.WordLevelTrainer(special_tokens=[END, "<s>", "[UNK]"]),
+        pre_tokenizers.WhitespaceSplit(),
+        texts,
+    ),
+    "word piece, lower case": lambda texts: trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(special_tokens=[END, "<s>", "[UNK]"], vocab_size=300),
+        pre_tokenizers.WhitespaceSplit(),
+        texts,
+        normalizer=normalizers.Lowercase(),
+    ),
+    "bpe that ignores merges": lambda texts: trained(
+        models.BPE(ignore_merges=True),
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=[END, "<s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(r"\s"), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+        texts,
+    ),
+}
+MENTIONS = [END, f"a{END}b", f"a {END} b", f"{END}{END}", f"x\n{END}\n<s>", END.upper(), f"<{END}>", "<s><s>"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_encodes_to_a_special_token_that_the_vocabulary_for_text_holds(kind, texts, tmp_path):
+    texts = texts[:40]
+    library = KINDS[kind](texts)
+    library.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    library.encode_special_tokens = True
+    special = {library.token_to_id(END), library.token_to_id("<s>")}
+    assert {loaded.eod, loaded.bos} == special
+    assert any(special & set(library.encode(text, add_special_tokens=False).ids) for text in MENTIONS)
+    for text, ids in zip(MENTIONS, loaded.encode_batch(MENTIONS)):
+        assert ids.tolist() == loaded.encode(text) and special.isdisjoint(ids.tolist())
+    for text in texts:
+        assert loaded.encode(text) == library.encode(text, add_special_tokens=False).ids
+    # What is written is loaded unchanged.
+    again = tmp_path / "again"
+    again.mkdir()
+    write_files(loaded.files, again)
+    assert load_tokenizer(again).files == loaded.files and load_tokenizer(again).digest == loaded.digest
+
+
+def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_level, tmp_path):
+    byte_level.add_tokens(["<|im_end|>", "<tool>"])
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eod == byte_level.token_to_id("<|im_end|>")
+    assert tokenizer.eod not in tokenizer.encode("a<|im_end|>b")
+    assert byte_level.token_to_id("<tool>") in tokenizer.encode("a<tool>b")
+
+
+def test_what_cannot_be_kept_from_text_is_refused(tmp_path):
+    tokenizers.Tokenizer(models.WordLevel({END: 0, "a": 1}, unk_token=END)).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(FileError, match="as its unknown token"):
+        load_tokenizer(tmp_path)
+    one = tokenizers.Tokenizer(models.WordLevel({"|": 0, "a": 1, "u": 2}, unk_token="u"))
+    one.pre_tokenizer = pre_tokenizers.Whitespace()
+    one.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "|"}')
+    with pytest.raises(FileError, match="encodes text that mentions | to the special token 0"):
+        load_tokenizer(tmp_path)
+
+
+FILES = ["tokenizer_config.json", "special_tokens_map.json"]
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, "</s>"),
+        ({"eos_token": None}, None),
+        ({"eos_token": "<last>"}, "<last>"),
+        ({"eos_token": {"content": "<first>", "lstrip": False}}, "<first>"),
+    ],
+)
+@pytest.mark.parametrize("file", FILES)
+def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, settings, expected, file):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path).eod == (None if expected is None else byte_level.token_to_id(expected))
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        ({"eos_token": "<|eot_id|>"}, "names '<|eot_id|>' as eos_token, which tokenizer.json does not have"),
+        ({"eos_token": 3}, "names 3 as eos_token"),
+        ({"eos_token": {"lstrip": False}}, "names None as eos_token"),
+        ({"bos_token": "<begin>"}, "names '<begin>' as bos_token"),
+        ({"added_tokens_decoder": {"900": {"content": "<x>"}}}, "'<x>' the id 900, but tokenizer.json does not have"),
+        ({"added_tokens_decoder": {"1": {"content": "<first>"}}}, "'<first>' the id 1, but tokenizer.json gives it 0"),
+        ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "the added token '<x>' the id 'x'"),
+    ],
+)
+@pytest.mark.parametrize("file", FILES)
+def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_path, settings, problem, file):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(json.dumps(settings))
+    if "added_tokens_decoder" in settings and file != "tokenizer_config.json":
+        assert load_tokenizer(tmp_path).eod == 2  # nobody looks for that key there
+        return
+    with pytest.raises(FileError) as error:
+        load_tokenizer(tmp_path)
+    assert problem in str(error.value) and error.value.subject == str(tmp_path / file)
+
+
+def test_several_usual_ends_of_documents_must_be_told_apart(tmp_path):
+    words = {"</s>": 0, END: 1, "a": 2}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(FileError, match="several tokens that could be its eos_token"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert load_tokenizer(tmp_path).eod == 0
+
+
+def sentencepiece_directory(path, tokenizer_path, config, added=None):
+    path.mkdir()
+    (path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    if added is not None:
+        (path / "added_tokens.json").write_text(json.dumps(added))
+    return path
+
+
+def test_the_files_next_to_a_sentencepiece_model_add_and_name_its_tokens(tmp_path, tokenizer_path, texts):
+    decoder = {"800": {"content": "<|im_start|>", "special": True}, "2": {"content": "<s>", "special": True}}
+    config = {"eos_token": "<|im_end|>", "add_bos_token": True, "added_tokens_decoder": decoder}
+    loaded = load_tokenizer(sentencepiece_directory(tmp_path / "chat", tokenizer_path, config, {"<|im_end|>": 801}))
+    plain = load_tokenizer(tokenizer_path)
+    assert (loaded.vocab_size, loaded.eod, loaded.bos, loaded.prefix) == (802, 801, 2, [2])
+    assert loaded.digest != plain.digest
+    check_round_trip(loaded, texts)
+    assert loaded.encode("a<|im_end|>b<s>") == plain.encode("a<|im_end|>b<s>")
+    assert loaded.decode([800, *plain.encode("a b"), 801]) == "<|im_start|>a b<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "config, added, problem",
+    [
+        ({"eos_token": "<|eot_id|>"}, None, "names '<|eot_id|>' as eos_token, which tokenizer.model does not have"),
+        ({}, {"<|im_end|>": 5}, "'<|im_end|>' the id 5, which is that of"),
+        ({"added_tokens_decoder": {"800": {"content": "<t>", "special": False}}}, None, "as a token of ordinary text"),
+        ({"sp_model_kwargs": {"enable_sampling": True}}, None, "splits text at random"),
+        ({}, {"<x>": "five"}, "the added token '<x>' the id 'five'"),
+    ],
+)
+def test_files_that_contradict_a_sentencepiece_model_are_refused(tmp_path, tokenizer_path, config, added, problem):
+    with pytest.raises(FileError) as error:
+        load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config, added))
+    assert problem in str(error.value)
+
+
+def test_random_splits_are_refused(byte_level, tmp_path):
+    settings = json.loads(byte_level.to_str())
+    settings["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(FileError, match="splits text at random .model.dropout.; set that to null"):
+        load_tokenizer(tmp_path)
+
+
+def changed(path, name, **changes):
+    settings = json.loads(path.read_text())
+    target = settings
+    *parents, last = name.split(".")
+    for parent in parents:
+        target = target[parent]
+    target[last] = changes["to"](target[last]) if "to" in changes else changes["value"]
+    return settings
+
+
+def test_the_digest_covers_how_text_is_split_and_nothing_that_does_not_matter(byte_level, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    byte_level.save(str(path))
+    own = load_tokenizer(path).digest
+    assert re.fullmatch("[0-9a-f]{64}", own)
+    for name, other in {
+        "pre_tokenizer.add_prefix_space": {"value": True},
+        "normalizer": {"value": {"type": "Lowercase"}},
+        "model.merges": {"to": lambda merges: [merges[1], merges[0], *merges[2:]]},
+    }.items():
+        (tmp_path / "other.json").write_text(json.dumps(changed(path, name, **other)))
+        assert load_tokenizer(tmp_path / "other.json").digest != own, name
+    for name, same in {
+        "truncation": {"value": None},
+        "padding": {"value": None},
+        "model.merges": {"to": lambda merges: [" ".join(merge) for merge in merges]},
+        "model.ignore_merges": {"value": False},
+    }.items():
+        (tmp_path / "same.json").write_text(json.dumps(changed(path, name, **same), indent=5))
+        assert load_tokenizer(tmp_path / "same.json").digest == own, name
+
+
+def test_the_digest_of_a_sentencepiece_model_covers_its_scores(tmp_path, tokenizer_path):
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(tokenizer_path.read_bytes())
+    model.pieces[-1].score -= 1
+    (tmp_path / "x.model").write_bytes(model.SerializeToString())
+    one, other = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "x.model")
+    assert one.digest != other.digest
+    assert difference(record_of(one), record_of(other)) == "encodes text in another way"
+    assert difference(record_of(one), record_of(one) | {"eod": 9}) == "ends documents with the id 3 instead of 9"
+    assert difference(record_of(one), record_of(one) | {"eod": 9}, with_eod=False) is None
+
+
+def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5], "top_p": 0.9}')
+    tokenizer = load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_text("other")
+    out = tmp_path / "out"
+    out.mkdir()
+    assert sorted(write_files(tokenizer.files, out)) == [
+        "additional_chat_templates/tool.jinja", "generation_config.json", "tokenizer.model",
+    ]  # fmt: skip
+    assert load_tokenizer(out).digest == tokenizer.digest == load_tokenizer(tokenizer_path).digest
+
+
+def test_a_sentencepiece_model_that_does_not_load_says_why(tmp_path):
+    (tmp_path / "x.model").write_text("abc")
+    with pytest.raises(FileError, match=r"is not a SentencePiece model \(.*Parse"):
+        load_tokenizer(tmp_path / "x.model")
+    (tmp_path / "x.model").write_text("")
+    with pytest.raises(FileError, match="it is empty"):
+        load_tokenizer(tmp_path / "x.model")

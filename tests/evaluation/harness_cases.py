@@ -9,6 +9,7 @@ import torch
 from lm_eval.api.model import LM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, QUESTION, TASK
 from megatron_tape.evaluation.transformers_model import HFModel
@@ -25,7 +26,7 @@ def sentencepiece_tokenizer(folder, rows=600):
     text = (Path(sysconfig.get_path("stdlib")) / "heapq.py").read_text(encoding="utf-8")
     (folder / "tokenizer.model").write_bytes(train([text, " ".join([TASK, QUESTION, *[FILLER] * 9])], rows))
     (folder / "exported").mkdir()
-    write_tokenizer(folder / "tokenizer.model", folder / "exported", 512)
+    write_tokenizer(load_tokenizer(folder / "tokenizer.model"), folder / "exported", 512, "tokenizer.model")
     return AutoTokenizer.from_pretrained(folder / "exported")
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 from configurations import make
-from datasets_for_tests import write_all
+from datasets_for_tests import write_all, write_tokenizer
 from evaluation.loss_cases import write_jsonl
 from training_cases import RECIPE, option, rows
 
@@ -50,13 +51,15 @@ def test_data_is_refused_with_the_name_of_the_setting(tmp_path):
     path = tmp_path / "perplexity.jsonl"
     path.write_text('{"text": "good"}\n{"text": 3}\n')
     settings = {"every": 5, "data": str(path), "lengths": [8]}
-    for tokenizer, subject in (("tokenizer", f"{path}:2"), (None, "evaluation.perplexity.data")):
+    write_tokenizer(tmp_path / "tokenizer.json")
+    make_config = partial(make, data__tokenizer=str(tmp_path / "tokenizer.json"))
+    for tokenizer, subject in ((str(tmp_path / "tokenizer.json"), f"{path}:2"), (None, "evaluation.perplexity.data")):
         with pytest.raises(UserError) as error:
             check_tasks(make(evaluation__perplexity=settings, data__tokenizer=tokenizer))
         assert error.value.subject == subject
     path.unlink()
     with pytest.raises(ConfigError) as error:
-        check_tasks(make(evaluation__perplexity=settings))
+        check_tasks(make_config(evaluation__perplexity=settings))
     assert error.value.key == "evaluation.perplexity.data"
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from configurations import make
+from datasets_for_tests import write_tokenizer
 from launch import run_group
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig
 
 from megatron_tape.command_line import Interrupted
 from megatron_tape.config.schema import config_dict
+from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.evaluation import model_source, tasks
 from megatron_tape.evaluation.base import ModelInfo, Summary, Task, Unit
@@ -25,6 +27,7 @@ from megatron_tape.evaluation.results import Score, read_results
 from megatron_tape.evaluation.runner import Parts, Planned, identity_of, run_task
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.remote_code import write_code
+from megatron_tape.huggingface.tokenizer_files import write_tokenizer as write_exported
 from pretrain import evaluate
 
 SMALL = dict(
@@ -283,17 +286,19 @@ def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path)
     assert find_model(str(tmp_path)).digest() != digest
 
 
-def test_a_checkpoint_whose_tokenizer_brings_code_is_not_trusted(tmp_path, monkeypatch):
-    given = tmp_path / "data" / "tokenizer.json"
-    config = config_dict(make(data__tokenizer=str(given)))
-    monkeypatch.setattr(model_source, "read_state", lambda path: {"config": config, "step": 3})
-    monkeypatch.setattr(model_source, "find_checkpoint", lambda path, deep: tmp_path / "run" / "checkpoints" / "step-3")
-    given.parent.mkdir()
-    (given.parent / "tokenizer_config.json").write_text("{}")
+def test_a_checkpoint_whose_tokenizer_brings_code_never_runs_it(tmp_path, monkeypatch):
+    kept = tmp_path / "run" / "checkpoints" / "step-3" / "tokenizer"
+    state = {"config": config_dict(make()), "step": 3, "progress": {}}
+    monkeypatch.setattr(model_source, "read_state", lambda path: state)
+    monkeypatch.setattr(model_source, "find_checkpoint", lambda path, deep: kept.parent)
+    kept.mkdir(parents=True)
+    write_tokenizer(kept / "tokenizer.json")
+    (kept / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x--y.Z", null]}}')
     found = find_model(str(tmp_path))
     assert not found.runs_own_code and found.info.has_tokenizer and found.info.trained_length == 32
-    (given.parent / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x--y.Z", null]}}')
-    assert find_model(str(tmp_path)).runs_own_code
+    (tmp_path / "out").mkdir()
+    write_exported(load_tokenizer(kept), tmp_path / "out", 32, str(kept))
+    assert "auto_map" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
 
 
 def test_a_tokenizers_code_runs_when_it_is_trusted(llama, tmp_path, capsys):

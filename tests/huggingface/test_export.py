@@ -159,7 +159,12 @@ def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path, given):
         source, pad = tmp_path / "given", "w1"
         settings = {"eos_token": "<|endoftext|>", "pad_token": pad, "tokenizer_class": "PreTrainedTokenizerFast"}
         (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    export(trained / "tp1_zero2_rope", tmp_path / "out", tokenizer=str(source))
+    with changed_state(trained / "tp1_zero2_rope" / "checkpoints" / "step-00000003", tmp_path) as (step, _):
+        shutil.rmtree(step / "tokenizer")
+    manifest = json.loads((step / "manifest.json").read_text())
+    files = {name: entry for name, entry in manifest["files"].items() if not name.startswith("tokenizer/")}
+    (step / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+    export(step, tmp_path / "out", tokenizer=str(source))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("w5 w0 w62")["input_ids"] == [5, 0, 62]
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token) == (EOD, None, pad)
@@ -178,8 +183,7 @@ DAMAGES = {
     "sha256": lambda file, config: flip(file),
     "decoder.layers.2.position.token_mixing is missing": lambda file, config: config["model"].update(num_layers=4),
     "experts": lambda file, config: config["model"].update(experts=8),
-    "gone.model": lambda file, config: config["data"].update(tokenizer="gone.model"),
-    "--tokenizer": lambda file, config: config["data"].update(tokenizer=None),
+    "tokenizer/tokenizer.model has": lambda file, config: flip(file.parent / "tokenizer" / "tokenizer.model"),
 }
 
 
@@ -196,7 +200,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
 
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(500)}, unk_token="w0")).save(str(tmp_path / "big.json"))
     arguments = ["to-hf", "--checkpoint", trained / "tp1_zero1", "--output", tmp_path / "out"]
-    refused(tmp_path, "500 ids", *arguments, "--tokenizer", tmp_path / "big.json")
+    refused(tmp_path, "has None as its end-of-document id", *arguments, "--tokenizer", tmp_path / "big.json")
 
 
 def test_an_output_that_exists_is_left_alone(trained, tmp_path):

@@ -6,10 +6,10 @@ import json
 import pytest
 from datasets_for_tests import source_code
 
-from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.tokenizer import find_files, load_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.tokenizer_files import _QWENS_SPLIT as QWENS
-from megatron_tape.huggingface.tokenizer_files import files_beside, is_qwens, read_tokenizer, write_tokenizer
+from megatron_tape.huggingface.tokenizer_files import is_qwens, read_tokenizer, write_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_sentencepiece_models_of_other_settings_convert_exactly(tmp_path, option
     )  # fmt: skip
     (tmp_path / "t.model").write_bytes(model.getvalue())
     (tmp_path / "out").mkdir()
-    write_tokenizer(tmp_path / "t.model", tmp_path / "out", 128)
+    write_tokenizer(load_tokenizer(tmp_path / "t.model"), tmp_path / "out", 128, "t.model")
     ours, theirs = load_tokenizer(tmp_path / "t.model"), load_tokenizer(tmp_path / "out" / "tokenizer.json")
     text = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to divide a line
     for piece in (text, "a<sep>b  <s> c"):
@@ -67,7 +67,7 @@ def test_a_tokenizer_takes_the_steps_of_its_file_whatever_class_and_model_are_na
     tokenizer.save(str(source / "tokenizer.json"))
     settings = {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<|endoftext|>", "model_max_length": 7}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert write_tokenizer(source, output, 128).special_ids == {
+    assert write_tokenizer(load_tokenizer(source), output, 128, "source").special_ids == {
         "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
     }  # fmt: skip
     (output / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -110,13 +110,13 @@ def test_links_lead_out_of_a_directory_only_in_the_hubs_cache(tmp_path):
     (blobs / "0").touch()
     (tmp_path / "secret").touch()
     (snapshot / "chat_template.jinja").symlink_to(blobs / "0")
-    assert files_beside(snapshot) == ["chat_template.jinja"]
+    assert find_files(snapshot) == ["chat_template.jinja"]
     (tmp_path / "model" / "tokenizer.json").symlink_to("chat_template.jinja")
     (tmp_path / "model" / "chat_template.jinja").touch()
-    assert files_beside(tmp_path / "model") == ["tokenizer.json", "chat_template.jinja"]
+    assert find_files(tmp_path / "model") == ["tokenizer.json", "chat_template.jinja"]
     (tmp_path / "model" / "chat_template.jinja").unlink()
     for directory in (tmp_path / "model", snapshot):
         (directory / "chat_template.jinja").unlink(missing_ok=True)
         (directory / "chat_template.jinja").symlink_to(tmp_path / "secret")
         with pytest.raises(FileError, match="is a link to a file elsewhere"):
-            files_beside(directory)
+            find_files(directory)

@@ -157,9 +157,10 @@ def test_a_failing_file_system_and_a_mistake_have_different_exit_statuses(job, m
     assert job()[0] == EXIT_RESTART
 
 
-def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
+def test_another_tokenizer_is_refused_before_the_run_is_taken_over(job):
     state = {"step": 5, "optimizer_steps": 5, "consumed_samples": 20, "sharded": {}}
-    state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "progress": {"vocabulary": "0" * 64}}
+    tokenizer = {"digest": "0" * 64, "vocab_size": 64, "eod": 63}
+    state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "progress": {"tokenizer": tokenizer}}
     job()
     config = parse_run_config(["--config", str(RECIPE), "--data.prefix=a"])
     home = save("state.json", json.dumps(state | {"config": config_dict(config)}))

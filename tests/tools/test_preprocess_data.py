@@ -48,7 +48,7 @@ def test_result_is_megatrons_for_any_number_of_workers_and_chunk_size(
 ):
     preprocess(corpus, "--chunk-bytes", chunk_bytes, workers=workers)
     assert read_pair(tmp_path / "out") == expected
-    assert files_in(tmp_path) == ["out.bin", "out.idx"]
+    assert files_in(tmp_path) == ["out.bin", "out.idx", "out.origin"]
 
 
 def test_megatron_reads_the_documents_with_their_ends(preprocess, corpus, texts, tmp_path, tokenizer_path):
@@ -321,7 +321,7 @@ def test_killed_run_looks_unfinished_and_the_next_one_succeeds(interrupted, prep
     assert files_in(tmp_path) == ["endless.jsonl", "out.bin.partial", "out.idx.partial"]
     wait_until(lambda: all(map(is_gone, workers)))
     preprocess(corpus)
-    assert files_in(tmp_path) == ["endless.jsonl", "out.bin", "out.idx"]
+    assert files_in(tmp_path) == ["endless.jsonl", "out.bin", "out.idx", "out.origin"]
     assert read_pair(tmp_path / "out") == expected
 
 

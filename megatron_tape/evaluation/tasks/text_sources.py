@@ -9,10 +9,12 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_tape import command_line
 from megatron_tape.config.schema import split_shares
 from megatron_tape.config.values import shown
 from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
+from megatron_tape.data.origins import check_tokenizer
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo
@@ -97,6 +99,11 @@ def check_sources(
 
     Texts are not tokenized: only those that are too short even with a token for every byte are refused here.
     """
+    indexed = [source.path for source in sources if source.kind == "indexed"]
+    if info.tokenizer is not None:
+        check_tokenizer(indexed, info.tokenizer, f"that of {info.label}", command_line.say)
+    elif indexed:
+        command_line.say(f"warning: the tokenizer of {info.label} cannot be compared with that of {indexed[0]}")
     for source in sources:
         if source.kind == "text":
             problem = f"is the text {source.path}, but {info.label} has no tokenizer"

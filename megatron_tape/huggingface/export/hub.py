@@ -11,9 +11,9 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from megatron_tape import command_line
+from megatron_tape.data.tokenizer import CHAT_TEMPLATES, TOKENIZER_FILES
 from megatron_tape.errors import UserError
 from megatron_tape.huggingface.export.position_picture import PICTURE
-from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
 REPLACED = ("model*.safetensors", "model.safetensors.index.json", "*_tape.py", PICTURE)
 """What an upload deletes of earlier ones, beside tokenizers: it could be read in place of what is new."""
@@ -57,7 +57,7 @@ def upload(directory: str | Path, repository: str, private: bool) -> None:
             repo_id=repository,
             folder_path=directory,
             commit_message=f"Upload {Path(directory).name}",
-            delete_patterns=[*REPLACED, *TOKENIZER_FILES],
+            delete_patterns=[*REPLACED, *TOKENIZER_FILES, f"{CHAT_TEMPLATES}/*"],
         )
     command_line.say(f"uploaded {directory} to {url}")
 

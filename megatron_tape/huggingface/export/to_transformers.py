@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from megatron_tape import command_line
+from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, saved_tokenizer
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import CheckpointError, FileError, UserError
 from megatron_tape.huggingface.export.evaluation_results import find_results
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_card
@@ -24,8 +26,9 @@ from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_ch
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import (
     FROM_THE_FILE,
-    TOKENIZER,
+    GENERATION,
     ExportedTokenizer,
+    difference_on_text,
     is_qwens,
     write_tokenizer,
 )
@@ -102,7 +105,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
             "tokenizer of every Qwen2 by Qwen's own; load it with PreTrainedTokenizerFast.from_pretrained"
         )
     write_json(directory / "config.json", config | ids)
-    write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    write_json(directory / GENERATION, {} if pieces is None else pieces.generation)
     if encoding.exports_to != "plain":
         write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
     write_card(directory, config["model_type"], saved, options, rows, loader)
@@ -261,16 +264,17 @@ def part_shapes(model: ModelConfig, name: str, shape: tuple[int, ...], rows: int
 def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) -> ExportedTokenizer | None:
     if given == NO_TOKENIZER:
         return None
-    source = given or saved.state["config"].get("data", {}).get("tokenizer")
-    if source is None and (saved.path / TOKENIZER).is_dir():
-        source = saved.path / TOKENIZER
-    if source is None:
+    source, tokenizer = str(saved.path / TOKENIZER), saved_tokenizer(saved.path)
+    if given is not None:
+        own, source, tokenizer = tokenizer, given, load_tokenizer(given)
+        different = own is not None and own.digest != tokenizer.digest and difference_on_text(tokenizer, own)
+        if different:
+            fix = f"leave out --tokenizer, or give {NO_TOKENIZER} and put its files into the export yourself"
+            raise FileError(given, f"{different} than the tokenizer that the model was trained with", fix)
+    if tokenizer is None:
         fix = f"give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
-        raise CheckpointError(str(saved.path), "names no tokenizer", fix)
-    if not Path(source).exists():
-        fix = "give a .model, a tokenizer.json or their directory with --tokenizer"
-        raise FileError(str(source), f"does not exist, the tokenizer{'' if given else ' of this run'}", fix)
-    return write_tokenizer(source, directory, saved.model.seq_length)
+        raise CheckpointError(str(saved.path), "has no tokenizer", fix)
+    return write_tokenizer(tokenizer, directory, saved.model.seq_length, source)
 
 
 def write_json(path: Path, value: dict) -> None:

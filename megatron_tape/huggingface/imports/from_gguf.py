@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tape import command_line
+from megatron_tape.data.tokenizer import TOKENIZER_JSON
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.imports.source_card import CardFacts, licence_and_languages
 from megatron_tape.huggingface.imports.weight_files import LazyTensors
-from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,7 +225,7 @@ class GgufFile(LazyTensors):
                 return True
             reason = f"of the kind {kind}, {split}, which transformers cannot convert without changing tokens"
         command_line.say(
-            f"the tokenizer in {self.path} is not imported ({reason}); put the model's {TOKENIZER_FILES[0]} beside the "
+            f"the tokenizer in {self.path} is not imported ({reason}); put the model's {TOKENIZER_JSON} beside the "
             "file, and give the directory"
         )
         return False

@@ -17,10 +17,9 @@ from megatron_tape.huggingface.imports.config_json import (
     read_settings,
 )
 from megatron_tape.huggingface.imports.from_gguf import GgufFile, find_gguf
-from megatron_tape.huggingface.imports.new_checkpoint import advise, with_new_tape, write_imported
+from megatron_tape.huggingface.imports.new_checkpoint import advise, find_tokenizer, with_new_tape, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import open_directory
-from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
 
 def import_model(
@@ -56,7 +55,7 @@ def import_model(
     card = source_card(source, base_model, exported_here)
     origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
     with TemporaryDirectory() as converted:
-        tokenizer = source
+        tokenizer = find_tokenizer(source)
         if weights is None:
             weights = open_directory(source, allow_pickle)
         else:
@@ -64,8 +63,8 @@ def import_model(
             command_line.say(
                 f"{gguf} holds {weights.quantization}; the checkpoint gets the fp32 numbers they stand for"
             )
-            if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
-                tokenizer = Path(converted) if weights.write_tokenizer(Path(converted)) else None
+            if tokenizer is None and weights.write_tokenizer(Path(converted)):
+                tokenizer = find_tokenizer(Path(converted))
         if model.position_encoding == "tape" and not exported_here:
             weights = with_new_tape(weights, model, seed)
         write_imported(output, model, weights, origin, tokenizer, card=card)

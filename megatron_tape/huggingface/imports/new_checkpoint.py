@@ -1,7 +1,7 @@
 """Write weights from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
 
+import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,13 +11,15 @@ from torch import Tensor
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
+from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, write_tokenizer_files
 from megatron_tape.config.schema import ModelConfig, model_dict
-from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.tokenizer import TOKENIZER_FILES, Tokenizer, find_files, load_tokenizer, record_of
 from megatron_tape.errors import FileError
+from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_names
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
-from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES, files_beside
-from megatron_tape.io.files import atomic_directory, digest, sync_directory
+from megatron_tape.huggingface.tokenizer_files import GENERATION, SPECIAL_IDS
+from megatron_tape.io.files import atomic_directory, digest
 from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.io.strict_yaml import dump
@@ -79,7 +81,7 @@ def write_imported(
     model: ModelConfig,
     weights: Mapping[str, Tensor],
     origin: str,
-    tokenizer: Path | None = None,
+    tokenizer: Tokenizer | None = None,
     unread: tuple[str, ...] = (),
     **kept: object,
 ) -> None:
@@ -87,7 +89,7 @@ def write_imported(
 
     The weights have `model.unpadded_vocab_size` rows; rows up to `model.vocab_size` are added here, and an export
     removes them again. `weights` may read each parameter only when it is accessed, one at a time. `origin` describes
-    where they come from. The tokenizer in the directory `tokenizer`, if there is one, is copied to `OUTPUT/tokenizer`.
+    where they come from. The files of the `tokenizer`, if there is one, are written to `OUTPUT/tokenizer`.
     Raises FileError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
     model (unless its name starts with one of `unread`). What else is `kept` (`identity`, `card`) becomes part of the
     state's progress.
@@ -108,7 +110,7 @@ def write_imported(
             entries[file], index[file] = write_safetensors(directory / file, of_file, tensors, {"format": "pt"})
         tensors.close()
         write_record(directory / INDEX, {"files": index})
-        kept = {"origin": origin} | kept
+        kept = {"origin": origin} | kept | ({} if tokenizer is None else {"tokenizer": record_of(tokenizer)})
         state = {
             "step": 0,
             "optimizer_steps": 0,
@@ -121,7 +123,7 @@ def write_imported(
         }
         write_record(directory / checkpoint_files.STATE, state)
         _write_settings(directory / "model.yaml", model)
-        copied = _copy_tokenizer(tokenizer, directory / TOKENIZER)
+        copied = [] if tokenizer is None else write_tokenizer_files(tokenizer.files, directory)
         for name in (INDEX, checkpoint_files.STATE, "model.yaml", *copied):
             entries[name] = digest(directory / name)
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
@@ -150,22 +152,25 @@ def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unrea
         raise FileError(origin, f"holds a separate {head}, but its settings say tie_word_embeddings")
 
 
-def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
-    """Copy the tokenizer in a directory, if one can be read there, and return the names of the copies."""
-    if source is None or not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
-        return []
+def find_tokenizer(source: Path) -> Tokenizer | None:
+    """Load the tokenizer in the directory of a model; None, with a message, if there is none that can be used.
+
+    The ids at which the model stops, which older models have in their config.json alone, are kept with it. Raises
+    FileError for a file that is a link to somewhere else.
+    """
+    if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
+        return None
+    find_files(source)
     try:
-        load_tokenizer(source)
+        tokenizer = load_tokenizer(source)
+        settings = read_settings(source / "config.json") if (source / "config.json").is_file() else {}
     except (ValueError, OSError) as error:
-        command_line.say(f"the tokenizer is not copied: {error}")
-        return []
-    target.mkdir()
-    names = files_beside(source)
-    for name in names:
-        shutil.copyfile(source / name, target / name)
-        sync_directory(target / name)
-    sync_directory(target)
-    return [f"{target.name}/{name}" for name in names]
+        command_line.say(f"warning: the model is imported without its tokenizer: {error}")
+        return None
+    ids = {key: settings[key] for key in SPECIAL_IDS if settings.get(key) is not None}
+    if ids and GENERATION not in tokenizer.files:
+        tokenizer.files[GENERATION] = (json.dumps(ids, indent=2) + "\n").encode()
+    return tokenizer
 
 
 def _write_settings(path: Path, model: ModelConfig) -> None:

@@ -1,0 +1,93 @@
+"""What an indexed dataset was made from: `P.origin` names its tokenizer, and whether its documents end in a token.
+
+Datasets of other tools have no such file. One whose files have changed since, because another tool has replaced them,
+counts as one of these.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
+from megatron_tape.data.remembered import BLOCKS
+from megatron_tape.data.tokenizer import TokenizerRecord, difference
+from megatron_tape.errors import FileError
+from megatron_tape.io.files import fingerprint
+from megatron_tape.io.records import read_record
+
+
+class Origin(TypedDict):
+    """The contents of `P.origin`."""
+
+    tokenizer: TokenizerRecord
+    append_eod: bool
+    """Whether every document ends in the tokenizer's end-of-document token."""
+    files: NotRequired[dict[str, str]]
+    """Fingerprints of the dataset's files by their endings."""
+    text_key: NotRequired[str]
+    on_error: NotRequired[str]
+    cut: NotRequired[int]
+    """How shards are cut; see `data.shards`."""
+    inputs: NotRequired[dict[str, list[int]]]
+
+
+def read_origin(prefix: str | Path, of_any_files: bool = False) -> Origin | None:
+    """Return the origin of a dataset, or None if it has none; FileError if it is malformed.
+
+    It counts only if the dataset's files are those that it was written with, unless `of_any_files`.
+    """
+    try:
+        origin = read_record(origin_path(prefix), Origin)
+    except FileNotFoundError:
+        return None
+    except FileError as error:
+        fix = f"remove that file, or make the dataset {prefix} again"
+        raise FileError(error.subject, error.problem, fix) from None
+    return origin if of_any_files or origin.get("files") == fingerprints_of(prefix) else None
+
+
+def fingerprints_of(prefix: str | Path) -> dict[str, str]:
+    """Return the fingerprints of those files of a dataset that exist, by their endings."""
+    return {path.suffix: fingerprint(path, BLOCKS) for path in dataset_paths(prefix) if path.is_file()}
+
+
+def check_tokenizer(
+    prefixes: Iterable[str],
+    tokenizer: TokenizerRecord | None,
+    name: str,
+    warn: Callable[[str], None],
+) -> Mapping[str, Origin | None]:
+    """Return the datasets' origins; raise FileError if one was made with a tokenizer other than `tokenizer`.
+
+    Args:
+        prefixes: the datasets.
+        tokenizer: that of the model; None to compare the datasets with each other.
+        name: what to call it in messages.
+        warn: called with one sentence if there are datasets without an origin, which cannot be compared.
+    """
+    origins = {prefix: read_origin(prefix) for prefix in prefixes}
+    for prefix, origin in origins.items():
+        if origin is None:
+            continue
+        if tokenizer is None:
+            tokenizer, name = origin["tokenizer"], f"that of {prefix}"
+        if different := difference(origin["tokenizer"], tokenizer, with_eod=origin["append_eod"]):
+            problem = f"was made with a tokenizer that {different} than {name}"
+            raise FileError(prefix, problem, "preprocess it again with that one, or use the one that it was made with")
+    unknown = [prefix for prefix, origin in origins.items() if origin is None]
+    if unknown and tokenizer is not None:
+        more = "" if len(unknown) == 1 else f" and {len(unknown) - 1} other datasets"
+        does = "does" if len(unknown) == 1 else "do"
+        it = "it" if len(unknown) == 1 else "them"
+        warn(f"warning: {unknown[0]}{more} {does} not say which tokenizer made {it}; make sure that it was {name}")
+    return origins
+
+
+def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
+    """Return the origin of datasets that are joined; None if that of one is unknown. Their tokenizers are the same."""
+    found = list(origins)
+    if not found or None in found:
+        return None
+    return {"tokenizer": found[0]["tokenizer"], "append_eod": all(origin["append_eod"] for origin in found)}

@@ -1,0 +1,193 @@
+"""A dataset knows its tokenizer, and every program that reads it compares."""
+
+import json
+
+import numpy as np
+import pytest
+from configurations import make
+from datasets_for_tests import EOD, write_dataset, write_documents, write_tokenizer
+from tool_runs import run_here
+
+from megatron_tape.data.inputs import check_datasets, check_same_data, fingerprints
+from megatron_tape.data.origins import check_tokenizer, common_origin, fingerprints_of, read_origin
+from megatron_tape.data.tokenizer import load_tokenizer, record_of
+from megatron_tape.errors import ConfigError, FileError
+
+
+@pytest.fixture
+def tokenizers(tmp_path):
+    """The paths of two tokenizers of as many words, and of one that ends documents with another of them."""
+    write_tokenizer(tmp_path / "own.json")
+    text = (tmp_path / "own.json").read_text().replace('"w62"', '"<|stop|>"')
+    (tmp_path / "own.json").write_text(text)
+    (tmp_path / "other.json").write_text(text.replace('"w1"', '"changed"'))
+    (tmp_path / "ends").mkdir()
+    (tmp_path / "ends" / "tokenizer.json").write_text(text)
+    (tmp_path / "ends" / "tokenizer_config.json").write_text('{"eos_token": "<|stop|>"}')
+    return {
+        name: str(tmp_path / path) for name, path in (("own", "own.json"), ("other", "other.json"), ("ends", "ends"))
+    }
+
+
+@pytest.fixture
+def preprocess(tmp_path, tokenizers):
+    """Preprocess a few texts of 64 words, and return the prefix."""
+
+    def run(name, tokenizer="own", *options):
+        texts = [" ".join(f"w{(i + k) % 62}" for k in range(90)) for i in range(40)]
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        arguments = ["--input", tmp_path / "in.jsonl", "--tokenizer", tokenizers[tokenizer], "--workers", "1"]
+        done = run_here("preprocess_data", *arguments, "--output-prefix", tmp_path / name, *options)
+        assert done.returncode == 0, done.stderr
+        return str(tmp_path / name)
+
+    return run
+
+
+def settings(tokenizers, prefix, tokenizer="own", packed=True, **changes):
+    path = None if tokenizer is None else tokenizers[tokenizer]
+    return make(data__prefix=prefix, data__tokenizer=path, data__reset_attention_mask=packed, **changes)
+
+
+def test_a_dataset_records_its_tokenizer_and_whether_documents_end(preprocess, tokenizers):
+    record = record_of(load_tokenizer(tokenizers["own"]))
+    for options, ends in (([], False), (["--append-eod"], True)):
+        prefix = preprocess(f"out{ends}", "own", *options)
+        assert read_origin(prefix) == {"tokenizer": record, "append_eod": ends, "files": fingerprints_of(prefix)}
+
+
+def test_files_of_another_tool_in_its_place_have_no_origin(preprocess):
+    prefix = preprocess("out")
+    write_dataset(f"{prefix}.new")
+    for ending in (".bin", ".idx"):
+        with open(prefix + ending, "wb") as file, open(f"{prefix}.new{ending}", "rb") as new:
+            file.write(new.read())
+    assert read_origin(prefix) is None
+
+
+@pytest.mark.parametrize(
+    "made_with, options, problem",
+    [
+        ("other", ["--append-eod"], "encodes text in another way than data.tokenizer"),
+        ("ends", ["--append-eod"], "ends documents with the id 62 instead of 63"),
+    ],
+)
+def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made_with, options, problem):
+    good, bad = preprocess("good", "own", "--append-eod"), preprocess("bad", made_with, *options)
+    check_datasets(settings(tokenizers, good))
+    for prefix in (bad, [0.5, good, 0.5, bad]):
+        with pytest.raises(ConfigError, match=problem) as error:
+            check_datasets(settings(tokenizers, prefix, packed=False))
+        assert error.value.subjects == ("data.prefix", "data.tokenizer") and bad in str(error.value)
+    stages = [{"prefix": bad, "share": 0.5}]
+    with pytest.raises(ConfigError, match=problem):
+        check_datasets(settings(tokenizers, good, packed=False, data__stages=stages))
+
+
+def test_datasets_are_compared_with_each_other_and_the_checkpoint_where_there_is_no_tokenizer(preprocess, tokenizers):
+    good, bad = preprocess("good"), preprocess("bad", "other")
+    check_datasets(settings(tokenizers, bad, None, packed=False))
+    with pytest.raises(ConfigError, match="encodes text in another way than that of"):
+        check_datasets(settings(tokenizers, [0.5, good, 0.5, bad], None, packed=False))
+    with pytest.raises(ConfigError, match="encodes text in another way than the model's"):
+        check_datasets(settings(tokenizers, bad, None, packed=False), read_origin(good)["tokenizer"])
+    with pytest.raises(ConfigError, match="than the tokenizer of the data that the model learned from"):
+        check_datasets(settings(tokenizers, good, "own", packed=False), read_origin(bad)["tokenizer"])
+
+
+def test_data_of_other_tools_is_taken_with_one_warning(tmp_path, tokenizers, capsys):
+    for name in ("a", "b", "c"):
+        write_dataset(tmp_path / name)
+    prefixes = [str(tmp_path / name) for name in ("a", "b", "c")]
+    check_datasets(settings(tokenizers, prefixes))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "which tokenizer" in line]
+    assert line.startswith(f"warning: {prefixes[0]} and 2 other datasets do not say")
+
+
+def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(preprocess, tmp_path, tokenizers):
+    one, two, other = preprocess("one"), preprocess("two", "own", "--append-eod"), preprocess("other", "other")
+    write_dataset(tmp_path / "foreign")
+    out = tmp_path / "out"
+    done = run_here("merge_datasets", "--input", one, two, "--output-prefix", out)
+    assert done.returncode == 0
+    assert read_origin(out)["tokenizer"] == read_origin(one)["tokenizer"] and not read_origin(out)["append_eod"]
+    done = run_here("merge_datasets", "--input", one, other, "--output-prefix", tmp_path / "bad")
+    assert done.returncode == 2 and f"{other} was made with a tokenizer that encodes text in another way" in done.stderr
+    assert not (tmp_path / "bad.idx").exists()
+    done = run_here("merge_datasets", "--input", one, tmp_path / "foreign", "--output-prefix", tmp_path / "both")
+    assert done.returncode == 0 and "foreign does not say which tokenizer made it" in done.stderr
+    assert read_origin(tmp_path / "both") is None
+    assert common_origin([]) is None
+
+
+def test_inspection_names_the_tokenizer_and_refuses_another(preprocess, tmp_path, tokenizers):
+    prefix = preprocess("out", "own", "--append-eod")
+    record = record_of(load_tokenizer(tokenizers["own"]))
+    assert f"64 ids, digest {record['digest'][:12]}; documents end in 63" in run_here("inspect_dataset", prefix).stdout
+    assert run_here("inspect_dataset", prefix, "--tokenizer", tokenizers["own"]).returncode == 0
+    done = run_here("inspect_dataset", prefix, "--tokenizer", tokenizers["other"])
+    assert done.returncode == 2 and "encodes text in another way" in done.stderr
+    write_dataset(tmp_path / "foreign")
+    assert "tokenizer  unknown" in run_here("inspect_dataset", tmp_path / "foreign").stdout
+
+
+def test_a_malformed_origin_is_one_sentence(preprocess):
+    prefix = preprocess("out")
+    for content in ("{", "[]", '{"tokenizer": []}'):
+        with open(f"{prefix}.origin", "w") as file:
+            file.write(content)
+        with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file, or make the dataset"):
+            check_tokenizer([prefix], None, "", print)
+
+
+def documents(*ends):
+    """Documents of five tokens that end as told; None stands for an empty one."""
+    return [[] if end is None else [1, 2, 3, 4, end] for end in ends]
+
+
+@pytest.mark.parametrize(
+    "ends, number",
+    [
+        ([None, *[EOD] * 40], None),
+        ([*[EOD] * 40, None], None),
+        ([EOD, *[7] * 40], 1),
+        ([*[EOD] * 40, 7], 40),
+        ([None, 7, *[EOD] * 40], 1),
+        ([EOD, None] * 300 + [7], 600),
+        ([EOD] * 500 + [7] * 500, 500),
+    ],
+)
+def test_the_ends_of_documents_are_looked_at_throughout_a_dataset(tmp_path, tokenizers, ends, number):
+    write_documents(tmp_path / "a", documents(*ends))
+    config = settings(
+        tokenizers, str(tmp_path / "a"), model__seq_length=16, data__split="1,0,0", train__eval_interval=None
+    )
+    if number is None:
+        return check_datasets(config)
+    with pytest.raises(ConfigError, match=f"document {number} of .*/a does not end in the end-of-document token 63"):
+        check_datasets(config)
+
+
+def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp_path, capsys):
+    one, two = preprocess("one"), preprocess("two")
+    config = settings(tokenizers, [0.5, one, 0.5, two], packed=False)
+    saved = fingerprints(config)
+    check_same_data(config, saved, tmp_path / "step-1")
+    write_documents(two, [np.arange(20) + i for i in range(40)], overwrite=True)
+    with pytest.raises(ConfigError, match=f"has changed since .*step-1 was saved: {two};") as error:
+        check_same_data(config, saved, tmp_path / "step-1")
+    assert error.value.subjects == ("data.prefix", "data.allow_changed")
+    allowed = settings(tokenizers, [0.5, one, 0.5, two], packed=False, data__allow_changed=True)
+    check_same_data(allowed, saved, tmp_path / "step-1")
+    assert "warning: the data has changed since" in capsys.readouterr().err
+    check_same_data(settings(tokenizers, one, packed=False), saved, tmp_path / "step-1")
+
+
+def test_examples_that_were_replaced_are_noticed(tokenizers, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"input": "w1", "output": "w2"}\n')
+    config = make(data__prefix=None, data__tokenizer=tokenizers["own"], data__examples={"path": str(path)})
+    saved = fingerprints(config)
+    path.write_text('{"input": "w1", "output": "w3"}\n')
+    with pytest.raises(ConfigError, match="^data.examples has changed since"):
+        check_same_data(config, saved, tmp_path)
