@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
-from megatron_tape.huggingface.imports import config_json
+from megatron_tape.huggingface.imports import config_json, from_transformers
 from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 
@@ -357,3 +357,46 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     import_model(tmp_path / "source", tmp_path / "imported")
     with pytest.raises(FileError):
         import_model(tmp_path / "source", tmp_path / "imported")
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
+def test_a_chat_model_keeps_its_stops_settings_and_templates(tmp_path, place):
+    source = tmp_path / "source"
+    write_source(source)
+    write_tokenizer(source / "tokenizer.json")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    generation = {"eos_token_id": [63, 57], "bos_token_id": 5}
+    if place == "generation_config.json":
+        generation |= {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "repetition_penalty": 1.1}
+        (source / place).write_text(json.dumps(generation))
+    change_config(source, {key: generation[key] for key in ("eos_token_id", "bos_token_id")})
+    import_model(source, tmp_path / "imported")
+    export(tmp_path / "imported", tmp_path / "exported")
+    exported = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    assert {key: exported.get(key) for key in generation} == generation
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == [63, 57]
+    for name in ("chat_template.jinja", "additional_chat_templates/tool.jinja"):
+        assert (tmp_path / "exported" / name).read_bytes() == (source / name).read_bytes()
+    assert "split_special_tokens" not in (tmp_path / "exported" / "tokenizer_config.json").read_text()
+
+
+def test_links_out_of_a_model_are_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    write_source(source)
+    write_tokenizer(tmp_path / "tokenizer.json")
+    (source / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    monkeypatch.setattr(from_transformers, "open_directory", lambda *_: pytest.fail("the weights were opened"))
+    with pytest.raises(FileError, match="tokenizer.json is a link to a file elsewhere; put a copy in its place"):
+        import_model(source, tmp_path / "imported")
+
+
+def test_a_tokenizer_that_cannot_be_used_is_left_out_with_a_warning(tmp_path, capsys):
+    write_source(tmp_path / "source")
+    write_tokenizer(tmp_path / "source" / "tokenizer.json")
+    (tmp_path / "source" / "tokenizer_config.json").write_text('{"eos_token": "<|gone|>"}')
+    import_model(tmp_path / "source", tmp_path / "imported")
+    error = capsys.readouterr().err
+    assert "warning: the model is imported without its tokenizer: " in error and "names '<|gone|>'" in error
+    assert not (tmp_path / "imported" / "tokenizer").exists()

@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from data.test_tokenizer import KINDS, MENTIONS
 from datasets_for_tests import source_code
 
 from megatron_tape.data.tokenizer import find_files, load_tokenizer
@@ -120,3 +121,69 @@ def test_links_lead_out_of_a_directory_only_in_the_hubs_cache(tmp_path):
         (directory / "chat_template.jinja").symlink_to(tmp_path / "secret")
         with pytest.raises(FileError, match="is a link to a file elsewhere"):
             find_files(directory)
+
+
+def exported(source, output, context=128):
+    output.mkdir()
+    return write_tokenizer(load_tokenizer(source), output, context, str(source))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_reads_text_as_training_did(kind, tmp_path, texts):
+    """Also text that mentions special tokens, where the vocabulary for text holds them."""
+    source = tmp_path / "source"
+    source.mkdir()
+    KINDS[kind](texts[:40]).save(str(source / "tokenizer.json"))
+    exported(source, tmp_path / "out")
+    ours, theirs = load_tokenizer(source), read_tokenizer(tmp_path / "out")
+    for text in [*MENTIONS, *texts[:20]]:
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    again = load_tokenizer(tmp_path / "out")
+    assert (again.digest, again.eod, again.bos) == (ours.digest, ours.eod, ours.bos)
+
+
+def test_a_chat_template_needs_special_tokens_to_be_found(tmp_path, tokenizer_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
+    (source / "added_tokens.json").write_text('{"<|im_start|>": 800, "<|im_end|>": 801}')
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "add_bos_token": true}')
+    found = exported(source, tmp_path / "out")
+    assert (found.vocab_size, found.special_ids["eos_token_id"], found.special_ids["bos_token_id"]) == (802, 801, 2)
+    ours, theirs = load_tokenizer(source), read_tokenizer(tmp_path / "out")
+    ids = theirs.apply_chat_template([{"content": "hello"}], tokenize=True, return_dict=False)
+    assert ids == [800, *ours.encode("hello"), 801]
+    assert theirs("a b")["input_ids"] == [2, *ours.encode("a b")] and load_tokenizer(tmp_path / "out").prefix == [2]
+    text = "a<|im_end|>b <s> c"
+    assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ours.encode(text)
+    assert load_tokenizer(tmp_path / "out").digest == ours.digest
+
+
+def test_a_converted_tokenizer_is_the_one_that_it_was_converted_from(tmp_path, tokenizer_path):
+    exported(tokenizer_path, tmp_path / "out")
+    original, converted = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "out")
+    assert converted.digest == original.digest and "tokenizer.json" in converted.files
+    exported(tmp_path / "out", tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").digest == original.digest
+    settings = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
+    settings["normalizer"]["normalizers"].insert(0, {"type": "Lowercase"})
+    (tmp_path / "out" / "tokenizer.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path / "out").digest != original.digest
+
+
+def test_generation_settings_and_chat_templates_survive(tmp_path, tokenizer_path):
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (source / "additional_chat_templates" / "tool.jinja").write_text("tool {{ messages[0].content }}")
+    generation = {"eos_token_id": [3, 5], "top_p": 0.9, "do_sample": True, "transformers_version": "5.0.0"}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    found = exported(source, tmp_path / "out")
+    assert found.special_ids == {"bos_token_id": 2, "eos_token_id": [3, 5], "pad_token_id": 0}
+    assert found.generation == generation | {"bos_token_id": 2, "pad_token_id": 0}
+    theirs = read_tokenizer(tmp_path / "out")
+    assert sorted(theirs.chat_template) == ["default", "tool"]
+    assert theirs.apply_chat_template([{"content": "x"}], chat_template="tool", tokenize=False) == "tool x"

@@ -1,0 +1,153 @@
+"""A run keeps its tokenizer and knows its data, whatever becomes of the files that its settings name."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conversions import convert
+from data.test_tokenizer import KINDS, MENTIONS
+from datasets_for_tests import write_dataset
+from evaluation.loss_cases import write_jsonl
+from tool_runs import run_here, write_lines
+from training_cases import RECIPE, option, rows
+
+from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.evaluation.results import read_results
+from pretrain import evaluate, train
+
+SIZE = 300
+PERPLEXITY = ["--perplexity.lengths=[12]", "--perplexity.stride=8"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, texts):
+    """A folder with two tokenizers of the same size, `a` and `b`, and the dataset `data`, made with `a`."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, part in (("a", texts), ("b", [text.swapcase() for text in texts])):
+        (folder / name).mkdir()
+        KINDS["unigram"](part).save(str(folder / name / "tokenizer.json"))
+    assert load_tokenizer(folder / "a").vocab_size == load_tokenizer(folder / "b").vocab_size == SIZE
+    write_lines(folder / "text.jsonl", [text[i : i + 400] for text in texts for i in range(0, len(text), 400)][:100])
+    arguments = ["--input", folder / "text.jsonl", "--tokenizer", folder / "a", "--workers", "1", "--append-eod"]
+    assert run_here("preprocess_data", *arguments, "--output-prefix", folder / "data").returncode == 0
+    write_jsonl(folder / "held_out.jsonl", [" ".join(MENTIONS) + texts[3][:60], texts[4][:90]])
+    return folder
+
+
+@pytest.fixture
+def place(made, tmp_path, monkeypatch):
+    """A copy of that folder, which is the current directory; data and tokenizer have relative paths there."""
+    shutil.copytree(made, tmp_path / "place")
+    monkeypatch.chdir(tmp_path / "place")
+    monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
+    return tmp_path / "place"
+
+
+def start(*overrides, steps=2):
+    given = [f"--model.vocab_size={SIZE}", "--data.prefix=data", "--data.tokenizer=a", "--logging.directory=run"]
+    given += [
+        "--data.reset_attention_mask=true",
+        f"--train.steps={steps}",
+        "--train.evaluations=[]",
+        "--schedule.warmup_steps=1",
+    ]
+    return train.main(["--config", str(RECIPE), *given, *overrides])
+
+
+def perplexity(model, output, text="held_out.jsonl"):
+    command = ["perplexity", "--model", str(model), "--output", str(output), "--device=cpu"]
+    assert evaluate.main([*command, f"--perplexity.data={text}", *PERPLEXITY]) == 0
+    return {(score.metric, score.group): score.value for score in read_results(output).tasks["perplexity"].scores}
+
+
+def replaced_by(path, other):
+    shutil.rmtree(path)
+    shutil.copytree(other, path)
+
+
+def test_what_comes_after_a_run_uses_the_tokenizer_that_it_began_with(place, capfd):
+    settings = json.dumps({"every": 2, "data": "held_out.jsonl", "lengths": [12], "stride": 8})
+    assert start(option("evaluation.perplexity", settings)) == 0
+    during = {
+        tuple(key.split("/")[2:4]): value for key, value in rows("run")[-1].items() if key.startswith("evaluation/")
+    }
+    original = load_tokenizer("a")
+    before = perplexity("run", "before")
+    # Text that mentions special tokens is read alike during training and after it.
+    assert during == pytest.approx(before, rel=1e-5)
+    replaced_by("a", "b")
+    os.rename("run", "moved")
+    os.chdir(place.parent)
+    assert perplexity("place/moved", "after", "place/held_out.jsonl") == before
+    step = place / "moved" / "checkpoints" / "step-00000002"
+    for name, model in (("run", "place/moved"), ("step", shutil.copytree(step, place.parent / step.name))):
+        done = convert("to-hf", "--checkpoint", model, "--output", name)
+        assert done.returncode == 0, done.stderr
+        assert load_tokenizer(name).digest == original.digest
+    assert perplexity("run", "exported", "place/held_out.jsonl") == pytest.approx(before, rel=1e-6)
+    # One that is given by hand is compared.
+    done = convert("to-hf", "--checkpoint", "place/moved", "--output", "bad", "--tokenizer", "place/b")
+    assert done.returncode == 2 and "encodes text in another way than the tokenizer that the model was" in done.stderr
+    assert convert("to-hf", "--checkpoint", "place/moved", "--output", "good", "--tokenizer", "run").returncode == 0
+
+
+def test_a_run_goes_on_without_the_files_of_its_tokenizer_but_not_with_another(place, capfd):
+    assert start() == 0
+    replaced_by("a", "b")
+    capfd.readouterr()
+    assert start(steps=3) == 2
+    assert "data.tokenizer is a, which encodes text in another way" in capfd.readouterr().err
+    shutil.rmtree("a")
+    assert start(steps=3) == 0
+    shutil.copytree("b", "a")
+    extend = ["--config", "run/config.yaml", "--checkpoint.resume=run/checkpoints/step-00000003"]
+    extend += ["--logging.directory=other", "--checkpoint.directory=null", "--train.steps=4"]
+    capfd.readouterr()
+    assert train.main(extend) == 2
+    assert "which encodes text in another way" in capfd.readouterr().err
+    assert train.main([*extend, "--data.tokenizer=null", "--data.reset_attention_mask=false"]) == 0
+    kept = "other/checkpoints/step-00000004/tokenizer"
+    assert load_tokenizer(kept).digest == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
+
+
+def test_a_tokenizer_that_is_replaced_while_the_run_trains_is_not_saved(place, monkeypatch):
+    from megatron_tape.training.checkpoint_saver import CheckpointSaver
+
+    save = CheckpointSaver.save
+    monkeypatch.setattr(CheckpointSaver, "save", lambda *a, **k: (replaced_by("a", "b"), save(*a, **k))[1])
+    original = load_tokenizer("a")
+    assert start() == 0
+    assert (
+        load_tokenizer("run/checkpoints/step-00000002/tokenizer").digest
+        == original.digest
+        != load_tokenizer("a").digest
+    )
+
+
+def test_data_that_was_preprocessed_again_is_refused_when_the_run_continues(place, capfd):
+    assert start() == 0
+    write_lines(Path("text.jsonl"), ["other text " * 200] * 70)
+    arguments = ["--input", "text.jsonl", "--tokenizer", "a", "--workers", "1", "--append-eod", "--overwrite"]
+    assert run_here("preprocess_data", *arguments, "--output-prefix", "data").returncode == 0
+    capfd.readouterr()
+    assert start(steps=3) == 2
+    assert "data.prefix has changed since" in (error := capfd.readouterr().err) and "--data.allow_changed true" in error
+    assert start("--data.allow_changed=true", steps=3) == 0
+    assert "warning: the data has changed since" in capfd.readouterr().err
+    assert start(steps=4) == 0  # the new data is the run's now
+
+
+def test_evaluation_refuses_a_dataset_of_another_tokenizer(place, capfd):
+    assert start() == 0
+    arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
+    assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
+    write_dataset("foreign")
+    command = ["perplexity", "--model", "run", "--output", "out", "--device=cpu", *PERPLEXITY]
+    assert evaluate.main([*command, "--perplexity.data=others"]) == 2
+    error = capfd.readouterr().err
+    assert "others was made with a tokenizer that encodes text in another way than that of run" in error
+    assert perplexity("run", "own", "data")
+    perplexity("run", "foreign-results", "foreign")
+    assert "foreign does not say which tokenizer made it" in capfd.readouterr().err
