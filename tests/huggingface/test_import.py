@@ -364,6 +364,7 @@ def test_a_chat_model_keeps_its_stops_settings_and_templates(tmp_path, place):
     source = tmp_path / "source"
     write_source(source)
     write_tokenizer(source / "tokenizer.json")
+    (source / "generation_config.json").unlink()
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
