@@ -1,3 +1,5 @@
+import resource
+
 import pytest
 from datasets_for_tests import write_documents
 
@@ -91,6 +93,23 @@ def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
     for minimum, share in ((0, 0.5), (1.5, 0.5), (8, 0), (8, 1.1), (8, "nan")):
         error = run_tool("inspect_dataset", long, "--seq-length", 32, "--long-documents", minimum, share, code=2).stderr
         assert "--long-documents" in error
+
+
+def test_more_datasets_than_can_be_open_are_refused(tmp_path, run_tool, monkeypatch):
+    small = write(tmp_path / "small", [5])
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    for tool, arguments, fix in (
+        ("inspect_dataset", [small] * 60, "name fewer at once"),
+        (
+            "merge_datasets",
+            ["--output-prefix", tmp_path / "merged", "--input", *[small] * 60],
+            "merge some of them first",
+        ),
+    ):
+        error = run_tool(tool, *arguments, code=2).stderr
+        assert "60 datasets, for which a process needs" in error and "64 are allowed; raise the hard limit" in error
+        assert error.endswith(f"or {fix}\n")
 
 
 def replaced(offset, data):
