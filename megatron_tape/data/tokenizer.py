@@ -343,12 +343,10 @@ class _SentencePiece:
 
 class _HuggingFace:
     def __init__(self, files: dict[str, bytes], path: Path):
-        import tokenizers
-
         self._path, self.files = path, dict(files)
         try:
             settings = json.loads(files[TOKENIZER_JSON])
-            self._model = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_JSON])
+            self._prepare(files[TOKENIZER_JSON])
         except Exception as error:  # the library raises plain Exception
             reason = " ".join(str(error).split())[:200]
             problem = f"is not a Hugging Face tokenizer.json ({reason})"
@@ -385,17 +383,16 @@ class _HuggingFace:
         step of the pre-tokenizer then cuts it after its first character, so that all other text is split as before.
         """
         ends = {i for i in (self.eod, self.bos) if i is not None}
-        changed = False
-        for token in settings.get("added_tokens") or ():
-            if token["id"] in ends and not token["special"]:
-                token["special"] = changed = True
+        added = settings.get("added_tokens") or ()
+        if ordinary := [token for token in added if token["id"] in ends and not token.get("special")]:
+            for token in ordinary:
+                token["special"] = True
+            self.files[TOKENIZER_JSON] = _dump(settings)
+            self._prepare(self.files[TOKENIZER_JSON])
         unknown = self._unknown_id(settings["model"])
-        special = {token["content"]: token["id"] for token in settings.get("added_tokens") or () if token["special"]}
+        special = {token["content"]: token["id"] for token in added if token.get("special")}
         special |= {self._model.id_to_token(i): i for i in ends}
         special = {token: i for token, i in special.items() if i != unknown or i in ends}
-        if changed:
-            self.files[TOKENIZER_JSON] = _dump(settings)
-        self._prepare(self.files[TOKENIZER_JSON])
         if not ends.isdisjoint(self.encode(f"a{_RARE} {_RARE}")):
             problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")

@@ -99,11 +99,11 @@ def check_sources(
 
     Texts are not tokenized: only those that are too short even with a token for every byte are refused here.
     """
-    indexed = [source.path for source in sources if source.kind == "indexed"]
+    tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
-        check_tokenizer(indexed, info.tokenizer, f"that of {info.label}", command_line.say)
-    elif indexed:
-        command_line.say(f"warning: the tokenizer of {info.label} cannot be compared with that of {indexed[0]}")
+        check_tokenizer(tokenized, info.tokenizer, f"that of {info.label}", command_line.say)
+    elif tokenized:
+        command_line.say(f"warning: the tokenizer of {info.label} cannot be compared with that of {tokenized[0]}")
     for source in sources:
         if source.kind == "text":
             problem = f"is the text {source.path}, but {info.label} has no tokenizer"
