@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
+from megatron_tape.home import provide_caches
 from megatron_tape.text import duration
 
 
@@ -63,6 +64,7 @@ def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str =
     def whole() -> int | None:
         if output_is_lost:
             raise OSError("stdout is closed; redirect it to a file or to /dev/null")
+        provide_caches()
         status = main()
         _flush_output()
         return status

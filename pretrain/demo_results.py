@@ -1,13 +1,17 @@
 """What the demo shows in the end: how its models learn, what the extension changes, and which models copy."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from megatron_tape.io.files import atomic_output
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CONTEXT, EXTENDED = 256, 1024
 """Of the recipes."""
@@ -34,6 +38,8 @@ PLACES = 8
 
 def write_picture(rows: Rows, by_position: ByPosition, copied: Copied, path: Path) -> None:
     """Plot how both models learn, what the extension changes, and who copies among other numbers of blanks."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(14, 4.2))
     left, middle, right = figure.subplots(1, 3)
     for name, run in rows.items():

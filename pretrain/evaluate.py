@@ -28,6 +28,7 @@ from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.tasks import TASKS
+from megatron_tape.home import provide_caches
 from megatron_tape.io.files import remove
 from megatron_tape.text import duration
 
@@ -64,6 +65,7 @@ def _main(argv: list[str] | None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         options, tasks = read_command(argv)
+        provide_caches()
         source = find_model(options.model, options.label, options.average)
         output = Path(options.output) if options.output else source.default_output
         foreign = source.runs_own_code and not options.trust_remote_code

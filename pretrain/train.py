@@ -1,14 +1,10 @@
 """Train one model: `python -m pretrain.train --config X.yaml`, or under `torchrun --nproc-per-node N -m`."""
 
-import contextlib
 import logging
 import os
-import stat
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tape.checks import Level, check
@@ -25,6 +21,7 @@ from megatron_tape.errors import (
     UserError,
     refuse,
 )
+from megatron_tape.home import private_directory, provide_caches
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
@@ -144,7 +141,8 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     warnings.filterwarnings("ignore", module="megatron")  # about missing Transformer Engine and Apex, unused here
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about DeepSpeed's calls
     # Local to the node: hundreds of nodes would write compiled kernels to a home directory that they share.
-    os.environ.setdefault("TRITON_CACHE_DIR", _own_directory(f"triton-cache-{os.getuid()}"))
+    os.environ.setdefault("TRITON_CACHE_DIR", private_directory(f"triton-cache-{os.getuid()}"))
+    provide_caches()
     if config.parallel.uses_sequence_parallel:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
     # Without this, freed blocks of memory that do not suffice for what comes next would be lost to the run.
@@ -164,17 +162,6 @@ def _set_default(name: str, value: str, older: str) -> None:
     """Set a variable that torch reads since 2.9, unless the user has set it, under this name or the `older` one."""
     if older not in os.environ:
         os.environ.setdefault(name, value)
-
-
-def _own_directory(name: str) -> str:
-    """Return a directory of this name for temporary files, or another if somebody else can write there."""
-    path = Path(tempfile.gettempdir(), name)
-    with contextlib.suppress(OSError):
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-            return str(path)
-    return tempfile.mkdtemp(prefix=f"{name}-")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Modules of one row may import each other, but not in a circle; the more specific of two matching names counts.
 ORDER = (
-    ("errors", "text", "io"),
+    ("errors", "text", "home", "io"),
     ("command_line",),
     ("config",),
     ("parallel",),
