@@ -14,6 +14,7 @@ import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_tape import command_line
 from megatron_tape.io.files import atomic_output
 from megatron_tape.io.versions import commit, cpu_name, toolchain, versions
 
@@ -98,7 +99,9 @@ def shown(path: Path) -> str:
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where to write the results."""
     parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
-    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
+    parser.add_argument(
+        "--output", type=command_line.path, help="folder or .json file of the record (default: benchmarks/results)"
+    )
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.trial_summary import problems, summary, toy_size
+from megatron_tape import command_line
 from megatron_tape.io.versions import ROOT, commit
 
 MERGED_EVERY = 2.0
@@ -261,12 +262,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add, names = parser.add_argument, [stage.name for stage in STAGES]
     add("--minutes", type=float, default=8.0, help="end within this time (default: %(default)s)")
-    add("--output", type=Path, required=True, metavar="DIR", help="where the results go")
-    add("--wheels", type=Path, metavar="DIR", help="folder of wheels, made by benchmarks.wheels")
+    add("--output", type=command_line.path, required=True, metavar="DIR", help="where the results go")
+    add("--wheels", type=command_line.path, metavar="DIR", help="folder of wheels, made by benchmarks.wheels")
     add("--stage", nargs="+", choices=names, metavar="NAME", help="only these (default: all but pretraining)")
     add("--also", nargs="+", choices=("flex", "megatron"), default=[],
         help="also time FlexAttention, or Megatron-core's GPTModel")  # fmt: skip
-    add("--text", type=Path, help="JSON lines for pretraining (default: the standard library's source)")
+    add("--text", type=command_line.path, help="JSON lines for pretraining (default: the standard library's source)")
     add("--toy", action="store_true", help="toy size on the CPU, even where there is a GPU")
     add("--commit", help="commit of this code, if there is no git")
     options = parser.parse_args(argv)

@@ -13,13 +13,13 @@ import argparse
 import os
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.environment import describe
 from benchmarks.timing import matmul_peak, seconds, timed
+from megatron_tape import command_line
 from megatron_tape.io.records import write_record
 from megatron_tape.ops.attention import attention as attend
 from megatron_tape.ops.backends.choice import choose_backend
@@ -97,7 +97,7 @@ def _gather_seconds(size: int, group: dist.ProcessGroup, device: torch.device) -
 def main(argv: list[str] | None = None) -> None:
     """Measure, and let the first process write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--output", type=command_line.path, required=True, help="file to write")
     options = parser.parse_args(argv)
     on_gpu, several = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1)) > 1
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_tape import command_line
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import atomic_directory
 
@@ -99,7 +100,9 @@ def _pip(*arguments: str) -> None:
 def main() -> None:
     """Collect the wheels and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="directory to make, which must not exist yet")
+    parser.add_argument(
+        "directory", metavar="DIR", type=command_line.path, help="directory to make, which must not exist yet"
+    )
     parser.add_argument("--python", default="3.12", help="Python of the GPU machine (default: %(default)s)")
     arguments = parser.parse_args()
     print("collecting wheels; deepspeed is built from its source, which takes a minute ...", file=sys.stderr)
@@ -110,6 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megatron_tape.command_line import run
-
-    run(main)
+    command_line.run(main)

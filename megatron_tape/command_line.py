@@ -8,22 +8,41 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
-from megatron_tape.home import provide_caches
+from megatron_tape.home import NoHome, expand_home, provide_caches
 from megatron_tape.text import duration
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line of a program: mistakes raise ConfigError, options are written out, descriptions shown as is."""
+    """The command line of a program: mistakes raise ConfigError, options are written out, descriptions shown as is.
+
+    A `~` at the beginning of an argument becomes the home directory, unless its option has a type other than Path. So
+    texts that are no paths and may begin with one have `type=str`.
+    """
 
     def __init__(self, **arguments: Any):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
+        self.register("type", None, lambda text: _expanded(text))
+        self.register("type", Path, path)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with the reason of argparse."""
         raise ConfigError("the command line", f"cannot be read: {message}", "see --help")
+
+
+def path(text: str) -> Path:
+    """Read an option that is a path, which may begin with `~`."""
+    return Path(_expanded(text))
+
+
+def _expanded(text: str) -> str:
+    try:
+        return expand_home(text)
+    except NoHome as error:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, but {error}") from None
 
 
 def whole_number(text: str) -> int:

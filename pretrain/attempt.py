@@ -71,13 +71,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--processes", type=int, required=True, help="number of ranks of the job")
     add("--scratch", default="", help="run directories are in SCRATCH/runs unless the configuration says otherwise")
     add("--log", default="", help="the job's log")
-    add("arguments", nargs="*", help="after --: RECIPE and overrides")
+    add("arguments", nargs="*", type=str, help="after --: RECIPE and overrides")
     add = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted").add_argument
     add("--module", help="what each process will run, if that is known")
-    add("arguments", nargs="*", help="after --: RECIPE and overrides")
+    add("arguments", nargs="*", type=str, help="after --: RECIPE and overrides")
     add = verbs.add_parser("chain", help="refuse a run, its extension and the evaluation").add_argument
     add("--scratch", default="", help="as for begin")
-    add("arguments", nargs="*", help="after --: as above")
+    add("arguments", nargs="*", type=str, help="after --: as above")
     add = verbs.add_parser("decide", help="judge an attempt whose processes have ended").add_argument
     add("--run", required=True, help="the run's directory")
     add("--checkpoints", required=True, help="its checkpoint directory")

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face model with its tokenizer")
-    add("--prompt", required=True, metavar="TEXT", help="what to continue")
+    add("--prompt", type=str, required=True, metavar="TEXT", help="what to continue")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many tokens (default: %(default)s)")
     add(
         "--temperature",

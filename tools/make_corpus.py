@@ -159,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
     stdlib = sources.add_parser("stdlib", help="the Python standard library's source code")
     directory = sources.add_parser("folders", help="the files of a directory, one document for each folder")
     directory.add_argument("directory", type=Path, help="a checkout, for example")
-    suffixes = {"nargs": "+", "metavar": "SUFFIX", "default": [".py", ".md"]}
+    suffixes = {"nargs": "+", "type": str, "metavar": "SUFFIX", "default": [".py", ".md"]}
     directory.add_argument("--suffixes", **suffixes, help="the files' names end in one of these (default: .py .md)")
     shuffle = "in a random order instead of by name, so that data.split holds out text of every kind"
     for source in (stdlib, directory):

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from megatron_tape.command_line import Parser
 from megatron_tape.config.schema import ModelConfig, RunConfig, build_model, default_of, key_of, keys_of
-from megatron_tape.config.values import accept, describe, shown, takes_mapping
+from megatron_tape.config.values import PathText, accept, describe, shown, takes_mapping
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.strict_yaml import Given, parse_value, read_recipe
 
@@ -112,8 +112,9 @@ def read_settings(
             values[key] = _first_accepted(key, readings, kinds[key])
             places.pop(key, None)
             continue
-        files.append(text)
-        for given in read_recipe(text):
+        file = accept("--config", text, PathText)
+        files.append(file)
+        for given in read_recipe(file):
             values[given.key], places[given.key] = _from_recipe(given, kinds, sections), given.place
     return arguments, values, places, files
 

@@ -16,7 +16,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, Positive, shown
+from megatron_tape.config.values import (
+    Count,
+    Decay,
+    NotNegative,
+    NotNegativeInt,
+    PathText,
+    Positive,
+    paths_at,
+    shown,
+)
 from megatron_tape.errors import ConfigError, refuse
 
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
@@ -104,17 +113,17 @@ class ModelConfig:
 class DataConfig:
     """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
 
-    prefix: dict[str, float] | list[float | str] | str | None = None
+    prefix: dict[PathText, float] | list[float | PathText] | PathText | None = None
     """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
     that gives a split less than one sequence is left out of that split, with a warning."""
-    stages: list[dict[str, Any]] | None = None
+    stages: list[Annotated[dict[str, Any], paths_at("prefix")]] | None = None
     """What to train on after that, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 % of
     the run's tokens; several follow each other. Validation data stays that of prefix."""
     generator: dict[str, int | float | str] | None = None
     """Train on sequences of a synthetic task in place of a dataset: addition, selective_copy, grid_navigation or
     recall, with settings of the task that are not its defaults, such as {task: addition, digits: 20}. Samples never
     repeat, and each depends only on train.seed and its number. Validation data is drawn in the same way."""
-    examples: dict[str, str | int | bool | None] | None = None
+    examples: Annotated[dict[str, str | int | bool | None], paths_at("path", "validation")] | None = None
     """Train on examples of inputs and targets in place of a dataset: {path: train.jsonl}. Each of its lines has input,
     and output or target. Other keys: validation, a file like it; template, what is read before the target ({input}
     stands for the input, whose end is left out if it is too long; by default "{input}\\n\\nAnswer:"); target_tokens,
@@ -125,7 +134,7 @@ class DataConfig:
     batch: those that are answers (the targets of examples), or all. Of indexed datasets, all do."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """The tokenizer with which the data was made; needed to sample text and to find document ends."""
     reset_attention_mask: bool = False
     """Keep packed documents from attending to each other."""
@@ -136,7 +145,7 @@ class DataConfig:
     documents and among the others; one without enough of either is left out there. null draws all documents alike."""
     num_workers: NotNegativeInt = 0
     """Processes that load training data; 0 loads it in the training process, as validation data always is."""
-    cache_directory: str | None = None
+    cache_directory: PathText | None = None
     """Where Megatron's index maps, and which checks the data has passed, are kept between runs; null means index_cache
     beside the first dataset."""
 
@@ -403,7 +412,7 @@ class TrainConfig:
 class CheckpointConfig:
     """When the state is saved, and what a run starts from."""
 
-    directory: str | None = None
+    directory: PathText | None = None
     """Where checkpoints go; null means checkpoints inside logging.directory."""
     interval: Count = 1000
     """Steps between checkpoints; the last step is always saved. After a failed save, the next one is due as usual."""
@@ -422,7 +431,7 @@ class CheckpointConfig:
     """Also save parameters that are not trained, where only a part of the model is (extension.trains, or a program as
     in docs/extending.md); false saves only the trained ones and the path of the checkpoint with which the run began
     (extension.from or resume), which holds the others and must therefore stay where it is."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto continues from the newest complete checkpoint, if there is one; none starts afresh and requires that the
     directory holds no later ones; otherwise the path of a checkpoint. If that is not one of the run's own, the run
     begins with it, at its step and with its Adam state, and later continues from its own checkpoints."""
@@ -436,7 +445,7 @@ class CheckpointConfig:
 class ExtensionConfig:
     """What pretrain.extend_context starts from and trains. Its positions are settings of the model (rope_*)."""
 
-    from_: str | None = None
+    from_: PathText | None = None
     """The model to extend: a run, one of its checkpoints, or a directory in the format of transformers. The run begins
     at step 0 with its weights; settings of the model that are not given are those of this model."""
     trains: list[str] = field(default_factory=lambda: ["all"])
@@ -471,9 +480,9 @@ class EvaluationConfig:
     evaluations, and with the task's settings, which python -m pretrain.evaluate --help explains; such as
     perplexity: {every: 500, data: held_out.jsonl, lengths: [512, 1024]}. Each is also done after the last step."""
 
-    perplexity: dict[str, Any] | None = None
+    perplexity: Annotated[dict[str, Any], paths_at("data")] | None = None
     """Perplexity by context length."""
-    context_gain: dict[str, Any] | None = None
+    context_gain: Annotated[dict[str, Any], paths_at("data", "key_tokens_from")] | None = None
     """What tokens gain from longer contexts."""
     addition: dict[str, Any] | None = None
     """Exact match of sums by the lengths of their operands."""
@@ -493,7 +502,7 @@ class EvaluationConfig:
 class LoggingConfig:
     """What a run reports, and where."""
 
-    directory: str | None = None
+    directory: PathText | None = None
     """Where metrics, TensorBoard files and the configuration go; null means runs/<name of the recipe>."""
     interval: Count = 10
     """Steps between logged steps."""

@@ -4,15 +4,32 @@ import functools
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megatron_tape.errors import ConfigError
+from megatron_tape.home import NoHome, expand_home
 
 Count = Annotated[int, Field(ge=1)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+PathText = Annotated[str, AfterValidator(expand_home)]
+"""A path, whose `~` becomes the home directory."""
+
+
+def paths_at(*keys: str) -> AfterValidator:
+    """Return what marks a mapping that has paths at some of its keys, or lists or mappings of them."""
+    return AfterValidator(lambda given: given | {key: _expand_all(given[key]) for key in keys if key in given})
+
+
+def _expand_all(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expand_all(item) for item in value]
+    if isinstance(value, dict):
+        return {_expand_all(name): _expand_all(item) for name, item in value.items()}
+    return expand_home(value) if isinstance(value, str) else value
+
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to", "lt": "below"}
@@ -46,6 +63,8 @@ def _accepted(key: str, value: Any, kind: Any, adapter: TypeAdapter) -> Any:
         accepted = adapter.validate_python(value, strict=True)
         if origin is not Literal or type(value) in map(type, arguments):  # in Python, True == 1
             return accepted
+    except NoHome as error:
+        raise ConfigError(key, f"is {shown(value)}, but {error.problem}", error.fix) from None
     except ValidationError:
         if origin is list and isinstance(value, list):
             for i, item in enumerate(value):
@@ -64,17 +83,23 @@ def takes_mapping(kind: Any) -> bool:
 
 def _mappings(kind: Any) -> list[Any]:
     """Return the types of the mappings that a setting of type `kind` may be."""
-    options = get_args(kind) if get_origin(kind) in _UNIONS else (kind,)
+    options = map(_plain, get_args(kind) if get_origin(kind) in _UNIONS else (kind,))
     return [option for option in options if get_origin(option) is dict]
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without what Annotated adds to it."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def describe(kind: Any) -> str:
     """Describe in words what a setting of type `kind` may be."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        bounds = {
-            name: getattr(item, name) for item in arguments[1].metadata for name in _BOUNDS if hasattr(item, name)
-        }
+        if kind == PathText:
+            return "a path"
+        metadata = getattr(arguments[1], "metadata", ())
+        bounds = {name: getattr(item, name) for item in metadata for name in _BOUNDS if hasattr(item, name)}
         return " ".join([describe(arguments[0]), *(f"{_BOUNDS[name]} {bound:,}" for name, bound in bounds.items())])
     if origin in _UNIONS:
         words = [describe(option) for option in arguments]
@@ -83,7 +108,7 @@ def describe(kind: Any) -> str:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is dict and float in (values := (arguments[1], *get_args(arguments[1]))) and str not in values:
         return "a mapping of names to numbers"
-    if origin is list and get_origin(arguments[0]) is dict:
+    if origin is list and get_origin(_plain(arguments[0])) is dict:
         return "a list of mappings"
     if origin is list and int in (arguments[0], *get_args(arguments[0])):
         return "a list of whole numbers, such as [1024, 2048]"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tape.config.values import PathText
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
@@ -40,7 +41,7 @@ class ContextGainSettings(DocumentSettings):
     """A key token's loss is lower by more than this, in nats, in the longest context than in the short one."""
     beta: float = -2.0
     """A key token's log-probability in the longest context is above this."""
-    key_tokens_from: str | None = None
+    key_tokens_from: PathText | None = None
     """The results.json of another model, or its directory, whose key tokens are used, so that several models are
     measured on the same ones; they need the same data and tokenizer. null means that the model chooses its own, which
     favours it: they are tokens that it predicts well."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import (
@@ -31,7 +31,7 @@ from megatron_tape.evaluation.tasks.text_sources import (
 class DocumentSettings:
     """What the tasks have in common that measure the losses of documents' tokens."""
 
-    data: dict[str, str] | str
+    data: dict[str, PathText] | PathText
     """What is read, as a path or a mapping name: path. A file of JSON lines, text or parquet (like the inputs of
     tools/preprocess_data.py, also .gz and .zst); an indexed dataset, by its prefix; or a .bin of uint16 token ids,
     which is one document. Ids must be those of the model's tokenizer."""

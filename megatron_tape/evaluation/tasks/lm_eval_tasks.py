@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
@@ -25,9 +25,9 @@ _SHOWN = 30
 class LmEvalSettings:
     """Any tasks of lm-evaluation-harness, and a comparison with results of the same ones."""
 
-    tasks: list[str]
+    tasks: list[PathText]
     """Names of tasks, groups or tags, as `lm_eval ls tasks` lists them, or paths of YAML files."""
-    include_path: str | None = None
+    include_path: PathText | None = None
     """A directory with tasks of your own."""
     limit: int | None = None
     """At most so many documents of each task, the first ones; null means all."""
@@ -37,7 +37,7 @@ class LmEvalSettings:
     """Tokens that the model takes, longer prompts lose their beginning; null means what its configuration says."""
     batch_size: int = 1
     """Prompts that run at once."""
-    before: str | None = None
+    before: PathText | None = None
     """Results (a results.json, or the directory with it) of the same tasks, such as of the model before an extension;
     the differences are shown."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from megatron_tape.config.values import PathText
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
@@ -38,7 +39,7 @@ MODEL_TYPE = "tape"
 class PositionSettings:
     """What the position states of a TAPE model are computed for."""
 
-    data: str
+    data: PathText
     """What is read: JSON lines, text, parquet, an indexed dataset or a .bin of uint16 ids, as in perplexity."""
     text_key: str = "text"
     """Where the text stands in JSON lines and parquet."""

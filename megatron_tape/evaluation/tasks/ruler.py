@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
@@ -43,11 +43,11 @@ class RulerSettings:
     and a quarter of it."""
     samples: int = 50
     """For each task and length, at most 500, which is what published tables have."""
-    haystack: str | None = None
+    haystack: PathText | None = None
     """A long text in UTF-8 that needles are hidden in; null means the essays that RULER takes, from the hub."""
-    squad: str | None = None
+    squad: PathText | None = None
     """The file dev-v2.0.json of SQuAD; null means to get it from the network."""
-    hotpotqa: str | None = None
+    hotpotqa: PathText | None = None
     """The file hotpot_dev_distractor_v1.json of HotpotQA; null means to get it from the network."""
     trained_length: int | None = None
     """The length whose score is the model's own measure of what works; null means what the model's configuration says.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from megatron_tape.config.examples import TEMPLATE, check_template
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import PathText, shown
 from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
@@ -35,7 +35,7 @@ _CHARACTERS_PER_TOKEN = 4
 class ScrollsSettings:
     """Which examples are answered, and how."""
 
-    data: dict[str, str] | str
+    data: dict[str, PathText] | PathText
     """Datasets by name: {qasper: data/scrolls/qasper.zip}, each one of the hub's zips or JSON lines of the same schema;
     or a directory that holds NAME.zip, NAME.jsonl or NAME/SPLIT.jsonl."""
     split: str = "validation"

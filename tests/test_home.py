@@ -1,0 +1,134 @@
+"""megatron_tape.home: what `~` in arguments and settings becomes, and where caches go without a home directory."""
+
+import getpass
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_tape import command_line, home
+from megatron_tape.errors import ConfigError
+from megatron_tape.home import NoHome, expand_home, provide_caches
+from pretrain import estimate
+
+CACHES = ("MPLCONFIGDIR", "HF_HOME", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
+NOBODY = "~no-such-user/x"
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    """An environment without settings of caches, whose temporary files go to a folder of their own."""
+    for name in (*CACHES, "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME", "RANK"):
+        monkeypatch.setenv(name, "")  # so that what is set in the test is undone
+        monkeypatch.delenv(name)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    return monkeypatch
+
+
+def test_a_tilde_is_the_home_directory_only_at_the_beginning(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert [expand_home(path) for path in ("~", "~/x", "~/x/~", "x~", "./~", "/~/x")] == [
+        *("/home/me", "/home/me/x", "/home/me/x/~", "x~", "./~", "/~/x")
+    ]
+    with pytest.raises(NoHome, match="there is no user no-such-user; write the whole path, or ./~no-such-user/x"):
+        expand_home(NOBODY)
+
+
+def test_a_user_without_a_home_directory_is_told_so(monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(NoHome, match="this user has no home directory"):
+        expand_home("~/x")
+
+
+def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = command_line.Parser()
+    parser.add_argument("paths", nargs="*")
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--prompt", type=str)
+    verb = parser.add_argument_group().add_argument("--text")
+    given = parser.parse_args(["a", "~/b", "--file=~/c", "--prompt=~/d", "--text=~/e"])
+    assert (given.paths, given.file, given.prompt, given.text) == (
+        ["a", "/home/me/b"],
+        Path("/home/me/c"),
+        "~/d",
+        "/home/me/e",
+    )
+    assert verb.type is None
+    with pytest.raises(ConfigError, match="argument --file: it is '~no-such-user/x', but there is no user"):
+        parser.parse_args([f"--file={NOBODY}"])
+    sub = command_line.Parser()
+    sub.add_subparsers().add_parser("verb").add_argument("--output")
+    assert sub.parse_args(["verb", "--output=~/x"]).output == "/home/me/x"
+
+
+def test_programs_take_options_and_recipes_in_the_home_directory(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = Path(estimate.__file__).parent / "recipes" / "tape_demo.yaml"
+    (tmp_path / "mine.yaml").write_text(recipe.read_text())
+    estimate.main(["--config=~/mine.yaml"])
+    assert "parameters" in capsys.readouterr().out
+
+
+def test_a_writable_home_directory_keeps_its_caches(environment, tmp_path):
+    environment.setenv("HOME", str(tmp_path))
+    provide_caches()
+    assert not set(CACHES) & os.environ.keys()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_without_a_home_directory_caches_are_temporary_and_rank_0_says_so(environment, tmp_path, capsys, rank):
+    environment.setenv("HOME", "/dev/null")
+    environment.setenv("RANK", rank)
+    environment.setenv("MPLCONFIGDIR", "/mine")
+    provide_caches()
+    assert os.environ["MPLCONFIGDIR"] == "/mine"
+    for name in CACHES[1:]:
+        assert os.environ[name].startswith(f"{tmp_path}/temporary/"), name
+    said = capsys.readouterr().err
+    assert said.count("\n") == (rank == "0") and ("set HOME" in said) == (rank == "0")
+    provide_caches()
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_read_only_home_directory_has_is_still_read(environment, tmp_path):
+    (tmp_path / ".cache" / "huggingface").mkdir(parents=True)
+    environment.setenv("HOME", str(tmp_path))
+    environment.setattr(os, "access", lambda path, mode: False)
+    provide_caches()
+    assert "HF_HOME" not in os.environ and os.environ["HF_MODULES_CACHE"].startswith(f"{tmp_path}/temporary/")
+
+
+def test_a_user_without_a_name_gets_one(environment, tmp_path):
+    def unknown():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    environment.setenv("HOME", str(tmp_path))
+    environment.setenv("USER", "")
+    environment.setattr(getpass, "getuser", unknown)
+    provide_caches()
+    assert os.environ["USER"] == str(os.getuid())
+
+
+def test_nobody_else_can_write_to_a_private_directory(environment):
+    made = home.private_directory("caches")
+    assert made == home.private_directory("caches") and os.stat(made).st_mode & 0o077 == 0
+    os.chmod(made, 0o777)
+    assert home.private_directory("caches") != made
+
+
+def test_no_program_imports_matplotlib_or_transformers_before_it_has_provided_caches():
+    folder = Path(__file__).parents[1]
+    programs = [
+        path.with_suffix("").relative_to(folder)
+        for name in ("pretrain", "tools")
+        for path in (folder / name).glob("*.py")
+    ]
+    modules = [".".join(path.parts) for path in programs]
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "print([name for name in ('matplotlib', 'transformers', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code, *modules], cwd=folder, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
