@@ -30,6 +30,7 @@ from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.tasks import TASKS
 from megatron_tape.home import provide_caches
 from megatron_tape.io.files import remove
+from megatron_tape.parallel.launcher import check_launched
 from megatron_tape.text import duration
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str] | None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
+        check_launched()
         options, tasks = read_command(argv)
         provide_caches()
         source = find_model(options.model, options.label, options.average)

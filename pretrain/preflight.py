@@ -30,6 +30,7 @@ from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.parallel.addresses import check_master_address, gloo_address, out_of_reach
+from megatron_tape.parallel.launcher import check_launched
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
@@ -71,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     anyway = "start although the estimate says that the GPUs are too small"
     add("--no-memory-check", action="store_true", help=anyway)
     with command_line.refusing():
+        check_launched()
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest, with_base_settings)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

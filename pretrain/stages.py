@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_tape import command_line
+from megatron_tape.parallel.launcher import check_launched
 from pretrain.comparison.programs import find_gpus
 
 
@@ -28,8 +29,10 @@ class Stage:
 def run_stages(stages: Sequence[Stage], processes: int) -> int:
     """Run the stages that are not done; return the exit status of the first that fails, or 0.
 
-    Commands get as many threads as leave every one of `processes` an equal share of the cores.
+    Commands get as many threads as leave every one of `processes` an equal share of the cores. Raises UserError for
+    variables of a launcher, which commands would take for theirs.
     """
+    check_launched()
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
     started = time.monotonic()
     for number, stage in enumerate(stages, 1):

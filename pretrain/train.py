@@ -22,6 +22,7 @@ from megatron_tape.errors import (
     refuse,
 )
 from megatron_tape.home import private_directory, provide_caches
+from megatron_tape.parallel.launcher import check_launched
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
@@ -61,6 +62,8 @@ def supervised(
     `trainer_arguments` is called after all checks, and returns further arguments of the `Trainer`. `extends` says
     whether the command extends another model (see `checks.check`).
     """
+    with refusing():
+        check_launched()
     watch = Watch(config.train.hang_timeout)
     try:
         return _supervised(config, watch, trainer_arguments, extends)

@@ -1,0 +1,70 @@
+"""Variables that a launcher has left in a shell are refused before a process takes them for its own."""
+
+import pytest
+from launch import LAUNCHER
+
+from megatron_tape.errors import UserError
+from megatron_tape.parallel.launcher import check_launched
+from pretrain import compare, coordinate_check, evaluate, preflight, train
+from pretrain.stages import run_stages
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    def set_variables(**variables):
+        for name in LAUNCHER:
+            monkeypatch.setenv(name, "")  # so that what earlier tests have set comes back
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+WHOLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+ALONE = [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}]
+
+
+@pytest.mark.parametrize("variables", [WHOLE, *ALONE])
+def test_a_launched_process_and_one_alone_may_start(launched, variables):
+    launched(**variables)
+    check_launched()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "WORLD_SIZE"])
+def test_what_a_launcher_would_have_set_is_named(launched, missing):
+    launched(**{name: value for name, value in WHOLE.items() if name != missing})
+    with pytest.raises(UserError, match=f"but {missing} is not set; .*unset") as caught:
+        check_launched()
+    assert missing in caught.value.subjects
+
+
+@pytest.mark.parametrize("name, value", [("RANK", "2"), ("LOCAL_RANK", "7"), ("RANK", "-1"), ("WORLD_SIZE", "many")])
+def test_a_variable_that_cannot_be_is_named_with_its_value(launched, name, value):
+    launched(**WHOLE | {name: value})
+    with pytest.raises(UserError, match=value) as caught:
+        check_launched()
+    assert caught.value.subject == name
+
+
+RECIPE = "pretrain/recipes/tape_demo.yaml"
+STARTS = {
+    "train": lambda: train.main(["--config", RECIPE]),
+    "evaluate": lambda: evaluate.main(["perplexity", "--model=nowhere"]),
+    "preflight": lambda: preflight.main(["--config", RECIPE]),
+    "compare": lambda: compare.main(["--recipe", RECIPE, "--encodings=rope"]),
+    "coordinate_check": lambda: coordinate_check.main(["--recipe", RECIPE]),
+    "the demo": lambda: run_stages([], 1),
+}
+
+
+@pytest.mark.parametrize("program", STARTS)
+def test_programs_refuse_a_number_of_processes_that_an_earlier_launcher_left(launched, program, capfd):
+    launched(WORLD_SIZE="4")
+    try:
+        status, said = STARTS[program](), capfd.readouterr().err
+    except SystemExit as stop:
+        status, said = stop.code, capfd.readouterr().err
+    except UserError as error:
+        status, said = 2, f"error: {error}\n"
+    assert status == 2 and said.startswith("error: WORLD_SIZE is 4, but RANK is not set; ") and said.count("\n") == 1
