@@ -51,7 +51,7 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
         return weights[name]
 
     origin, card = f"the model {base.path.resolve().name}", source_card(base.path)
-    tokenizer, identity = find_tokenizer(base.path), base.identity
+    tokenizer, identity = find_tokenizer(base.path, model.unpadded_vocab_size), base.identity
     write_imported(target, model, LazyTensors(weights, read), origin, tokenizer, identity=identity, card=card)
     return target
 

@@ -401,3 +401,14 @@ def test_a_tokenizer_that_cannot_be_used_is_left_out_with_a_warning(tmp_path, ca
     error = capsys.readouterr().err
     assert "warning: the model is imported without its tokenizer: " in error and "names '<|gone|>'" in error
     assert not (tmp_path / "imported" / "tokenizer").exists()
+
+
+def test_what_cannot_be_written_or_fit_is_known_before_the_weights_are_read(tmp_path, monkeypatch, capsys):
+    write_source(tmp_path / "source")
+    write_tokenizer(path := tmp_path / "source" / "tokenizer.json")
+    path.write_text(path.read_text().replace('"w1": 1,', '"w1": 99,').replace('"w1":1,', '"w1":99,'))
+    import_model(tmp_path / "source", tmp_path / "imported")
+    assert "has a tokenizer of 100 ids for 90 rows" in capsys.readouterr().err
+    monkeypatch.setattr(from_transformers, "open_directory", lambda *_: pytest.fail("the weights were opened"))
+    with pytest.raises(FileError, match="imported exists"):
+        import_model(tmp_path / "source", tmp_path / "imported")

@@ -18,6 +18,7 @@ from megatron_tape.huggingface.imports.config_json import (
 )
 from megatron_tape.huggingface.imports.new_checkpoint import advise, write_imported
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_files
+from megatron_tape.io.files import refuse_existing
 from megatron_tape.model.reference import from_released
 from megatron_tape.model.settings import validate_model
 from megatron_tape.position import model_config
@@ -54,6 +55,7 @@ def import_released(
 
     Raises UserError or OSError if they do not fit together or this project has no such model.
     """
+    refuse_existing(output, fix="choose another output, or move it away")
     settings = read_settings(Path(config))
     with errors_of_settings(Path(config)):
         model = _model(settings, Path(config), vocab_multiple, token_mixing)

@@ -20,6 +20,7 @@ from megatron_tape.huggingface.imports.from_gguf import GgufFile, find_gguf
 from megatron_tape.huggingface.imports.new_checkpoint import advise, find_tokenizer, with_new_tape, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import open_directory
+from megatron_tape.io.files import refuse_existing
 
 
 def import_model(
@@ -40,6 +41,7 @@ def import_model(
     model cards. Raises UserError or OSError if the model is incomplete or has no counterpart here.
     """
     source = Path(source)
+    refuse_existing(output, fix="choose another output, or move it away")
     path = find_gguf(source)
     if path is None and not source.is_dir():
         fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
@@ -55,7 +57,7 @@ def import_model(
     card = source_card(source, base_model, exported_here)
     origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
     with TemporaryDirectory() as converted:
-        tokenizer = find_tokenizer(source)
+        tokenizer = find_tokenizer(source, model.unpadded_vocab_size)
         if weights is None:
             weights = open_directory(source, allow_pickle)
         else:
@@ -64,7 +66,7 @@ def import_model(
                 f"{gguf} holds {weights.quantization}; the checkpoint gets the fp32 numbers they stand for"
             )
             if tokenizer is None and weights.write_tokenizer(Path(converted)):
-                tokenizer = find_tokenizer(Path(converted))
+                tokenizer = find_tokenizer(Path(converted), model.unpadded_vocab_size)
         if model.position_encoding == "tape" and not exported_here:
             weights = with_new_tape(weights, model, seed)
         write_imported(output, model, weights, origin, tokenizer, card=card)

@@ -152,8 +152,8 @@ def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unrea
         raise FileError(origin, f"holds a separate {head}, but its settings say tie_word_embeddings")
 
 
-def find_tokenizer(source: Path) -> Tokenizer | None:
-    """Load the tokenizer in the directory of a model; None, with a message, if there is none that can be used.
+def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
+    """Load the tokenizer in the directory of a model of `rows` ids; None, with a message, if there is none to be used.
 
     The ids at which the model stops, which older models have in their config.json alone, are kept with it. Raises
     FileError for a file that is a link to somewhere else.
@@ -163,6 +163,8 @@ def find_tokenizer(source: Path) -> Tokenizer | None:
     find_files(source)
     try:
         tokenizer = load_tokenizer(source)
+        if tokenizer.vocab_size > rows:
+            raise FileError(str(source), f"has a tokenizer of {tokenizer.vocab_size} ids for {rows} rows of embeddings")
         settings = read_settings(source / "config.json") if (source / "config.json").is_file() else {}
     except (ValueError, OSError) as error:
         command_line.say(f"warning: the model is imported without its tokenizer: {error}")
