@@ -16,12 +16,12 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.data.special_tokens import CONFIG, SpecialTokens, mentioned, refuse_mentioned
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import write_whole
-from megatron_tape.io.records import parse_record, read_small
+from megatron_tape.io.records import read_small
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
-CONFIG = "tokenizer_config.json"
 SIBLINGS = (
     CONFIG,
     "special_tokens_map.json",
@@ -179,87 +179,6 @@ def _read_files(main: Path) -> dict[str, bytes]:
     return files
 
 
-class _Names:
-    """Which special tokens the files next to a tokenizer name."""
-
-    def __init__(self, files: Mapping[str, bytes], path: Path):
-        self._settings = {}
-        for name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
-            if name not in files:
-                continue
-            try:
-                self._settings[name] = parse_record(files[name], dict[str, Any])
-            except ValueError as error:
-                fix = "save the tokenizer again or remove the file"
-                raise FileError(str(path.with_name(name)), f"cannot be used: {error}", fix) from None
-        self._path = path
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """What `tokenizer_config.json` says."""
-        return self._settings.get(CONFIG, {})
-
-    def added(self, *files: str) -> dict[str, tuple[int, bool]]:
-        """Return the tokens that these files add: their ids, and whether they are special."""
-        found = []
-        if "added_tokens.json" in files:
-            found += [(token, index, True) for token, index in self._settings.get("added_tokens.json", {}).items()]
-        decoder = self.config.get("added_tokens_decoder") if CONFIG in files else None
-        for key, token in decoder.items() if isinstance(decoder, dict) else ():
-            index = int(key) if re.fullmatch("[0-9]{1,9}", key) else key
-            content, special = (token.get(name) if isinstance(token, dict) else None for name in ("content", "special"))
-            found.append((content, index, bool(special)))
-        for token, index, _ in found:
-            if not isinstance(token, str) or type(index) is not int or not 0 <= index < 2**31:
-                problem = f"or added_tokens.json gives the added token {token!r} the id {index!r}"
-                raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
-        return {token: (index, special) for token, index, special in found}
-
-    def id_of(self, key: str, ids: Any, unnamed: Sequence[str] | int | None) -> int | None:
-        """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
-
-        A token that no file names has the id `unnamed` or, of several usual names, that of the only one that exists.
-        Raises FileError if the token does not exist, or if several of the usual ones do.
-        """
-        for file, settings in self._settings.items():
-            if key not in settings or file == "added_tokens.json":
-                continue
-            token = settings[key].get("content") if isinstance(settings[key], dict) else settings[key]
-            if token is None and settings[key] is None:
-                return None
-            index = ids(token) if isinstance(token, str) else None
-            if index is None:
-                problem = f"names {token!r} as {key}, which {self._path.name} does not have"
-                fix = "name one that exists, or save the tokenizer again with that token"
-                raise FileError(str(self._path.with_name(file)), problem, fix)
-            return index
-        if unnamed is None or isinstance(unnamed, int):
-            return unnamed
-        found = [token for token in unnamed if ids(token) is not None]
-        if len(found) > 1:
-            problem = f"has several tokens that could be its {key}: {', '.join(found)}"
-            fix = f'name one in {CONFIG} next to it: {{"{key}": "{found[0]}"}}'
-            raise FileError(str(self._path), problem, fix)
-        return ids(found[0]) if found else None
-
-
-def _encoded_specials(encode: Any, special: Mapping[str, int]) -> list[str]:
-    """Return those special tokens to which a text that mentions them encodes."""
-    ids, found = set(special.values()), []
-    for token in special:
-        texts = (token, f"a{token}b", f"a {token} b", f"{token}{token}", f" {token}", f"{token} ")
-        if any(not ids.isdisjoint(encode(text)) for text in texts):
-            found.append(token)
-    return found
-
-
-def _refuse_encoded(path: Path, special: Mapping[str, int], tokens: list[str], why: str) -> None:
-    if tokens:
-        token = tokens[0]
-        problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"
-        raise FileError(str(path), problem, "use a tokenizer that keeps special tokens apart from text")
-
-
 class _SentencePiece:
     """A SentencePiece model, with the tokens that the files next to it add: these have ids only, and never come from
     text, as its own control tokens do not.
@@ -275,7 +194,7 @@ class _SentencePiece:
         except (RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:200]
             raise FileError(str(path), f"is not a SentencePiece model ({reason})", _GIVE) from error
-        self.files, names = files, _Names(files, path)
+        self.files, names = files, SpecialTokens(files, path)
         if (names.config.get("sp_model_kwargs") or {}).get("enable_sampling"):
             _refuse_random(path.with_name(CONFIG), "sp_model_kwargs.enable_sampling")
         self._pieces = self._model.vocab_size()
@@ -289,9 +208,9 @@ class _SentencePiece:
         self.prefix = [self.bos] if adds_bos and self.bos is not None else []
         special = {self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)}
         special |= self.added | {self._token(i): i for i in (self.eod, self.bos) if i is not None}
-        _refuse_encoded(path, special, _encoded_specials(self.encode, special), "(it is a user-defined symbol)")
+        refuse_mentioned(path, special, mentioned(self.encode, special), "(it is a user-defined symbol)")
 
-    def _check_added(self, names: _Names, path: Path) -> dict[str, int]:
+    def _check_added(self, names: SpecialTokens, path: Path) -> dict[str, int]:
         """Return the tokens with ids beyond the model's; raises FileError for one that contradicts the model."""
         added = {}
         for token, (index, special) in names.added("added_tokens.json", CONFIG).items():
@@ -353,7 +272,7 @@ class _HuggingFace:
             raise FileError(str(path), problem, "save the tokenizer again") from error
         if settings["model"].get("dropout"):
             _refuse_random(path, "model.dropout")
-        names = _Names(files, path)
+        names = SpecialTokens(files, path)
         self.eod = names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
         self.bos = names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
         for token, (index, _) in names.added(CONFIG).items():
@@ -396,15 +315,15 @@ class _HuggingFace:
         if not ends.isdisjoint(self.encode(f"a{_RARE} {_RARE}")):
             problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
-        if found := _encoded_specials(self.encode, special):
+        if found := mentioned(self.encode, special):
             cut = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in found)
             step = {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
             steps = [settings["pre_tokenizer"], step] if settings.get("pre_tokenizer") else [step]
             settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
             self.files[TOKENIZER_JSON] = _dump(settings)
             self._prepare(self.files[TOKENIZER_JSON])
-            found = _encoded_specials(self.encode, special)
-            _refuse_encoded(self._path, special, found, "(its vocabulary for text holds it)")
+            found = mentioned(self.encode, special)
+            refuse_mentioned(self._path, special, found, "(its vocabulary for text holds it)")
 
     def _unknown_id(self, model: dict[str, Any]) -> int | None:
         """Return the id of what stands for unknown text, which text may become."""

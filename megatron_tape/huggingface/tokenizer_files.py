@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_tape.data.special_tokens import CONFIG
 from megatron_tape.data.tokenizer import (
     CHAT_TEMPLATES,
-    CONFIG,
     CONVERTED_FROM,
     TOKENIZER_JSON,
     TOKENIZER_MODEL,

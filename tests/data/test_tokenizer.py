@@ -155,8 +155,8 @@ MENTIONS = [END, f"a{END}b", f"a {END} b", f"{END}{END}", f"x\n{END}\n<s>", END.
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_encodes_to_a_special_token_that_the_vocabulary_for_text_holds(kind, texts, tmp_path):
     texts = texts[:40]
-    library = KINDS[kind](texts)
-    library.save(str(tmp_path / "tokenizer.json"))
+    KINDS[kind](texts).save(str(tmp_path / "tokenizer.json"))
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))  # which rounds the scores once more
     loaded = load_tokenizer(tmp_path)
     library.encode_special_tokens = True
     special = {library.token_to_id(END), library.token_to_id("<s>")}

@@ -1,0 +1,93 @@
+"""Which special tokens the files next to a tokenizer name, and whether text encodes to one."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.errors import FileError
+from megatron_tape.io.records import parse_record
+
+CONFIG = "tokenizer_config.json"
+
+
+class SpecialTokens:
+    """What the files next to the tokenizer at `path` say; raises FileError if one is malformed."""
+
+    def __init__(self, files: Mapping[str, bytes], path: Path):
+        self._settings = {}
+        for name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
+            if name not in files:
+                continue
+            try:
+                self._settings[name] = parse_record(files[name], dict[str, Any])
+            except ValueError as error:
+                fix = "save the tokenizer again or remove the file"
+                raise FileError(str(path.with_name(name)), f"cannot be used: {error}", fix) from None
+        self._path = path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `tokenizer_config.json` says."""
+        return self._settings.get(CONFIG, {})
+
+    def added(self, *files: str) -> dict[str, tuple[int, bool]]:
+        """Return the tokens that these files add: their ids, and whether they are special."""
+        found = []
+        if "added_tokens.json" in files:
+            found += [(token, index, True) for token, index in self._settings.get("added_tokens.json", {}).items()]
+        decoder = self.config.get("added_tokens_decoder") if CONFIG in files else None
+        for key, token in decoder.items() if isinstance(decoder, dict) else ():
+            index = int(key) if re.fullmatch("[0-9]{1,9}", key) else key
+            content, special = (token.get(name) if isinstance(token, dict) else None for name in ("content", "special"))
+            found.append((content, index, bool(special)))
+        for token, index, _ in found:
+            if not isinstance(token, str) or type(index) is not int or not 0 <= index < 2**31:
+                problem = f"or added_tokens.json gives the added token {token!r} the id {index!r}"
+                raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
+        return {token: (index, special) for token, index, special in found}
+
+    def id_of(self, key: str, ids: Any, unnamed: Sequence[str] | int | None) -> int | None:
+        """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
+
+        A token that no file names has the id `unnamed` or, of several usual names, that of the only one that exists.
+        Raises FileError if the token does not exist, or if several of the usual ones do.
+        """
+        for file, settings in self._settings.items():
+            if key not in settings or file == "added_tokens.json":
+                continue
+            token = settings[key].get("content") if isinstance(settings[key], dict) else settings[key]
+            if token is None and settings[key] is None:
+                return None
+            index = ids(token) if isinstance(token, str) else None
+            if index is None:
+                problem = f"names {token!r} as {key}, which {self._path.name} does not have"
+                fix = "name one that exists, or save the tokenizer again with that token"
+                raise FileError(str(self._path.with_name(file)), problem, fix)
+            return index
+        if unnamed is None or isinstance(unnamed, int):
+            return unnamed
+        found = [token for token in unnamed if ids(token) is not None]
+        if len(found) > 1:
+            problem = f"has several tokens that could be its {key}: {', '.join(found)}"
+            fix = f'name one in {CONFIG} next to it: {{"{key}": "{found[0]}"}}'
+            raise FileError(str(self._path), problem, fix)
+        return ids(found[0]) if found else None
+
+
+def mentioned(encode: Callable[[str], Sequence[int]], special: Mapping[str, int]) -> list[str]:
+    """Return those special tokens to which a text that mentions them encodes."""
+    ids, found = set(special.values()), []
+    for token in special:
+        texts = (token, f"a{token}b", f"a {token} b", f"{token}{token}", f" {token}", f"{token} ")
+        if any(not ids.isdisjoint(encode(text)) for text in texts):
+            found.append(token)
+    return found
+
+
+def refuse_mentioned(path: Path, special: Mapping[str, int], tokens: list[str], why: str) -> None:
+    """Raise FileError if there are `tokens` to which text encodes; `why` says how that comes."""
+    if tokens:
+        token = tokens[0]
+        problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"
+        raise FileError(str(path), problem, "use a tokenizer that keeps special tokens apart from text")
