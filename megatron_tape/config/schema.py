@@ -143,6 +143,8 @@ class DataConfig:
     at least 8192 tokens, the rest from the others. Sequences begin where long documents do as far as possible. Needs
     reset_attention_mask; validation data stays the same. Several datasets keep their proportions among the long
     documents and among the others; one without enough of either is left out there. null draws all documents alike."""
+    allow_changed: bool = False
+    """Continue a run although the files of its data have other contents than when its checkpoint was saved."""
     num_workers: NotNegativeInt = 0
     """Processes that load training data; 0 loads it in the training process, as validation data always is."""
     cache_directory: PathText | None = None
