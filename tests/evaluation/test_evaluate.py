@@ -411,7 +411,8 @@ def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path
         raise ConfigError("--device", "has no GPU left")
 
     monkeypatch.setattr(Ranks, "join", classmethod(lambda cls: Second(1, 2)))
-    monkeypatch.setenv("RANK", "1")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("megatron_tape.evaluation.transformers_model.choose_device", fails)
     assert run("--model", llama, "--output", tmp_path) == 1
     assert capsys.readouterr().err == "error (rank 1): --device has no GPU left\n"
