@@ -27,7 +27,7 @@ from megatron_tape.data.long_documents import (
     share_past_in_mix,
     share_past_in_stream,
 )
-from megatron_tape.data.origins import Origin, check_tokenizer, read_origin
+from megatron_tape.data.origins import Origin, check_tokenizer, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, record_of
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import atomic_output
@@ -47,7 +47,9 @@ def main() -> None:
     if tokenizer is None:
         origins = {prefix: read_origin(prefix) for prefix in arguments.prefix}
     else:
-        origins = check_tokenizer(arguments.prefix, record_of(tokenizer), arguments.tokenizer, command_line.say)
+        origins = check_tokenizer(arguments.prefix, record_of(tokenizer), arguments.tokenizer)
+        if warning := unknown_tokenizers(origins, arguments.tokenizer):
+            command_line.say(warning)
     for prefix, dataset in zip(arguments.prefix, datasets):
         if len(datasets) > 1:
             print(f"{prefix}:")

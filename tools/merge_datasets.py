@@ -12,7 +12,7 @@ from megatron_tape import command_line
 from megatron_tape.data import shards
 from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, check_output_prefix
-from megatron_tape.data.origins import check_tokenizer, common_origin, read_origin
+from megatron_tape.data.origins import check_tokenizer, common_origin, read_origin, unknown_tokenizers
 from megatron_tape.errors import ConfigError, FileError
 
 
@@ -60,7 +60,9 @@ def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
 def _common_origin(prefixes: list[str]) -> dict:
     first = None
     for prefix in prefixes:
-        origin = read_origin(prefix, of_any_files=True)
+        origin = read_origin(prefix)
+        if origin is None and read_origin(prefix, of_any_files=True) is not None:
+            raise FileError(prefix, "is not whole, or was replaced: its .origin is of other files", "make it again")
         if origin is None or "inputs" not in origin:
             raise FileError(prefix, "has no .origin file, so it may come from other inputs", "make it again")
         first = origin if first is None else first
@@ -77,7 +79,9 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: d
     whole, is multimodal, was made with another tokenizer or has another token type than the first, or when all are
     empty.
     """
-    origins = check_tokenizer(prefixes, None, "the same", command_line.say)
+    origins = check_tokenizer(prefixes, None, "")
+    if warning := unknown_tokenizers(origins, "the same as of the others"):
+        command_line.say(warning)
     refuse_more_files("the merge", f"reads {len(prefixes):,} datasets", len(prefixes), "merge some of them first")
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
     dtype = datasets[0].dtype

@@ -1,16 +1,24 @@
 """The tokenizer of a run, whose files each checkpoint keeps: paths may lead to another one by now. Imports no torch."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_tape.checkpoint.directories import newest_whole
+from megatron_tape.checkpoint.directories import newest_whole, read_manifest
 from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import naming_the_setting
-from megatron_tape.data.tokenizer import Tokenizer, difference, load_tokenizer, record_of, write_files
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.data.tokenizer import (
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    Tokenizer,
+    difference,
+    load_tokenizer,
+    record_of,
+    write_files,
+)
+from megatron_tape.errors import CheckpointError, ConfigError, refuse
 
 TOKENIZER = "tokenizer"
 """The directory in a checkpoint that holds the tokenizer with which the model was trained."""
@@ -18,9 +26,18 @@ _KEY = "data.tokenizer"
 
 
 def saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
-    """Load the tokenizer that a checkpoint keeps, or return None if it keeps none. Raises FileError."""
+    """Load the tokenizer that a checkpoint keeps, or return None if it keeps none.
+
+    Raises CheckpointError for a file that the manifest does not list.
+    """
     directory = checkpoint / TOKENIZER
-    return load_tokenizer(directory) if directory.is_dir() else None
+    if not directory.is_dir():
+        return None
+    tokenizer = load_tokenizer(directory)
+    listed = read_manifest(checkpoint)["files"]
+    if added := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
+        raise CheckpointError(str(directory / added[0]), "is not part of the checkpoint", "remove it")
+    return tokenizer
 
 
 def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[str]:
@@ -28,32 +45,36 @@ def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[
     return [f"{TOKENIZER}/{name}" for name in write_files(files, checkpoint / TOKENIZER)]
 
 
-def with_kept_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
+def with_kept_tokenizer(
+    config: RunConfig, start: Path | None, say: Callable[[str], None] = lambda message: None
+) -> RunConfig:
     """Return the settings with the tokenizer that checkpoint `start` keeps, if it keeps one, as `data.tokenizer`.
 
     `start` is what the run continues or begins with. If there is still a tokenizer at `data.tokenizer`, it must be the
-    same. Raises ConfigError.
+    same; `say` is told of other files there, such as chat templates, which are not used. Raises ConfigError.
     """
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
     kept, given = start / TOKENIZER, config.data.tokenizer
+    own = saved_tokenizer(start)
     if given is not None and Path(given).exists() and Path(given).resolve() != kept.resolve():
-        check_same_tokenizer(given, load_tokenizer(kept), f"checkpoint {start}")
+        tokenizer = check_same_tokenizer(given, own, f"that of checkpoint {start}", f"give {kept}")
+        others = sorted(name for name, file in tokenizer.files.items() if own.files.get(name, file) != file)
+        if others and tokenizer.files.keys() & own.files.keys() & {TOKENIZER_JSON, TOKENIZER_MODEL}:
+            say(f"warning: {', '.join(others)} at data.tokenizer {given} differs from {kept}, which is used")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(kept)))
 
 
-def check_same_tokenizer(given: str, own: Tokenizer, model: str) -> None:
-    """Raise ConfigError if the tokenizer at `given`, which is `data.tokenizer`, is not `own`, that of `model`."""
+def check_same_tokenizer(given: str, own: Tokenizer, name: str, fix: str) -> Tokenizer:
+    """Return the tokenizer at `given`, which is `data.tokenizer`; ConfigError unless it is `own`, called `name`."""
     try:
-        different = difference(record_of(load_tokenizer(given)), record_of(own))
+        tokenizer = load_tokenizer(given)
     except (ValueError, OSError) as error:
         raise ConfigError(_KEY, f"cannot be used: {error}") from error
-    refuse(
-        different is not None,
-        (_KEY, "checkpoint.resume", "extension.from"),
-        f"is {given}, which {different} than the tokenizer that {model} was trained with",
-        "leave it out to use that one, which the checkpoint keeps, and preprocess the data with it",
-    )
+    different = difference(record_of(tokenizer), record_of(own), name)
+    keys = (_KEY, "checkpoint.resume", "extension.from")
+    refuse(different is not None, keys, f"{given} {different}", f"{fix}, and preprocess the data with it")
+    return tokenizer
 
 
 def check_tokenizer_exists(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from enum import IntEnum
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import STATE, read_state
 from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists, with_kept_tokenizer
 from megatron_tape.checkpoint.run_directories import check_directories
@@ -10,7 +11,14 @@ from megatron_tape.checks.settings import check_profiled_ranks, validate
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets, check_same_data
 from megatron_tape.evaluation.during_training import check_tasks
-from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command
+from megatron_tape.extension.base import (
+    Base,
+    begins_with_base,
+    check_base,
+    check_command,
+    find_base,
+    with_base_tokenizer,
+)
 
 
 class Level(IntEnum):
@@ -48,14 +56,17 @@ def check(
     if base is not None:
         check_base(config, base)
     if level >= Level.START:
-        if begins_with_base(config):
-            check_base(config)
         start = check_start(config)
         state = None if start is None or not (start / STATE).is_file() else read_state(start)
         if state is not None and state["step"] >= config.train.steps:
             return
-        config = with_kept_tokenizer(config, start)
         progress = {} if state is None else state["progress"]
+        saved = progress.get("tokenizer")
         check_same_data(config, progress.get("data", {}), start)
-        check_datasets(config, progress.get("tokenizer"))
+        config = with_kept_tokenizer(config, start, command_line.say)
+        if begins_with_base(config):
+            base = find_base(config.extension.from_, config.logging.directory)
+            check_base(config, base)
+            config, saved = with_base_tokenizer(config, base)
+        check_datasets(config, saved)
         check_tasks(config)

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import find_pools
-from megatron_tape.data.origins import check_tokenizer, fingerprints_of, read_origin
+from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
 from megatron_tape.data.remembered import BLOCKS, check_once
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, record_of
 from megatron_tape.errors import ConfigError, FileError, refuse
@@ -116,7 +117,12 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
             problem = str(error)
         refuse(problem is not None, "data.prefix", f"names {prefix}, which is not whole: {problem}")
         refuse(len(dataset) == 0, "data.prefix", f"names {prefix}, which holds no document")
-        number = _without_end(dataset, tokenizer.eod) if config.data.reset_attention_mask else None
+        number = None
+        if config.data.reset_attention_mask:
+            problem = f"is {config.data.tokenizer}, which has no end-of-document token, that documents could end in"
+            fix = "choose another, or set data.reset_attention_mask to false"
+            refuse(tokenizer.eod is None, ("data.tokenizer", "data.reset_attention_mask"), problem, fix)
+            number = _without_end(dataset, tokenizer.eod)
         refuse(
             number is not None,
             ("data.reset_attention_mask", "data.prefix"),
@@ -133,30 +139,38 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
 def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: TokenizerRecord | None) -> None:
     """Raise ConfigError if a dataset was made with another tokenizer than the run's."""
     record = saved if tokenizer is None else record_of(tokenizer)
-    different = difference(record, saved) if saved is not None else None
-    refuse(
-        different is not None,
-        ("data.tokenizer", "checkpoint.resume"),
-        f"is {config.data.tokenizer}, which {different} than the tokenizer of the data that the model learned from",
-        "give that one, or leave it out",
-    )
     name = "the model's" if tokenizer is None else f"data.tokenizer {config.data.tokenizer}"
-    try:
-        check_tokenizer(prefixes_of(config), record, name, command_line.say)
-    except FileError as error:
-        keys = ("data.prefix", "data.tokenizer")
-        raise ConfigError(keys, f"names {error.subject}, which {error.problem}", error.fix) from None
+    different = difference(record, saved, "that of the data that the model learned from") if saved else None
+    fix = "give that one, or leave it out"
+    refuse(different is not None, ("data.tokenizer", "checkpoint.resume"), f"{config.data.tokenizer} {different}", fix)
+    origins: dict[str, Origin | None] = {}
+    for stage in stages_of(config):
+        with stage.naming_the_setting():
+            try:
+                # Without a record, with those of the stages before.
+                origins |= check_tokenizer([*origins, *blend(stage.config.data.prefix)[0]], record, name)
+            except FileError as error:
+                problem = f"names {error.subject}, which {error.problem}"
+                raise ConfigError(("data.prefix", "data.tokenizer"), problem, error.fix) from None
+    if record is not None or any(origins.values()):
+        if warning := unknown_tokenizers(origins, name if record is not None else "the same as of the others"):
+            command_line.say(warning)
 
 
 def _without_end(dataset: IndexedDatasetReader, eod: int) -> int | None:
-    """Return the number of a document that does not end in `eod`, among evenly spaced ones that are not empty."""
-    starts = np.unique(np.linspace(0, len(dataset), _SAMPLED + 1).astype(int)).tolist()
-    for start, stop in zip(starts, starts[1:]):
-        number = next((number for number in range(start, stop) if len(dataset.document(number))), None)
-        if number is not None and dataset.document(number)[-1] != eod:
-            return number
-    last = dataset.document(len(dataset) - 1)
-    return len(dataset) - 1 if len(last) and last[-1] != eod else None
+    """Return the number of a document that does not end in `eod`, among some of each part that are not empty."""
+    bounds = np.unique(np.linspace(0, len(dataset), _SAMPLED + 1).astype(int)).tolist()
+    generator = np.random.default_rng(0)  # evenly spaced ones could be alike
+    tried = [0, len(dataset) - 1]
+    for start, stop in zip(bounds, bounds[1:]):
+        first = int(generator.integers(start, stop))
+        tried += itertools.islice((n for n in (*range(first, stop), *range(start, first)) if _length(dataset, n)), 1)
+    ends = (number for number in tried if _length(dataset, number) and dataset.document(number)[-1] != eod)
+    return next(ends, None)
+
+
+def _length(dataset: IndexedDatasetReader, number: int) -> int:
+    return len(dataset.document(number))
 
 
 def prefixes_of(config: RunConfig) -> list[str]:
@@ -185,14 +199,17 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
     """
     if not saved:
         return
-    changed = [name for name, found in fingerprints(config).items() if saved.get(name, found) != found]
+    before = {os.path.abspath(name): found for name, found in saved.items()}
+    now = fingerprints(config)
+    changed = [name for name, found in now.items() if before.get(os.path.abspath(name), found) != found]
     if not changed:
         return
     problem = f"has changed since {checkpoint} was saved: {', '.join(changed)}"
     if config.data.allow_changed:
         command_line.say(f"warning: the data {problem}")
         return
-    key = f"data.{config.data.source}"
+    of_prefix = config.data.source != "prefix" or set(changed) & set(blend(config.data.prefix)[0])
+    key = f"data.{config.data.source}" if of_prefix else "data.stages"
     fix = "put the same files back, start another run, or continue with the new ones with --data.allow_changed true"
     raise ConfigError((key, "data.allow_changed"), problem, fix)
 

@@ -4,7 +4,7 @@ Datasets of other tools have no such file. One whose files have changed since, b
 counts as one of these.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -53,36 +53,33 @@ def fingerprints_of(prefix: str | Path) -> dict[str, str]:
     return {path.suffix: fingerprint(path, BLOCKS) for path in dataset_paths(prefix) if path.is_file()}
 
 
-def check_tokenizer(
-    prefixes: Iterable[str],
-    tokenizer: TokenizerRecord | None,
-    name: str,
-    warn: Callable[[str], None],
-) -> Mapping[str, Origin | None]:
+def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str) -> dict[str, Origin | None]:
     """Return the datasets' origins; raise FileError if one was made with a tokenizer other than `tokenizer`.
 
-    Args:
-        prefixes: the datasets.
-        tokenizer: that of the model; None to compare the datasets with each other.
-        name: what to call it in messages.
-        warn: called with one sentence if there are datasets without an origin, which cannot be compared.
+    Without `tokenizer`, called `name` in messages, the datasets are compared with each other. Of the end-of-document
+    token only those know that end documents in it.
     """
     origins = {prefix: read_origin(prefix) for prefix in prefixes}
-    for prefix, origin in origins.items():
-        if origin is None:
-            continue
-        if tokenizer is None:
-            tokenizer, name = origin["tokenizer"], f"that of {prefix}"
-        if different := difference(origin["tokenizer"], tokenizer, with_eod=origin["append_eod"]):
-            problem = f"was made with a tokenizer that {different} than {name}"
-            raise FileError(prefix, problem, "preprocess it again with that one, or use the one that it was made with")
-    unknown = [prefix for prefix, origin in origins.items() if origin is None]
-    if unknown and tokenizer is not None:
-        more = "" if len(unknown) == 1 else f" and {len(unknown) - 1} other datasets"
-        does = "does" if len(unknown) == 1 else "do"
-        it = "it" if len(unknown) == 1 else "them"
-        warn(f"warning: {unknown[0]}{more} {does} not say which tokenizer made {it}; make sure that it was {name}")
+    known = [(prefix, origin) for prefix, origin in origins.items() if origin is not None]
+    ends = [(prefix, origin) for prefix, origin in known if origin["append_eod"]]
+    for found, with_eod in ((known, False), (ends, True)):
+        for prefix, origin in found:
+            other = (found[0][1]["tokenizer"], f"that of {found[0][0]}") if tokenizer is None else (tokenizer, name)
+            if different := difference(origin["tokenizer"], *other, with_eod):
+                problem = f"was made with a tokenizer that {different}"
+                fix = "preprocess it again with that one, or use the one that it was made with"
+                raise FileError(prefix, problem, fix)
     return origins
+
+
+def unknown_tokenizers(origins: Mapping[str, Origin | None], name: str) -> str | None:
+    """Return a warning about the datasets without an origin, whose tokenizer should be `name`; None without any."""
+    unknown = [prefix for prefix, origin in origins.items() if origin is None]
+    if not unknown:
+        return None
+    more = "" if len(unknown) == 1 else f" and {len(unknown) - 1} other datasets"
+    does, it = ("does", "it") if len(unknown) == 1 else ("do", "them")
+    return f"warning: {unknown[0]}{more} {does} not say which tokenizer made {it}; make sure that it was {name}"
 
 
 def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
@@ -90,4 +87,5 @@ def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
     found = list(origins)
     if not found or None in found:
         return None
-    return {"tokenizer": found[0]["tokenizer"], "append_eod": all(origin["append_eod"] for origin in found)}
+    first = next((origin for origin in found if origin["append_eod"]), found[0])
+    return {"tokenizer": first["tokenizer"], "append_eod": all(origin["append_eod"] for origin in found)}

@@ -116,7 +116,11 @@ def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     bin_path, idx_path = dataset_paths(prefix)
     found = read_origin(prefix, of_any_files=True)
     if idx_path.exists() and same_origin(found, origin):
-        return True
+        if read_origin(prefix) is not None:
+            return True
+        if not overwrite:
+            raise FileError(prefix, "has changed since it was written", "remove it or pass --overwrite")
+        return False
     if not overwrite:
         if found is None:
             refuse_existing(idx_path, bin_path)

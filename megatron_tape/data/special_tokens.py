@@ -8,7 +8,8 @@ from typing import Any
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record
 
-CONFIG = "tokenizer_config.json"
+_CONTEXTS = ("", ""), ("a", "b"), ("a ", " b"), (" ", ""), ("", " "), ("(", ")"), ('"', '",'), ("1", "2"), ("\n", "\n")
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class SpecialTokens:
@@ -16,7 +17,7 @@ class SpecialTokens:
 
     def __init__(self, files: Mapping[str, bytes], path: Path):
         self._settings = {}
-        for name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
+        for name in (CONFIG, MAP, "added_tokens.json"):
             if name not in files:
                 continue
             try:
@@ -47,18 +48,32 @@ class SpecialTokens:
                 raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
         return {token: (index, special) for token, index, special in found}
 
+    def special(self) -> set[str]:
+        """Return the tokens that the files name as special ones, whether they exist or not."""
+        found = {token for token, (_, special) in self.added(CONFIG).items() if special}
+        for settings in (self._settings.get(name, {}) for name in (CONFIG, MAP)):
+            for key, value in settings.items():
+                if key.endswith("_token"):
+                    found.add(_content(value))
+                elif key.endswith("_special_tokens") and isinstance(value, (list, dict)):
+                    found |= {_content(token) for token in (value.values() if isinstance(value, dict) else value)}
+        return {token for token in found if isinstance(token, str) and token}
+
     def id_of(self, key: str, ids: Any, unnamed: Sequence[str] | int | None) -> int | None:
         """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
 
         A token that no file names has the id `unnamed` or, of several usual names, that of the only one that exists.
-        Raises FileError if the token does not exist, or if several of the usual ones do.
+        Raises FileError if the token does not exist, if the files name different ones, or if several usual ones exist.
         """
-        for file, settings in self._settings.items():
-            if key not in settings or file == "added_tokens.json":
-                continue
-            token = settings[key].get("content") if isinstance(settings[key], dict) else settings[key]
-            if token is None and settings[key] is None:
+        naming = [(name, self._settings[name][key]) for name in (CONFIG, MAP) if key in self._settings.get(name, {})]
+        if len({str(_content(value)) for _, value in naming}) > 1:
+            one, other = (_content(value) for _, value in naming)
+            problem = f"names {one!r} as {key}, and {MAP} {other!r}"
+            raise FileError(str(self._path.with_name(CONFIG)), problem, "let both name the same token")
+        for file, value in naming:
+            if value is None:
                 return None
+            token = _content(value)
             index = ids(token) if isinstance(token, str) else None
             if index is None:
                 problem = f"names {token!r} as {key}, which {self._path.name} does not have"
@@ -79,7 +94,7 @@ def mentioned(encode: Callable[[str], Sequence[int]], special: Mapping[str, int]
     """Return those special tokens to which a text that mentions them encodes."""
     ids, found = set(special.values()), []
     for token in special:
-        texts = (token, f"a{token}b", f"a {token} b", f"{token}{token}", f" {token}", f"{token} ")
+        texts = [f"{before}{token}{after}" for before, after in _CONTEXTS]
         if any(not ids.isdisjoint(encode(text)) for text in texts):
             found.append(token)
     return found
@@ -91,3 +106,8 @@ def refuse_mentioned(path: Path, special: Mapping[str, int], tokens: list[str], 
         token = tokens[0]
         problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"
         raise FileError(str(path), problem, "use a tokenizer that keeps special tokens apart from text")
+
+
+def _content(token: Any) -> Any:
+    """Return the text of a token, which may be an object with further settings."""
+    return token.get("content") if isinstance(token, dict) else token

@@ -10,13 +10,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol
 
 import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.special_tokens import CONFIG, SpecialTokens, mentioned, refuse_mentioned
+from megatron_tape.data.trial_texts import encodes_as, trial_texts
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.records import read_small
@@ -32,8 +33,6 @@ SIBLINGS = (
 CHAT_TEMPLATES = "additional_chat_templates"
 """The directory in which transformers keeps further, named chat templates."""
 TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_MODEL, *SIBLINGS)
-CONVERTED_FROM = "converted_from"
-"""The key in `tokenizer_config.json` that names the tokenizer that a `tokenizer.json` was converted from."""
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
@@ -49,6 +48,8 @@ class TokenizerRecord(TypedDict):
     """What a checkpoint and a dataset record of their tokenizer."""
 
     digest: str
+    same_as: NotRequired[str]
+    """The digest of the SentencePiece model next to a `tokenizer.json`, if both give the same ids."""
     vocab_size: int
     eod: int | None
 
@@ -73,6 +74,10 @@ class Tokenizer(Protocol):
     @property
     def digest(self) -> str:
         """A sha256, in hexadecimal, of everything that decides which ids a text becomes."""
+
+    @property
+    def same_as(self) -> str | None:
+        """The digest of the SentencePiece model next to a `tokenizer.json`, if both give the same ids."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -148,20 +153,26 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> list[str]:
 
 def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
     """Return what a checkpoint or a dataset records of its tokenizer."""
-    return {"digest": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+    record: TokenizerRecord = {
+        "digest": tokenizer.digest,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
+    return record if tokenizer.same_as is None else record | {"same_as": tokenizer.same_as}
 
 
-def difference(one: TokenizerRecord, other: TokenizerRecord, with_eod: bool = True) -> str | None:
-    """Return how `one` differs from the tokenizer `other`, as a clause, or None if texts become the same ids.
+def difference(one: TokenizerRecord, other: TokenizerRecord, name: str, with_eod: bool = True) -> str | None:
+    """Return how `one` differs from the tokenizer `other`, called `name`, as a sentence goes on; None if it does not.
 
     The end-of-document token counts only `with_eod`.
     """
-    if one["digest"] != other["digest"]:
+    digests = ({record["digest"], record.get("same_as")} - {None} for record in (one, other))
+    if set.isdisjoint(*digests):
         sizes = one["vocab_size"], other["vocab_size"]
-        counts = "" if sizes[0] == sizes[1] else f" ({sizes[0]:,} ids and {sizes[1]:,})"
-        return f"encodes text in another way{counts}"
+        counts = "" if sizes[0] == sizes[1] else f" ({sizes[0]:,} ids, not {sizes[1]:,})"
+        return f"encodes text in another way than {name}{counts}"
     if with_eod and one["eod"] != other["eod"]:
-        return f"ends documents with the id {one['eod']} instead of {other['eod']}"
+        return f"ends documents with the id {one['eod']}, and {name} with {other['eod']}"
     return None
 
 
@@ -195,7 +206,8 @@ class _SentencePiece:
             reason = " ".join(str(error).split())[:200]
             raise FileError(str(path), f"is not a SentencePiece model ({reason})", _GIVE) from error
         self.files, names = files, SpecialTokens(files, path)
-        if (names.config.get("sp_model_kwargs") or {}).get("enable_sampling"):
+        kwargs = names.config.get("sp_model_kwargs")
+        if isinstance(kwargs, dict) and kwargs.get("enable_sampling"):
             _refuse_random(path.with_name(CONFIG), "sp_model_kwargs.enable_sampling")
         self._pieces = self._model.vocab_size()
         self.added = self._check_added(names, path)
@@ -208,6 +220,8 @@ class _SentencePiece:
         self.prefix = [self.bos] if adds_bos and self.bos is not None else []
         special = {self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)}
         special |= self.added | {self._token(i): i for i in (self.eod, self.bos) if i is not None}
+        named = {token: self._id_of(token) for token in names.special()}
+        special |= {token: i for token, i in named.items() if i is not None and i != self._model.unk_id()}
         refuse_mentioned(path, special, mentioned(self.encode, special), "(it is a user-defined symbol)")
 
     def _check_added(self, names: SpecialTokens, path: Path) -> dict[str, int]:
@@ -243,6 +257,16 @@ class _SentencePiece:
             hasher.update(json.dumps(self.added, sort_keys=True).encode())
         return hasher.hexdigest()
 
+    @property
+    def same_as(self) -> None:
+        return None
+
+    @property
+    def scores(self) -> list[float] | None:
+        """The scores of a unigram model's pieces; None for other models, whose scores are ranks."""
+        scores = [self._model.get_score(index) for index in range(self._pieces)]
+        return scores if any(score % 1 for score in scores) else None
+
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
@@ -275,13 +299,16 @@ class _HuggingFace:
         names = SpecialTokens(files, path)
         self.eod = names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
         self.bos = names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
-        for token, (index, _) in names.added(CONFIG).items():
-            if (own := self._model.token_to_id(token)) != index:
+        listed = {token["content"] for token in settings.get("added_tokens") or ()}
+        for token, (index, special) in names.added(CONFIG).items():
+            if (own := self._model.token_to_id(token)) == index and token not in listed and not special:
+                problem = f"adds {token!r} as a token of ordinary text, which {path.name} does not"
+                raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
+            if own != index:
                 has = "does not have it" if own is None else f"gives it {own}"
                 problem = f"gives the added token {token!r} the id {index}, but {path.name} {has}"
                 raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
-        self._config = names.config
-        self._keep_specials_from_text(settings)
+        self._keep_specials_from_text(settings, names)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         first = self._model.encode("a", add_special_tokens=True).ids[:1]
         self.prefix = first if first == [self.bos] else []
@@ -295,33 +322,41 @@ class _HuggingFace:
         # Without this a document that merely mentions <|endoftext|> would end there.
         self._model.encode_special_tokens = True
 
-    def _keep_specials_from_text(self, settings: dict[str, Any]) -> None:
+    def _keep_specials_from_text(self, settings: dict[str, Any], names: SpecialTokens) -> None:
         """Change the settings where text would encode to a special token; FileError if that cannot be prevented.
 
         A model whose vocabulary holds `<|endoftext|>` finds it in text even if added tokens are not looked for. A last
         step of the pre-tokenizer then cuts it after its first character, so that all other text is split as before.
         """
         ends = {i for i in (self.eod, self.bos) if i is not None}
-        added = settings.get("added_tokens") or ()
-        if ordinary := [token for token in added if token["id"] in ends and not token.get("special")]:
+        added, model = settings.get("added_tokens") or (), settings["model"]
+        unknown = self._unknown_id(model)
+        named = {token: self._model.token_to_id(token) for token in names.special()}
+        named |= {self._model.id_to_token(i): i for i in ends}
+        if ordinary := [token for token in added if token["content"] in named and not token.get("special")]:
             for token in ordinary:
                 token["special"] = True
             self.files[TOKENIZER_JSON] = _dump(settings)
             self._prepare(self.files[TOKENIZER_JSON])
-        unknown = self._unknown_id(settings["model"])
         special = {token["content"]: token["id"] for token in added if token.get("special")}
-        special |= {self._model.id_to_token(i): i for i in ends}
+        special |= {token: i for token, i in named.items() if i is not None}
         special = {token: i for token, i in special.items() if i != unknown or i in ends}
         if not ends.isdisjoint(self.encode(f"a{_RARE} {_RARE}")):
             problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
-        if found := mentioned(self.encode, special):
-            cut = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in found)
+        found = mentioned(self.encode, special)
+        if "unk_id" in model:
+            # A unigram model may prefer the token in some contexts only.
+            found = list(special.keys() & self._model.get_vocab(with_added_tokens=False).keys() | set(found))
+        if found:
+            cut = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in sorted(found))
             step = {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
-            steps = [settings["pre_tokenizer"], step] if settings.get("pre_tokenizer") else [step]
-            settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-            self.files[TOKENIZER_JSON] = _dump(settings)
-            self._prepare(self.files[TOKENIZER_JSON])
+            before = settings.get("pre_tokenizer")
+            if before != step and step not in (before or {}).get("pretokenizers", ()):
+                steps = [before, step] if before else [step]
+                settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+                self.files[TOKENIZER_JSON] = _dump(settings)
+                self._prepare(self.files[TOKENIZER_JSON])
             found = mentioned(self.encode, special)
             refuse_mentioned(self._path, special, found, "(its vocabulary for text holds it)")
 
@@ -333,18 +368,34 @@ class _HuggingFace:
 
     @functools.cached_property
     def digest(self) -> str:
-        settings = json.loads(self.files[TOKENIZER_JSON])
-        for name in ("version", "padding", "truncation"):
-            settings.pop(name, None)
-        merges = settings["model"].get("merges")
-        if merges and isinstance(merges[0], str):
-            # Both spellings are in use.
-            settings["model"]["merges"] = [merge.split(" ") for merge in merges]
-        own = hashlib.sha256(_dump(_without_defaults(settings), sort_keys=True)).hexdigest()
-        source = self._config.get(CONVERTED_FROM)
-        if isinstance(source, dict) and source.get(TOKENIZER_JSON) == own and isinstance(source.get("digest"), str):
-            return source["digest"]
-        return own
+        import tokenizers
+
+        # As the library writes it: files spell defaults out or leave them out.
+        library = tokenizers.Tokenizer.from_buffer(self.files[TOKENIZER_JSON])
+        settings = json.loads(library.to_str())
+        model = settings["model"]
+        for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+            model[name] = model.get(name) or None
+        if model["type"] == "Unigram":
+            # Each time that a file is read and written, some scores change in their last digit.
+            model["vocab"] = [[piece, float(f"{score:.10g}")] for piece, score in model["vocab"]]
+        added = settings["added_tokens"]
+        ordinary = [token for token in added if not token["special"]]
+        special = [[token["id"], token["content"]] for token in added if token["special"]]
+        parts = [model, settings["normalizer"], settings["pre_tokenizer"], ordinary, special]
+        return hashlib.sha256(_dump(_without_null(parts), sort_keys=True)).hexdigest()
+
+    @functools.cached_property
+    def same_as(self) -> str | None:
+        if TOKENIZER_MODEL not in self.files:
+            return None
+        names = (TOKENIZER_MODEL, CONFIG, "special_tokens_map.json", "added_tokens.json")
+        try:
+            other = _SentencePiece({name: self.files[name] for name in names if name in self.files}, self._path)
+        except FileError:
+            return None
+        same = other.vocab_size == self.vocab_size and other.eod == self.eod
+        return other.digest if same and encodes_as(other.encode, self.encode, trial_texts(), other.scores) else None
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -365,11 +416,11 @@ def _dump(value: Any, **options: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, **options).encode("utf-8", "surrogatepass")
 
 
-def _without_defaults(value: Any) -> Any:
-    """Leave out what is null or false, which some versions of the library write and others do not."""
+def _without_null(value: Any) -> Any:
+    """Leave out what is null, as settings are that a later version of the library adds."""
     if isinstance(value, dict):
-        return {key: _without_defaults(item) for key, item in value.items() if item is not None and item is not False}
-    return [_without_defaults(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
 
 
 def _id_or_none(index: int) -> int | None:

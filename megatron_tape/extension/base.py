@@ -3,17 +3,23 @@
 import dataclasses
 import hashlib
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
-from megatron_tape.checkpoint.kept_tokenizer import check_same_tokenizer, saved_tokenizer
+from megatron_tape.checkpoint.kept_tokenizer import (
+    TOKENIZER,
+    check_same_tokenizer,
+    saved_tokenizer,
+    with_kept_tokenizer,
+)
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig, keys_of, model_dict
-from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
     errors_of_settings,
@@ -56,6 +62,16 @@ class Base:
         directory, tokenizer = Path(config.logging.directory), config.data.tokenizer
         state: Any = {"progress": {}, "config": {"data": {"tokenizer": tokenizer}}}
         return cls(directory, config.model, state)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Where its tokenizer is, if it has one."""
+        if self.state is None:
+            return self.path
+        if self.path.is_dir():
+            return self.path / TOKENIZER if (self.path / TOKENIZER).is_dir() else None
+        named = self.state["config"]["data"]["tokenizer"]  # a run that is still to be made
+        return Path(named) if named is not None and Path(named).exists() else None
 
     @property
     def identity(self) -> str:
@@ -298,18 +314,29 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
     given = config.data.tokenizer
     if given is None or not Path(given).exists():
         return
-    if base.state is None:
-        try:
-            own = load_tokenizer(base.path)
-        except (ValueError, OSError):
-            return
-    elif base.path.is_dir():
+    directory, name = base.tokenizer, f"that of {KEY} {base.path}"
+    own = None
+    if base.state is not None and base.path.is_dir():
         own = saved_tokenizer(base.path)
-    else:  # a run that is still to be made
-        named = base.state["config"]["data"]["tokenizer"]
-        own = load_tokenizer(named) if named is not None and Path(named).exists() else None
+    elif directory is not None:
+        with suppress(ValueError, OSError):
+            own = load_tokenizer(directory)
     if own is not None:
-        check_same_tokenizer(given, own, f"{KEY} {base.path}")
+        check_same_tokenizer(given, own, name, f"give {directory}")
+
+
+def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:
+    """Return the settings with the tokenizer of the model that a run extends, and what the model says of its own.
+
+    A directory of transformers whose tokenizer cannot be used changes nothing. Raises ConfigError.
+    """
+    if base.state is not None:
+        return with_kept_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
+    if config.data.tokenizer is None and config.data.generator is None:
+        with suppress(ValueError, OSError):
+            record = record_of(load_tokenizer(base.path))
+            return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(base.path))), record
+    return config, None
 
 
 def check_command(config: RunConfig, extends: bool) -> None:

@@ -5,8 +5,6 @@ written, it is checked on real text that both give the same ids. The `transforme
 """
 
 import json
-import math
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,13 @@ from typing import Any
 from megatron_tape.data.special_tokens import CONFIG
 from megatron_tape.data.tokenizer import (
     CHAT_TEMPLATES,
-    CONVERTED_FROM,
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
     Tokenizer,
     load_tokenizer,
     write_files,
 )
+from megatron_tape.data.trial_texts import encodes_as, trial_texts
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_record
 
@@ -30,11 +28,6 @@ FROM_THE_FILE = "PreTrainedTokenizerFast"
 """The class of transformers that reads a tokenizer.json as it is."""
 _ROLES = ("bos", "eos", "unk", "pad")
 _SPACE = "▁"
-_TRIED_MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
-_TRIED_TEXT = (
-    "  two spaces,\ttab\r\n\n\n    def f(x): return x**2  # ▁ ﬁ Ⅳ Å\n"
-    "Grüße, привет, 你好, नमस्ते, \u200b🙂👩\u200d👩\u200d👧 <s>[INST]</s><unk> 3.14159  "
-)
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece's types of pieces
 _FROM_TEXT = (_NORMAL, _USER_DEFINED)
 _QWENS_SPLIT = (
@@ -74,24 +67,13 @@ def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: st
     files[CONFIG] = _json(settings)
     write_files(files, output)
     if TOKENIZER_JSON not in tokenizer.files:
-        written = load_tokenizer(output)
-        settings[CONVERTED_FROM] = {"digest": tokenizer.digest, TOKENIZER_JSON: written.digest}
-        write_files(written.files | {CONFIG: _json(settings)}, output)
+        write_files(load_tokenizer(output).files, output)  # which keep text from encoding to special tokens
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
     generation = _settings(tokenizer.files, GENERATION, source)
     ids |= {key: generation[key] for key in ids if _is_ids(generation.get(key), tokenizer.vocab_size)}
     return ExportedTokenizer(
         tokenizer.vocab_size, ids, generation | {key: value for key, value in ids.items() if value is not None}
     )
-
-
-def difference_on_text(one: Tokenizer, other: Tokenizer) -> str | None:
-    """Return how `one` differs from `other`, as a clause: in special ids, or on difficult texts. None if in neither."""
-    for role in ("eod", "bos"):
-        if (here := getattr(one, role)) != (there := getattr(other, role)):
-            return f"has {here} as its {role.replace('eod', 'end-of-document')} id instead of {there}"
-    differs = any(one.encode(text) != other.encode(text) for text in _texts())
-    return "encodes text in another way" if differs else None
 
 
 def _settings(files: dict[str, bytes], name: str, source: str) -> dict[str, Any]:
@@ -176,7 +158,7 @@ def _of_sentencepiece(
             problem = f"cannot be converted: it adds {token!r} with the id {index}, and the one before is missing"
             raise FileError(source, problem, "give an exact tokenizer.json with --tokenizer")
         converted.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-    texts = [*_texts(), *(f"a{piece.piece}b" for piece in model.pieces if piece.type == _USER_DEFINED)]
+    texts = [*trial_texts(), *(f"a{piece.piece}b" for piece in model.pieces if piece.type == _USER_DEFINED)]
     texts += [f"a {token}b" for token in tokenizer.added]
     scores = (
         [piece.score for piece in model.pieces] if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM else None
@@ -265,26 +247,10 @@ def _merges(pieces) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _texts() -> list[str]:
-    """Return text that every machine has, and text that is difficult for tokenizers."""
-    library = Path(sysconfig.get_path("stdlib"))
-    paths = [library / f"{module}.py" for module in _TRIED_MODULES]
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()] + [_TRIED_TEXT]
-
-
 def _try_out(converted, ours: Tokenizer, source: str, texts: list[str], scores: list[float] | None) -> None:
-    """Raise FileError if the converted tokenizer gives other ids than ours.
-
-    A unigram model, for which `scores` are given, may divide a text such as a line of dashes in another way that is
-    equally likely. SentencePiece's choice between the two is arbitrary and not reproduced, so both are accepted.
-    """
+    """Raise FileError if the converted tokenizer gives other ids than ours."""
     converted.encode_special_tokens = True
-    for text in texts:
-        theirs, expected = converted.encode(text, add_special_tokens=False).ids, ours.encode(text)
-        if theirs == expected:
-            continue
-        if scores and math.isclose(sum(scores[i] for i in theirs), sum(scores[i] for i in expected), rel_tol=1e-6):
-            continue
+    if not encodes_as(ours.encode, lambda text: converted.encode(text, add_special_tokens=False).ids, texts, scores):
         problem = "cannot be converted: its tokenizer.json would give other ids for some text"
         raise FileError(source, problem, "give an exact tokenizer.json with --tokenizer")
     converted.encode_special_tokens = False

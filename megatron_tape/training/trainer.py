@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import restoring
+from megatron_tape.checkpoint.agreement import on_rank_0
 from megatron_tape.checkpoint.kept_tokenizer import with_kept_tokenizer
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.saved_settings import changes
@@ -23,7 +24,7 @@ from megatron_tape.config.monitoring import wandb_of
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.inputs import fingerprints, recorded_tokenizer
+from megatron_tape.data.inputs import check_same_data, fingerprints, recorded_tokenizer
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
@@ -120,6 +121,7 @@ class Trainer:
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries complain of objects that outlive the process
         self.tokenizer = load_run_tokenizer(self._with_tokenizer())
+        self._data = fingerprints(self.config) if self.layout.rank == 0 else {}
         self._build()
         try:
             stopped = self._train_past_spikes()
@@ -163,6 +165,8 @@ class Trainer:
             checkpoint = dataclasses.replace(self.config.checkpoint, resume=resume)
             self.checkpoint = open_to_resume(dataclasses.replace(self.config, checkpoint=checkpoint), self.layout)
         self.step = 0 if self.checkpoint is None else self.checkpoint.step
+        same = partial(check_same_data, self.config, self._data, Path(self.config.logging.directory))
+        on_rank_0(self.layout, Path(self.config.logging.directory), "cannot go back", same)
         logger.info("going back to step %d; the data read since then is passed over", self.step)
         self.watch.rewind(self.step)
         self._build()
@@ -221,7 +225,7 @@ class Trainer:
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
         if layout.rank == 0:  # which writes it
-            self.progress["data"] = fingerprints(config)
+            self.progress["data"] = self._data
             record = recorded_tokenizer(config) if self.tokenizer is None else record_of(self.tokenizer)
             self.progress |= {} if record is None else {"tokenizer": record}
         self.hooks = hooks_of(config) | self._more_hooks(config)
@@ -274,7 +278,8 @@ class Trainer:
         writer.text("parameters", self.parameters, self.step)
         writer.text("layout", config.parallel.described(self.layout.world_size), self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
-            file.write(to_yaml(config))
+            # What is allowed once is not allowed for good.
+            file.write(to_yaml(dataclasses.replace(config, data=dataclasses.replace(config.data, allow_changed=False))))
         return writer
 
     def _train(self) -> str | None:

@@ -1,6 +1,7 @@
 """A dataset knows its tokenizer, and every program that reads it compares."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from megatron_tape.errors import ConfigError, FileError
 def tokenizers(tmp_path):
     """The paths of two tokenizers of as many words, and of one that ends documents with another of them."""
     write_tokenizer(tmp_path / "own.json")
-    text = (tmp_path / "own.json").read_text().replace('"w62"', '"<|stop|>"')
-    (tmp_path / "own.json").write_text(text)
+    settings = json.loads((tmp_path / "own.json").read_text().replace('"w62"', '"<|stop|>"'))
+    settings["added_tokens"].insert(0, settings["added_tokens"][0] | {"id": 62, "content": "<|stop|>"})
+    (tmp_path / "own.json").write_text(text := json.dumps(settings))
     (tmp_path / "other.json").write_text(text.replace('"w1"', '"changed"'))
     (tmp_path / "ends").mkdir()
     (tmp_path / "ends" / "tokenizer.json").write_text(text)
@@ -69,7 +71,7 @@ def test_files_of_another_tool_in_its_place_have_no_origin(preprocess):
     "made_with, options, problem",
     [
         ("other", ["--append-eod"], "encodes text in another way than data.tokenizer"),
-        ("ends", ["--append-eod"], "ends documents with the id 62 instead of 63"),
+        ("ends", ["--append-eod"], "ends documents with the id 62, and data.tokenizer"),
     ],
 )
 def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made_with, options, problem):
@@ -80,7 +82,7 @@ def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made
             check_datasets(settings(tokenizers, prefix, packed=False))
         assert error.value.subjects == ("data.prefix", "data.tokenizer") and bad in str(error.value)
     stages = [{"prefix": bad, "share": 0.5}]
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=f"^data.stages .*{problem}"):
         check_datasets(settings(tokenizers, good, packed=False, data__stages=stages))
 
 
@@ -91,7 +93,7 @@ def test_datasets_are_compared_with_each_other_and_the_checkpoint_where_there_is
         check_datasets(settings(tokenizers, [0.5, good, 0.5, bad], None, packed=False))
     with pytest.raises(ConfigError, match="encodes text in another way than the model's"):
         check_datasets(settings(tokenizers, bad, None, packed=False), read_origin(good)["tokenizer"])
-    with pytest.raises(ConfigError, match="than the tokenizer of the data that the model learned from"):
+    with pytest.raises(ConfigError, match="than that of the data that the model learned from"):
         check_datasets(settings(tokenizers, good, "own", packed=False), read_origin(bad)["tokenizer"])
 
 
@@ -111,6 +113,14 @@ def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(prepro
     done = run_here("merge_datasets", "--input", one, two, "--output-prefix", out)
     assert done.returncode == 0
     assert read_origin(out)["tokenizer"] == read_origin(one)["tokenizer"] and not read_origin(out)["append_eod"]
+    stop = preprocess("stop", "ends", "--append-eod")
+    for order in ((one, stop), (stop, one)):  # no document of the first ends in its token
+        assert (
+            run_here("merge_datasets", "--input", *order, "--output-prefix", tmp_path / "x", "--overwrite").returncode
+            == 0
+        )
+    done = run_here("merge_datasets", "--input", two, stop, "--output-prefix", tmp_path / "bad")
+    assert done.returncode == 2 and "ends documents with the id 62, and that of" in done.stderr
     done = run_here("merge_datasets", "--input", one, other, "--output-prefix", tmp_path / "bad")
     assert done.returncode == 2 and f"{other} was made with a tokenizer that encodes text in another way" in done.stderr
     assert not (tmp_path / "bad.idx").exists()
@@ -137,7 +147,7 @@ def test_a_malformed_origin_is_one_sentence(preprocess):
         with open(f"{prefix}.origin", "w") as file:
             file.write(content)
         with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file, or make the dataset"):
-            check_tokenizer([prefix], None, "", print)
+            check_tokenizer([prefix], None, "")
 
 
 def documents(*ends):
@@ -146,26 +156,37 @@ def documents(*ends):
 
 
 @pytest.mark.parametrize(
-    "ends, number",
+    "ends",
     [
-        ([None, *[EOD] * 40], None),
-        ([*[EOD] * 40, None], None),
-        ([EOD, *[7] * 40], 1),
-        ([*[EOD] * 40, 7], 40),
-        ([None, 7, *[EOD] * 40], 1),
-        ([EOD, None] * 300 + [7], 600),
-        ([EOD] * 500 + [7] * 500, 500),
+        [None, *[EOD] * 40],
+        [*[EOD] * 40, None],
+        [EOD, *[7] * 40],
+        [*[EOD] * 40, 7],
+        [None, 7, *[EOD] * 40],
+        [EOD, None] * 300 + [7],
+        [EOD] * 500 + [7] * 500,
+        [EOD, 7] * 256 + [EOD],
+        [EOD, 7, 7, 7] * 256 + [EOD],
     ],
 )
-def test_the_ends_of_documents_are_looked_at_throughout_a_dataset(tmp_path, tokenizers, ends, number):
+def test_the_ends_of_documents_are_looked_at_throughout_a_dataset(tmp_path, tokenizers, ends):
     write_documents(tmp_path / "a", documents(*ends))
-    config = settings(
-        tokenizers, str(tmp_path / "a"), model__seq_length=16, data__split="1,0,0", train__eval_interval=None
-    )
-    if number is None:
+    changes = {"model__seq_length": 16, "data__split": "1,0,0", "train__eval_interval": None}
+    config = settings(tokenizers, str(tmp_path / "a"), **changes)
+    if set(ends) <= {EOD, None}:
         return check_datasets(config)
-    with pytest.raises(ConfigError, match=f"document {number} of .*/a does not end in the end-of-document token 63"):
+    with pytest.raises(ConfigError, match="does not end in the end-of-document token 63") as error:
         check_datasets(config)
+    assert ends[int(re.search(r"document (\d+) of", str(error.value))[1])] == 7
+
+
+def test_documents_cannot_end_where_no_token_ends_them(tmp_path, tokenizers):
+    write_dataset(tmp_path / "a")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "tokenizer.json").write_text((tmp_path / "own.json").read_text())
+    (tmp_path / "none" / "tokenizer_config.json").write_text('{"eos_token": null}')
+    with pytest.raises(ConfigError, match="none, which has no end-of-document token, that documents could end in"):
+        check_datasets(settings({"none": str(tmp_path / "none")}, str(tmp_path / "a"), "none"))
 
 
 def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp_path, capsys):
@@ -181,6 +202,13 @@ def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp
     check_same_data(allowed, saved, tmp_path / "step-1")
     assert "warning: the data has changed since" in capsys.readouterr().err
     check_same_data(settings(tokenizers, one, packed=False), saved, tmp_path / "step-1")
+    spelled = f"{tmp_path}/./two"
+    with pytest.raises(ConfigError, match=f"was saved: {spelled}"):
+        check_same_data(settings(tokenizers, spelled, packed=False), saved, tmp_path / "step-1")
+    stages = [{"prefix": two, "share": 0.5}]
+    with pytest.raises(ConfigError) as error:
+        check_same_data(settings(tokenizers, one, packed=False, data__stages=stages), saved, tmp_path / "step-1")
+    assert error.value.subject == "data.stages"
 
 
 def test_examples_that_were_replaced_are_noticed(tokenizers, tmp_path):

@@ -150,6 +150,7 @@ KINDS = {
     ),
 }
 MENTIONS = [END, f"a{END}b", f"a {END} b", f"{END}{END}", f"x\n{END}\n<s>", END.upper(), f"<{END}>", "<s><s>"]
+MENTIONS += [f"({END})", f'"{END}",', f"1{END}2"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -335,9 +336,11 @@ def test_the_digest_of_a_sentencepiece_model_covers_its_scores(tmp_path, tokeniz
     (tmp_path / "x.model").write_bytes(model.SerializeToString())
     one, other = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "x.model")
     assert one.digest != other.digest
-    assert difference(record_of(one), record_of(other)) == "encodes text in another way"
-    assert difference(record_of(one), record_of(one) | {"eod": 9}) == "ends documents with the id 3 instead of 9"
-    assert difference(record_of(one), record_of(one) | {"eod": 9}, with_eod=False) is None
+    record = record_of(one)
+    assert difference(record, record_of(other), "x") == "encodes text in another way than x"
+    assert difference(record, record | {"vocab_size": 900}, "x") is None
+    assert difference(record, record | {"eod": 9}, "x") == "ends documents with the id 3, and x with 9"
+    assert difference(record, record | {"eod": 9}, "x", with_eod=False) is None
 
 
 def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
@@ -362,3 +365,79 @@ def test_a_sentencepiece_model_that_does_not_load_says_why(tmp_path):
     (tmp_path / "x.model").write_text("")
     with pytest.raises(FileError, match="it is empty"):
         load_tokenizer(tmp_path / "x.model")
+
+
+@pytest.mark.parametrize("key", ["pad_token", "image_token", "additional_special_tokens", "added_tokens_decoder"])
+@pytest.mark.parametrize("file", FILES)
+def test_whatever_the_files_name_as_special_is_special(byte_level, tmp_path, key, file):
+    byte_level.add_tokens(["<pad>"])
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    index = byte_level.token_to_id("<pad>")
+    assert index in load_tokenizer(tmp_path).encode("a<pad>b")
+    decoder = {index: {"content": "<pad>", "special": True}}
+    values = {"additional_special_tokens": ["<pad>"], "added_tokens_decoder": decoder}
+    (tmp_path / file).write_text(json.dumps({key: values.get(key, "<pad>")}))
+    known = key != "added_tokens_decoder" or file == "tokenizer_config.json"
+    assert (index in load_tokenizer(tmp_path).encode("a<pad>b")) != known
+
+
+def test_an_ordinary_added_token_that_ends_documents_by_its_usual_name_is_special(tmp_path):
+    tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.add_tokens([END])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode(f"a{END}b") == [0, 1] and load_tokenizer(tmp_path).eod == 2
+
+
+def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp_path):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    config, other = (tmp_path / name for name in FILES)
+    other.write_text('{"eos_token": {"content": "<last>"}}')
+    for named in ("</s>", None):
+        config.write_text(json.dumps({"eos_token": named}))
+        with pytest.raises(FileError, match=f"names {named!r} as eos_token, and special_tokens_map.json '<last>'"):
+            load_tokenizer(tmp_path)
+    config.write_text('{"eos_token": "<last>"}')
+    assert load_tokenizer(tmp_path).eod == 1
+
+
+@pytest.mark.parametrize("step", [{"use_regex": True}, {"use_regex": False}])
+def test_settings_that_are_left_out_count_as_the_librarys_defaults(byte_level, tmp_path, step):
+    settings = json.loads(byte_level.to_str())
+    del settings["pre_tokenizer"]["use_regex"]
+    (tmp_path / "without.json").write_text(json.dumps(settings))
+    settings["pre_tokenizer"] |= step
+    (tmp_path / "with.json").write_text(json.dumps(settings))
+    one, other = (load_tokenizer(tmp_path / f"{name}.json") for name in ("without", "with"))
+    assert (one.digest == other.digest) == (one.encode("a b  c1") == other.encode("a b  c1")) == step["use_regex"]
+
+
+@pytest.mark.parametrize("kind", ["byte level", *KINDS])
+def test_a_tokenizer_that_transformers_saved_again_is_the_same(byte_level, tmp_path, texts, kind):
+    from transformers import PreTrainedTokenizerFast
+
+    library = byte_level if kind == "byte level" else KINDS[kind](texts[:40])
+    library.save(str(tmp_path / "tokenizer.json"))
+    end = "</s>" if kind == "byte level" else END
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "pad_token": end}))
+    PreTrainedTokenizerFast.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    one, other = record_of(load_tokenizer(tmp_path)), record_of(load_tokenizer(tmp_path / "again"))
+    assert difference(one, other, "it") is None
+
+
+def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(tmp_path, tokenizer_path):
+    from megatron_tape.huggingface.tokenizer_files import write_tokenizer
+
+    write_tokenizer(load_tokenizer(tokenizer_path), tmp_path, 128, "t")
+    both, model = load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.model")
+    assert both.same_as == model.digest == load_tokenizer(tokenizer_path).digest != both.digest
+    for one, other in ((both, model), (model, both)):
+        assert difference(record_of(one), record_of(other), "it") is None
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings["normalizer"]["normalizers"].insert(0, {"type": "Lowercase"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path).same_as is None
+
+
+def test_settings_of_the_wrong_type_are_no_traceback(tmp_path, tokenizer_path):
+    config = {"sp_model_kwargs": "x", "added_tokens_decoder": [], "tokenizer_class": 3, "additional_special_tokens": 5}
+    assert load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config)).eod == 3

@@ -375,7 +375,7 @@ def damaged(folder, bases, name):
         ("widths", [], "gate_proj.weight with the shape (48, 32), but its config.json requires (64, 32)"),
         ("deeper", [], "lacks the parameter model.layers.3.input_layernorm.weight; give the config.json that belongs"),
         ("pickle", [], "is a pickle, which may run code"),
-        ("tokenizer", ["--data.tokenizer=TOKENIZER"], "which encodes text in another way"),
+        ("tokenizer", ["--data.tokenizer=TOKENIZER"], "encodes text in another way than that of extension.from"),
         ("rope", ["--extension.trains=[]"], "extension.trains is empty"),
         ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from tape"),
         ("rope", ["--model.position_encoding=rope"], "which has no parameters"),

@@ -15,7 +15,10 @@ from training_cases import RECIPE, option, rows
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.evaluation.results import read_results
-from pretrain import evaluate, train
+from megatron_tape.training import trainer
+from megatron_tape.training.hooks import Hook, HookResult
+from megatron_tape.training.spikes import FOUND, Rewind
+from pretrain import evaluate, extend_context, train
 
 SIZE = 300
 PERPLEXITY = ["--perplexity.lengths=[12]", "--perplexity.stride=8"]
@@ -89,7 +92,7 @@ def test_what_comes_after_a_run_uses_the_tokenizer_that_it_began_with(place, cap
     assert perplexity("run", "exported", "place/held_out.jsonl") == pytest.approx(before, rel=1e-6)
     # One that is given by hand is compared.
     done = convert("to-hf", "--checkpoint", "place/moved", "--output", "bad", "--tokenizer", "place/b")
-    assert done.returncode == 2 and "encodes text in another way than the tokenizer that the model was" in done.stderr
+    assert done.returncode == 2 and "encodes text in another way than the one that trained the model" in done.stderr
     assert convert("to-hf", "--checkpoint", "place/moved", "--output", "good", "--tokenizer", "run").returncode == 0
 
 
@@ -98,7 +101,7 @@ def test_a_run_goes_on_without_the_files_of_its_tokenizer_but_not_with_another(p
     replaced_by("a", "b")
     capfd.readouterr()
     assert start(steps=3) == 2
-    assert "data.tokenizer is a, which encodes text in another way" in capfd.readouterr().err
+    assert "data.tokenizer a encodes text in another way than that of checkpoint" in capfd.readouterr().err
     shutil.rmtree("a")
     assert start(steps=3) == 0
     shutil.copytree("b", "a")
@@ -106,7 +109,7 @@ def test_a_run_goes_on_without_the_files_of_its_tokenizer_but_not_with_another(p
     extend += ["--logging.directory=other", "--checkpoint.directory=null", "--train.steps=4"]
     capfd.readouterr()
     assert train.main(extend) == 2
-    assert "which encodes text in another way" in capfd.readouterr().err
+    assert "another way than that of checkpoint run/checkpoints/step-00000003; give" in capfd.readouterr().err
     assert train.main([*extend, "--data.tokenizer=null", "--data.reset_attention_mask=false"]) == 0
     kept = "other/checkpoints/step-00000004/tokenizer"
     assert load_tokenizer(kept).digest == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
@@ -151,3 +154,73 @@ def test_evaluation_refuses_a_dataset_of_another_tokenizer(place, capfd):
     assert perplexity("run", "own", "data")
     perplexity("run", "foreign-results", "foreign")
     assert "foreign does not say which tokenizer made it" in capfd.readouterr().err
+
+
+def extend(base, data, *overrides):
+    given = [f"--extension.from={base}", f"--data.prefix={data}", "--logging.directory=extended", "--train.steps=2"]
+    given += ["--model.seq_length=32", "--train.eval_interval=null", *overrides]
+    return extend_context.main(["--config", str(RECIPE.with_name("extend.yaml")), *given])
+
+
+@pytest.mark.parametrize("base", ["run", "run/checkpoints/step-00000002", "exported"])
+def test_an_extension_compares_its_data_with_the_tokenizer_of_its_base(place, capfd, base):
+    assert start() == 0
+    if base == "exported":
+        assert convert("to-hf", "--checkpoint", "run", "--output", "exported").returncode == 0
+    arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
+    assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
+    capfd.readouterr()
+    assert extend(base, "others") == 2
+    assert "others, which was made with a tokenizer that encodes text in another way" in capfd.readouterr().err
+    assert extend(base, "others", "--data.tokenizer=b") == 2
+    assert "data.tokenizer b encodes text in another way than that of" in capfd.readouterr().err
+    assert extend(base, "data") == 0
+    kept = load_tokenizer("extended/checkpoints/step-00000002/tokenizer")
+    assert kept.digest == load_tokenizer("run/checkpoints/step-00000002/tokenizer").digest
+
+
+def test_a_base_without_a_tokenizer_knows_that_of_its_data(place, capfd):
+    assert start("--data.tokenizer=null", "--data.reset_attention_mask=false") == 0
+    arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
+    assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
+    for tokenizer in ([], ["--data.tokenizer=b"]):
+        capfd.readouterr()
+        assert extend("run", "others", *tokenizer) == 2
+        assert "encodes text in another way" in capfd.readouterr().err
+    done = convert("to-hf", "--checkpoint", "run", "--output", "bad", "--tokenizer", "b")
+    assert done.returncode == 2 and "encodes text in another way" in done.stderr
+    assert convert("to-hf", "--checkpoint", "run", "--output", "good", "--tokenizer", "a").returncode == 0
+
+
+def test_data_that_was_replaced_is_noticed_when_a_run_goes_back(place, monkeypatch, capfd):
+    class Finds(Hook):
+        def after_step(self, trainer, step, result):
+            if step == 3 and FOUND not in trainer.progress:
+                trainer.progress = trainer.progress | {FOUND: 1}
+                write_dataset("data", documents=90)
+                raise Rewind
+            return HookResult()
+
+        def due(self, trainer, step):
+            return False
+
+    made = trainer.hooks_of
+    monkeypatch.setattr(trainer, "hooks_of", lambda config: made(config) | {"finds": Finds()})
+    assert start("--checkpoint.interval=1", steps=4) == 1
+    assert "cannot go back" in (error := capfd.readouterr().err) and "data.prefix has changed since" in error
+
+
+def test_what_was_added_to_a_checkpoint_and_what_differs_at_the_path_is_told(place, capfd):
+    assert start() == 0
+    (place / "a" / "chat_template.jinja").write_text("{{ new }}")
+    kept = place / "run" / "checkpoints" / "step-00000002" / "tokenizer"
+    assert start("--data.allow_changed=true", steps=3) == 0
+    (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").write_text("{{ x }}")
+    capfd.readouterr()
+    assert start(steps=4) == 2
+    assert "chat_template.jinja is not part of the checkpoint; remove it" in capfd.readouterr().err
+    (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").unlink()
+    (kept / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    done = convert("to-hf", "--checkpoint", kept.parent, "--output", "out")
+    assert done.returncode == 2 and "tokenizer_config.json is not part of the checkpoint" in done.stderr
+    assert "allow_changed: false" in (place / "run" / "config.yaml").read_text()

@@ -20,6 +20,7 @@ from training_cases import RECIPE, option, packed, rows, steps_saved
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.model import backend
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.ops import parity
@@ -230,13 +231,14 @@ def test_another_tokenizer_is_refused_and_a_missing_one_is_not_needed(run, data,
     capfd.readouterr()
     assert run("--train.steps=4", *SHORT, f"--data.tokenizer={other}") == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert f"data.tokenizer is {other}, which encodes text in another way" in line and "step-00000002" in line
+    assert f"data.tokenizer {other} encodes text in another way than that of checkpoint" in line
     original.write_text(other.read_text())
     assert run("--train.steps=4", *SHORT, f"--data.tokenizer={original}") == 2
     original.unlink()
     assert run("--train.steps=4", *SHORT, f"--data.tokenizer={original}") == 0
     kept = run.folder / "checkpoints" / "step-00000004" / "tokenizer"
-    assert (kept / "tokenizer.json").read_text() == text
+    original.write_text(text)
+    assert load_tokenizer(kept).digest == load_tokenizer(original).digest
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(run, capfd):

@@ -289,3 +289,22 @@ def test_merge_refuses_what_does_not_fit(run_tool, tmp_path):
     before = read_pair(tmp_path / "a")
     run_tool("merge_datasets", *arguments, "--overwrite")
     assert read_pair(tmp_path / "a") == before
+
+
+def test_an_origin_is_not_believed_of_other_files(preprocess, merge, two_shards, tmp_path):
+    for shard in ("0/2", "1/2"):
+        preprocess(two_shards, "--shard", shard)
+    merge()
+    foreign = tmp_path / "foreign"
+    preprocess(two_shards, "--append-eod", prefix="foreign")
+
+    def replace(name):
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"{name}{ending}").write_bytes(foreign.with_name(f"foreign{ending}").read_bytes())
+
+    replace("out")
+    assert "has changed since it was written" in merge("--remove-shards", code=2).stderr
+    assert (tmp_path / "out.shard-00000-of-00002.idx").exists()
+    replace("out.shard-00001-of-00002")
+    assert "has changed since it was written" in preprocess(two_shards, "--shard", "1/2", code=2).stderr
+    assert "is not whole, or was replaced" in merge("--overwrite", code=2).stderr

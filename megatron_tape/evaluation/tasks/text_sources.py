@@ -14,7 +14,7 @@ from megatron_tape.config.schema import split_shares
 from megatron_tape.config.values import shown
 from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
-from megatron_tape.data.origins import check_tokenizer
+from megatron_tape.data.origins import check_tokenizer, unknown_tokenizers
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo
@@ -101,7 +101,9 @@ def check_sources(
     """
     tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
-        check_tokenizer(tokenized, info.tokenizer, f"that of {info.label}", command_line.say)
+        origins = check_tokenizer(tokenized, info.tokenizer, f"that of {info.label}")
+        if warning := unknown_tokenizers(origins, f"that of {info.label}"):
+            command_line.say(warning)
     elif tokenized:
         command_line.say(f"warning: the tokenizer of {info.label} cannot be compared with that of {tokenized[0]}")
     for source in sources:

@@ -17,7 +17,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, saved_tokenizer
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.tokenizer import difference, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, FileError, UserError
 from megatron_tape.huggingface.export.evaluation_results import find_results
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_card
@@ -28,7 +28,6 @@ from megatron_tape.huggingface.tokenizer_files import (
     FROM_THE_FILE,
     GENERATION,
     ExportedTokenizer,
-    difference_on_text,
     is_qwens,
     write_tokenizer,
 )
@@ -267,10 +266,10 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
     source, tokenizer = str(saved.path / TOKENIZER), saved_tokenizer(saved.path)
     if given is not None:
         own, source, tokenizer = tokenizer, given, load_tokenizer(given)
-        different = own is not None and own.digest != tokenizer.digest and difference_on_text(tokenizer, own)
-        if different:
+        recorded = saved.state["progress"].get("tokenizer") if own is None else record_of(own)
+        if recorded and (different := difference(record_of(tokenizer), recorded, "the one that trained the model")):
             fix = f"leave out --tokenizer, or give {NO_TOKENIZER} and put its files into the export yourself"
-            raise FileError(given, f"{different} than the tokenizer that the model was trained with", fix)
+            raise FileError(given, different, fix)
     if tokenizer is None:
         fix = f"give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
         raise CheckpointError(str(saved.path), "has no tokenizer", fix)

@@ -1,0 +1,41 @@
+"""Texts that are difficult for tokenizers, and whether two tokenizers of different formats agree on them."""
+
+import math
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
+_DIFFICULT = (
+    "  two spaces,\ttab\r\n\n\n    def f(x): return x**2  # ▁ ﬁ Ⅳ Å\n"
+    "Grüße, привет, 你好, नमस्ते, \u200b🙂👩\u200d👩\u200d👧 <s>[INST]</s><unk> 3.14159  "
+)
+
+
+def trial_texts() -> list[str]:
+    """Return text that every machine has, and text that is difficult for tokenizers."""
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [library / f"{module}.py" for module in _MODULES]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()] + [_DIFFICULT]
+
+
+def encodes_as(
+    expected: Callable[[str], Sequence[int]],
+    found: Callable[[str], Sequence[int]],
+    texts: Sequence[str],
+    scores: Sequence[float] | None = None,
+) -> bool:
+    """Return whether two tokenizers give the same ids for all texts.
+
+    A unigram model, whose `scores` by id are given, may divide a text such as a line of dashes in another way that is
+    equally likely. SentencePiece's choice between the two is arbitrary and not reproduced, so both are accepted.
+    """
+
+    def same(ours: Sequence[int], theirs: Sequence[int]) -> bool:
+        if list(ours) == list(theirs):
+            return True
+        if not scores or max(ours, default=0) >= len(scores) or max(theirs, default=0) >= len(scores):
+            return False
+        return math.isclose(*(sum(scores[i] for i in ids) for ids in (ours, theirs)), rel_tol=1e-6)
+
+    return all(same(expected(text), found(text)) for text in texts)
