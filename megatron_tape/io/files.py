@@ -7,6 +7,7 @@ Small files that programs leave for each other have no lock: of several writers,
 
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import secrets
@@ -246,9 +247,17 @@ BLOCKS, BLOCK_BYTES = 64, 64 << 10
 def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
     """Return the size and sha256 of a file; if it is large, the sha256 of `blocks` + 1 evenly spaced blocks of 64 KiB.
 
-    A file is large above 16 MiB, or above as much less as there are fewer blocks.
+    A file is large above 16 MiB, or above as much less as there are fewer blocks. This process reads it only once while
+    its times, size and inode stay the same.
     """
-    hasher, size = hashlib.sha256(), os.path.getsize(path)
+    status = os.stat(path)
+    identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    return _fingerprint(str(path), blocks, status.st_size, identity)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _fingerprint(path: str, blocks: int, size: int, identity: tuple[int, ...]) -> str:
+    hasher = hashlib.sha256()
     with open(path, "rb") as file:
         if size <= WHOLE_BYTES * blocks // BLOCKS:
             hasher.update(file.read())
