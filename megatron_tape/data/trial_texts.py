@@ -9,6 +9,8 @@ _MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
 _DIFFICULT = (
     "  two spaces,\ttab\r\n\n\n    def f(x): return x**2  # ▁ ﬁ Ⅳ Å\n"
     "Grüße, привет, 你好, नमस्ते, \u200b🙂👩\u200d👩\u200d👧 <s>[INST]</s><unk> 3.14159  "
+    # Half-width katakana; letters with marks that compose and that do not; jamo.
+    "ｶﾞｷﾞ ﾊﾟ Vie\u0323\u0302t Vi\u00ea\u0323t \u1112\u1161\u11ab\u1100\u116e\u11a8 \u30ab\u3099 x²\u0302 🇩🇪 \u1f00\u0342"
 )
 
 

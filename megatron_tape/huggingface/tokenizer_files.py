@@ -5,10 +5,13 @@ written, it is checked on real text that both give the same ids. The `transforme
 """
 
 import json
+import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_tape import command_line
 from megatron_tape.data.special_tokens import CONFIG
 from megatron_tape.data.tokenizer import (
     CHAT_TEMPLATES,
@@ -20,21 +23,28 @@ from megatron_tape.data.tokenizer import (
 )
 from megatron_tape.data.trial_texts import encodes_as, trial_texts
 from megatron_tape.errors import FileError
+from megatron_tape.huggingface.from_sentencepiece import USER_DEFINED, WITHOUT, convert
 from megatron_tape.io.records import parse_record, read_record
 
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_THE_FILE = "PreTrainedTokenizerFast"
 """The class of transformers that reads a tokenizer.json as it is."""
-_ROLES = ("bos", "eos", "unk", "pad")
-_SPACE = "▁"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece's types of pieces
-_FROM_TEXT = (_NORMAL, _USER_DEFINED)
+_NAMED = (
+    *(f"{role}_token" for role in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")),
+    "additional_special_tokens",
+    "extra_special_tokens",
+)
+_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+_MAP = "special_tokens_map.json"
+_GIVE = f"give an exact tokenizer.json with --tokenizer, or {WITHOUT}"
 _QWENS_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_NEVER = -1e9
-"""Score of a piece that is never used for text, even if the text contains its name."""
+_QWENS_STEPS = [
+    {"type": "Split", "pattern": {"Regex": _QWENS_SPLIT}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+]
 
 
 @dataclass(frozen=True)
@@ -53,13 +63,41 @@ def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: st
 
     `source` names it in messages. Raises FileError if it cannot be converted exactly.
     """
-    files = {name: content for name, content in tokenizer.files.items() if name != GENERATION}
+    exported, warnings = _write(tokenizer, output, context, source)
+    for warning in warnings:
+        command_line.say(f"warning: {warning}")
+    return exported
+
+
+def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
+    """Return why `write_tokenizer` would refuse a tokenizer, as a clause that follows its name, or None."""
+    source = "the tokenizer"
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            _write(tokenizer, Path(directory), context, source)
+    except FileError as error:
+        return error.problem if error.subject == source else f"has a file {error.subject}, which {error.problem}"
+    return None
+
+
+def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tuple[ExportedTokenizer, list[str]]:
+    """Write the files; return also what the user must know."""
+    warnings: list[str] = []
+    files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
     own = _settings(tokenizer.files, CONFIG, source)
     if TOKENIZER_JSON in files:
-        special, settings = _of_hugging_face(tokenizer, own, context)
+        library, special, settings = _of_hugging_face(tokenizer, own, context)
     else:
-        converted, special, settings = _of_sentencepiece(tokenizer, own, source, context)
-        files[TOKENIZER_JSON] = converted
+        library, special, settings = _of_sentencepiece(tokenizer, own, source, context, warnings)
+        files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
+    named, missing = _named_tokens(own | _unless_in(own, _settings(tokenizer.files, _MAP, source)), library)
+    if missing:
+        tokens = ", ".join(missing)
+        warnings.append(f"{source} names special tokens that it does not have, which the export leaves out: {tokens}")
+    settings |= _unless_in({"eos_token", "bos_token"}, named)
+    special["pad"] = library.token_to_id(_content(named["pad_token"])) if "pad_token" in named else special.get("pad")
+    added = sorted(library.get_added_tokens_decoder().items())
+    settings["added_tokens_decoder"] = {str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added}
     templates = "chat_template.jinja" in files or any(name.startswith(CHAT_TEMPLATES) for name in files)
     if not (templates or settings.get("chat_template")):
         # No text that the model learned from encoded to a special token. A chat template consists of such text.
@@ -69,11 +107,66 @@ def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: st
     if TOKENIZER_JSON not in tokenizer.files:
         write_files(load_tokenizer(output).files, output)  # which keep text from encoding to special tokens
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
-    generation = _settings(tokenizer.files, GENERATION, source)
-    ids |= {key: generation[key] for key in ids if _is_ids(generation.get(key), tokenizer.vocab_size)}
-    return ExportedTokenizer(
-        tokenizer.vocab_size, ids, generation | {key: value for key, value in ids.items() if value is not None}
-    )
+    generation = _generation(tokenizer, source, warnings)
+    ids |= {key: generation[key] for key in ids if generation.get(key) is not None}
+    generation |= {key: value for key, value in ids.items() if value is not None}
+    return ExportedTokenizer(tokenizer.vocab_size, ids, generation), warnings
+
+
+def _is_exported(name: str) -> bool:
+    """Return whether an export has this file. transformers would read further tokens from others."""
+    return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(CHAT_TEMPLATES)
+
+
+def _content(token: Any) -> Any:
+    """Return the text of a token, which files give as text or with its flags."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _unless_in(excluded: Collection[str], settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in excluded}
+
+
+def _named_tokens(settings: dict[str, Any], library: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the special tokens that settings name and that exist, and those that do not exist."""
+    missing: list[str] = []
+
+    def exists(token: Any) -> bool:
+        text = _content(token)
+        known = isinstance(text, str) and library.token_to_id(text) is not None
+        if not known:
+            missing.append(repr(text))
+        return known
+
+    named: dict[str, Any] = {}
+    for key in _NAMED:
+        value = settings.get(key)
+        if isinstance(value, dict) and key == "extra_special_tokens":
+            named[key] = {name: _content(token) for name, token in value.items() if exists(token)}
+        elif isinstance(value, list):
+            named[key] = [_content(token) for token in value if exists(token)]
+        elif value is not None and exists(value):
+            named[key] = _content(value)
+    return named, list(dict.fromkeys(missing))
+
+
+def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
+    """Return `generation_config.json` without ids that the tokenizer does not have."""
+    settings, dropped = _settings(tokenizer.files, GENERATION, source), []
+    for key, value in list(settings.items()):
+        if not key.endswith("_token_id") or value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        good = [index for index in ids if type(index) is int and 0 <= index < tokenizer.vocab_size]
+        dropped += [f"{key} {index}" for index in ids if index not in good]
+        if not good:
+            del settings[key]
+        elif isinstance(value, list):
+            settings[key] = good
+    if dropped:
+        ids = ", ".join(dropped)
+        warnings.append(f"{GENERATION} of {source} names ids that do not exist, which the export leaves out: {ids}")
+    return settings
 
 
 def _settings(files: dict[str, bytes], name: str, source: str) -> dict[str, Any]:
@@ -87,11 +180,6 @@ def _json(settings: dict[str, Any]) -> bytes:
     return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _is_ids(value: Any, vocab_size: int) -> bool:
-    ids = value if isinstance(value, list) else [value]
-    return bool(ids) and all(type(index) is int and 0 <= index < vocab_size for index in ids)
-
-
 def read_tokenizer(directory: str | Path, **options: Any) -> Any:
     """Return the tokenizer of an export, or of another model, as transformers loads it with these `options`.
 
@@ -99,71 +187,59 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
     """
     import transformers
 
-    kind, file = transformers.AutoTokenizer, Path(directory) / "tokenizer_config.json"
-    if file.is_file() and (Path(directory) / "tokenizer.json").is_file():
-        settings = read_record(file, dict[str, Any])
-        if settings.get("tokenizer_class") in (FROM_THE_FILE, "TokenizersBackend") and "auto_map" not in settings:
-            kind = transformers.PreTrainedTokenizerFast
+    kind, file = transformers.AutoTokenizer, Path(directory) / CONFIG
+    if (Path(directory) / TOKENIZER_JSON).is_file():
+        settings = read_record(file, dict[str, Any]) if file.is_file() else {}
+        kind = kind if "auto_map" in settings else transformers.PreTrainedTokenizerFast
     return kind.from_pretrained(directory, **options)
 
 
 def is_qwens(directory: Path) -> bool:
     """Return whether a tokenizer.json is like that which transformers puts in place of every Qwen2 model's."""
-    settings = read_record(directory / "tokenizer.json", dict[str, Any])
-    steps = (settings.get("pre_tokenizer") or {}).get("pretokenizers") or ()
-    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
-        return False
+    settings = read_record(directory / TOKENIZER_JSON, dict[str, Any])
+    found = settings.get("pre_tokenizer") or {}
+    steps = [_unless_in(("trim_offsets",), step) for step in found.get("pretokenizers") or ()]
     normal = (settings.get("normalizer") or {}).get("type") == "NFC"
     has_end = any(token.get("content") == "<|endoftext|>" for token in settings.get("added_tokens") or ())
-    return normal and has_end and steps[0].get("pattern") == {"Regex": _QWENS_SPLIT}
+    return normal and has_end and steps == _QWENS_STEPS
 
 
 def _of_hugging_face(
     tokenizer: Tokenizer, own: dict[str, Any], context: int
-) -> tuple[dict[str, int | None], dict[str, Any]]:
-    """Return the ids of special tokens, and `tokenizer_config.json`."""
+) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
+    """Return the library's tokenizer, the ids of special tokens, and `tokenizer_config.json`."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_buffer(tokenizer.files[TOKENIZER_JSON])
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
-    pad = own.get("pad_token")
-    pad = pad.get("content") if isinstance(pad, dict) else pad
-    special["pad"] = library.token_to_id(pad) if isinstance(pad, str) else None
-    named = {
-        f"{role}_token": library.id_to_token(special[role]) for role in ("bos", "eos") if special[role] is not None
-    }
+    named = {f"{role}_token": library.id_to_token(index) for role, index in special.items() if index is not None}
     if not own:
         unknown = getattr(library.model, "unk_token", None)
-        return special, _new_settings(context, named | ({"unk_token": unknown} if unknown else {}))
+        return library, special, _new_settings(context, named | ({"unk_token": unknown} if unknown else {}))
     # Classes such as GPT2Tokenizer make another tokenizer from the vocabulary, without the file's own steps.
     padding = {"padding_side": "left"} if str(own.get("tokenizer_class")).startswith("Llama") else {}
-    settings = padding | named | own | {"tokenizer_class": FROM_THE_FILE}
+    settings = padding | _unless_in(_NAMED, own) | named | {"tokenizer_class": FROM_THE_FILE}
     settings.pop("auto_map", None)  # of code that is not copied
-    return special, settings
+    return library, special, settings
 
 
 def _of_sentencepiece(
-    tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int
-) -> tuple[bytes, dict[str, int | None], dict[str, Any]]:
-    """Return `tokenizer.json`, the ids of special tokens, and `tokenizer_config.json`."""
+    tokenizer: Any, own: dict[str, Any], source: str, context: int, warnings: list[str]
+) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
+    """Return the library's tokenizer, the ids of special tokens, and `tokenizer_config.json`."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import AddedToken, processors
 
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString(tokenizer.files[TOKENIZER_MODEL])
-    converted, special = _converted(model, source)
+    converted, special, wrong = convert(model, source)
     special |= {"bos": tokenizer.bos, "eos": tokenizer.eod}
     for token, index in sorted(tokenizer.added.items(), key=lambda item: item[1]):
         if converted.get_vocab_size() != index:
             problem = f"cannot be converted: it adds {token!r} with the id {index}, and the one before is missing"
-            raise FileError(source, problem, "give an exact tokenizer.json with --tokenizer")
+            raise FileError(source, problem, _GIVE)
         converted.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-    texts = [*trial_texts(), *(f"a{piece.piece}b" for piece in model.pieces if piece.type == _USER_DEFINED)]
-    texts += [f"a {token}b" for token in tokenizer.added]
-    scores = (
-        [piece.score for piece in model.pieces] if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM else None
-    )
-    _try_out(converted, tokenizer, source, texts, scores)
+    warnings += _try_out(converted, tokenizer, model, wrong, source)
     names = {role: converted.id_to_token(index) for role, index in special.items() if index is not None and index >= 0}
     if tokenizer.prefix:
         begin = names["bos"]
@@ -172,12 +248,7 @@ def _of_sentencepiece(
         )
     settings = _new_settings(context, {f"{role}_token": token for role, token in names.items()})
     kept = ("chat_template", "model_max_length", "padding_side")
-    settings |= {key: own[key] for key in kept if key in own}
-    pad = own.get("pad_token")
-    pad = pad.get("content") if isinstance(pad, dict) else pad
-    if isinstance(pad, str) and converted.token_to_id(pad) is not None:
-        settings["pad_token"], special["pad"] = pad, converted.token_to_id(pad)
-    return converted.to_str(pretty=True).encode(), dict(special), settings
+    return converted, dict(special), settings | {key: own[key] for key in kept if key in own}
 
 
 def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:
@@ -189,68 +260,26 @@ def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _converted(model, source: str):
-    """Return a `tokenizers.Tokenizer` of the pieces of a SentencePiece model, and the ids of its special pieces."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-
-    trainer, rules = model.trainer_spec, model.normalizer_spec
-    pieces = [piece.piece for piece in model.pieces]
-    if trainer.model_type == trainer.BPE:
-        vocabulary = {piece: index for index, piece in enumerate(pieces)}
-        core = models.BPE(
-            vocabulary,
-            _merges(model.pieces),
-            unk_token=pieces[trainer.unk_id],
-            fuse_unk=True,
-            byte_fallback=trainer.byte_fallback,
-        )
-    elif trainer.model_type == trainer.UNIGRAM:
-        scores = [(p.piece, p.score if p.type in _FROM_TEXT else _NEVER) for p in model.pieces]
-        core = models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
-    else:
-        problem = "is a SentencePiece model of words or characters"
-        raise FileError(source, problem, "only BPE and unigram are exported")
-    steps = []
-    if rules.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    if rules.remove_extra_whitespaces:
-        from tokenizers import Regex
-
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if rules.add_dummy_prefix:
-        steps.append(normalizers.Prepend(_SPACE))
-    steps.append(normalizers.Replace(" ", _SPACE))
-    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if rules.add_dummy_prefix:
-        decoding.append(decoders.Strip(" ", 1, 0))
-    result = Tokenizer(core)
-    result.normalizer = normalizers.Sequence(steps)
-    result.decoder = decoders.Sequence(decoding)
-    kinds = {piece.piece: piece.type for piece in model.pieces}
-    result.add_special_tokens(
-        [AddedToken(p, normalized=False, special=True) for p in pieces if kinds[p] in (_CONTROL, _UNKNOWN)]
-    )
-    result.add_tokens([AddedToken(p, normalized=False, special=False) for p in pieces if kinds[p] == _USER_DEFINED])
-    ids = {role: getattr(trainer, f"{role}_id") for role in _ROLES}
-    return result, {role: index for role, index in ids.items() if 0 <= index < len(pieces)}
-
-
-def _merges(pieces) -> list[tuple[str, str]]:
-    """Return all ways to join two pieces into a third, best score of the third first, as SentencePiece joins them."""
-    normal = {piece.piece: (-piece.score, index) for index, piece in enumerate(pieces) if piece.type == _NORMAL}
-    found = []
-    for piece, rank in normal.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in normal and right in normal:
-                found.append((rank, normal[left][1], normal[right][1], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
-
-
-def _try_out(converted, ours: Tokenizer, source: str, texts: list[str], scores: list[float] | None) -> None:
-    """Raise FileError if the converted tokenizer gives other ids than ours."""
+def _try_out(converted: Any, ours: Any, model: Any, wrong: list[str], source: str) -> list[str]:
+    """Raise FileError if the converted tokenizer gives other ids than ours; return warnings of rare differences."""
+    symbols = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
+    texts = [*trial_texts(), "a <0x41> b", *(f"a {token}b" for token in ours.added)]
+    texts += [text for symbol in symbols for text in (symbol, f"a{symbol}b", f" {symbol}  {symbol} b", f"a {symbol}")]
+    unigram = model.trainer_spec.model_type == model.trainer_spec.UNIGRAM
+    scores = [piece.score for piece in model.pieces] if unigram else None
     converted.encode_special_tokens = True
-    if not encodes_as(ours.encode, lambda text: converted.encode(text, add_special_tokens=False).ids, texts, scores):
-        problem = "cannot be converted: its tokenizer.json would give other ids for some text"
-        raise FileError(source, problem, "give an exact tokenizer.json with --tokenizer")
+
+    def theirs(text: str) -> list[int]:
+        return converted.encode(text, add_special_tokens=False).ids
+
+    if not encodes_as(ours.encode, theirs, texts, scores):
+        raise FileError(source, "cannot be converted: its tokenizer.json would give other ids for some text", _GIVE)
+    warnings = []
+    if wrong:
+        sequences = f"{len(wrong):,} rare sequences of characters, such as {ascii(wrong[-1])}"
+        warnings.append(f"transformers will read {sequences}, in another way than {source}")
+    if not encodes_as(ours.encode, theirs, texts):
+        likely = "into other pieces that are equally likely"
+        warnings.append(f"transformers will divide some texts, such as lines of dashes, {likely} for {source}")
     converted.encode_special_tokens = False
+    return warnings

@@ -2,6 +2,7 @@
 
 import io
 import json
+from random import Random
 
 import pytest
 from data.test_tokenizer import KINDS, MENTIONS
@@ -10,39 +11,99 @@ from datasets_for_tests import source_code
 from megatron_tape.data.tokenizer import difference, find_files, load_tokenizer, record_of
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.tokenizer_files import _QWENS_SPLIT as QWENS
-from megatron_tape.huggingface.tokenizer_files import is_qwens, read_tokenizer, write_tokenizer
+from megatron_tape.huggingface.tokenizer_files import export_problem, is_qwens, read_tokenizer, write_tokenizer
+
+NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
+SYMBOLS = dict(user_defined_symbols=["<sep>", "\n", "»x"])
+
+
+def sentencepiece_model(**options):
+    """Train on source code; the bytes of the model."""
+    import sentencepiece
+
+    sentences, model = source_code("argparse").splitlines() + source_code("ast").splitlines(), io.BytesIO()
+    bytes_too = dict(byte_fallback=True) if options.get("model_type") in ("bpe", "unigram") else {}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, vocab_size=700, hard_vocab_limit=False, minloglevel=2,
+        **bytes_too, **options,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def texts_with_marks(count):
+    """Random texts of letters with several combining marks, of which some compose, and of spaces and controls."""
+    random = Random(0)
+    marks = [*map(chr, range(0x300, 0x346)), "\u0345"]
+    alphabets = [
+        [*"aeiouxAEI", *marks], [*map(chr, range(0x370, 0x400)), *marks], [*map(chr, range(0x1E00, 0x2000)), *marks],
+        [*map(chr, [*range(0x1100, 0x1113), *range(0x1161, 0x1176), *range(0x11A8, 0x11C3), *range(0xAC00, 0xAC20)])],
+        [*map(chr, [*range(0x3040, 0x3100), *range(0xFF60, 0xFFA0)])], [*map(chr, range(0x900, 0x980))],
+        [*"ab \t\r\n\x01\x85\xa0\u3000\u200b\u200d▁²ﬁ½🇩🇪👩🏽"],
+    ]  # fmt: skip
+    return [
+        "".join(random.choice(alphabet) for _ in range(random.randint(1, 10)))
+        for alphabet in alphabets
+        for _ in range(count // len(alphabets))
+    ]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        dict(model_type="unigram", normalization_rule_name="identity", remove_extra_whitespaces=False),
-        dict(model_type="unigram", normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
-        dict(model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False),
-        dict(
-            model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=False, user_defined_symbols=["<sep>"],
-        ),
+        dict(model_type="unigram", **NO_RULES),
+        dict(model_type="unigram"),
+        dict(model_type="unigram", **SYMBOLS),
+        dict(model_type="bpe", **NO_RULES),
+        dict(model_type="bpe"),
+        dict(model_type="bpe", normalization_rule_name="identity"),
+        dict(model_type="bpe", normalization_rule_name="nfkc", treat_whitespace_as_suffix=True),
+        dict(model_type="bpe", add_dummy_prefix=False, **NO_RULES, **SYMBOLS),
+        dict(model_type="bpe", remove_extra_whitespaces=False, **SYMBOLS),
+        dict(model_type="char"),
+        dict(model_type="char", **SYMBOLS),
     ],
-    ids=["unigram", "unigram-with-rules", "bpe", "user-defined"],
-)  # fmt: skip
+    ids=lambda options: "-".join(map(str, options.values())),
+)
 def test_sentencepiece_models_of_other_settings_convert_exactly(tmp_path, options):
-    import sentencepiece
-
-    sentences, model = source_code("argparse").splitlines() + source_code("ast").splitlines(), io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=model, vocab_size=700, minloglevel=2, byte_fallback=True,
-        **options,
-    )  # fmt: skip
-    (tmp_path / "t.model").write_bytes(model.getvalue())
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(**options))
     (tmp_path / "out").mkdir()
     write_tokenizer(load_tokenizer(tmp_path / "t.model"), tmp_path / "out", 128, "t.model")
     ours, theirs = load_tokenizer(tmp_path / "t.model"), load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    text = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to divide a line
-    for piece in (text, "a<sep>b  <s> c"):
-        assert theirs.encode(piece) == ours.encode(piece)
-        assert theirs.decode(ours.encode(piece)) == ours.decode(ours.encode(piece))
+    code = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to divide a line
+    symbols = [
+        "a<sep>b  <s> c",
+        "<sep>",
+        " <sep>  <sep> a ",
+        "<sep><s><sep><0x41><sep>",
+        "a <0x41>",
+        "a\n\n b\n",
+        "»x»",
+    ]
+    for text in [code, *symbols, *texts_with_marks(2800)]:
+        assert theirs.encode(text) == ours.encode(text), ascii(text)
+    if options["model_type"] != "char":  # unknown characters have another name there
+        assert theirs.decode(ours.encode(code)) == ours.decode(ours.encode(code))
     assert (theirs.vocab_size, theirs.eod, theirs.bos) == (ours.vocab_size, ours.eod, ours.bos)
+
+
+def test_what_a_conversion_reads_differently_is_said(tmp_path, capsys):
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(model_type="bpe", normalization_rule_name="nmt_nfkc_cf"))
+    exported(tmp_path / "t.model", tmp_path / "out")
+    assert "warning: transformers will read 834 rare sequences of characters" in capsys.readouterr().err
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(model_type="bpe"))
+    exported(tmp_path / "t.model", tmp_path / "again")
+    assert not capsys.readouterr().err
+
+
+def test_models_of_words_are_not_exported(tmp_path):
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(model_type="word"))
+    words = load_tokenizer(tmp_path / "t.model")
+    problem = "is a SentencePiece model of words, which transformers does not have"
+    assert export_problem(words, 128) == problem
+    with pytest.raises(FileError, match=problem):
+        exported(tmp_path / "t.model", tmp_path / "out")
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(model_type="char"))
+    assert export_problem(load_tokenizer(tmp_path / "t.model"), 128) is None
 
 
 END = "<|endoftext|>"
