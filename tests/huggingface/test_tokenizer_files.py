@@ -140,15 +140,24 @@ def test_a_tokenizer_takes_the_steps_of_its_file_whatever_class_and_model_are_na
     assert automatic == (kind == "llama") and not is_qwens(output)
 
 
-@pytest.mark.parametrize("split, special, same", [(QWENS, END, True), (QWENS, "<s>", False), (r"\p{N}", END, False)])
-def test_qwens_tokenizers_are_known(tmp_path, split, special, same):
+@pytest.mark.parametrize(
+    "split, special, same, prefix, behavior",
+    [
+        (QWENS, END, True, False, "isolated"),
+        (QWENS, "<s>", False, False, "isolated"),
+        (r"\p{N}", END, False, False, "isolated"),
+        (QWENS, END, False, True, "isolated"),
+        (QWENS, END, False, False, "removed"),
+    ],
+)
+def test_qwens_tokenizers_are_known(tmp_path, split, special, same, prefix, behavior):
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import AutoTokenizer
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [pre_tokenizers.Split(Regex(split), behavior), pre_tokenizers.ByteLevel(prefix, use_regex=False)]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=[special], show_progress=False)
@@ -249,3 +258,94 @@ def test_generation_settings_and_chat_templates_survive(tmp_path, tokenizer_path
     theirs = read_tokenizer(tmp_path / "out")
     assert sorted(theirs.chat_template) == ["default", "tool"]
     assert theirs.apply_chat_template([{"content": "x"}], chat_template="tool", tokenize=False) == "tool x"
+
+
+def save_bpe(directory, *special, pre_tokenizer=None):
+    """Save a BPE tokenizer of bytes with these special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=list(special), show_progress=False)
+    tokenizer.train_from_iterator([TEXT * 9], trainer)
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+FLAGS = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+
+
+@pytest.mark.parametrize("kind", ["json", "model"])
+def test_an_export_has_no_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_path, kind, capsys):
+    """transformers gives ids beyond the model's rows to tokens that files next to tokenizer.json name."""
+    source = tmp_path / "source"
+    if kind == "json":
+        save_bpe(source, END, "<|im_end|>")
+        eos, other = END, "<|im_end|>"
+    else:
+        source.mkdir()
+        (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
+        eos, other = "</s>", "<s>"
+    if kind == "json":
+        (source / "added_tokens.json").write_text(json.dumps({"import": 999}))
+    settings = {
+        "eos_token": {"content": eos, **FLAGS}, "pad_token": "[PAD]", "padding_side": "left", "model_max_length": 9,
+        "additional_special_tokens": [other, "<|x|>"], "chat_template": "{{ messages[0].content }}",
+    }  # fmt: skip
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "special_tokens_map.json").write_text(json.dumps({"cls_token": "[CLS]", "sep_token": other}))
+    found = exported(source, tmp_path / "out")
+    assert f"{source} names special tokens that it does not have" in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1 and all(token in said for token in ("'[PAD]'", "'[CLS]'", "'<|x|>'"))
+    ours, theirs = load_tokenizer(source), read_tokenizer(tmp_path / "out")
+    text = f"import [PAD] [CLS] <|x|> {other}"
+    assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ours.encode(text)
+    assert len(theirs) == ours.vocab_size == found.vocab_size
+    assert (theirs.eos_token, theirs.sep_token, theirs.padding_side, theirs.model_max_length) == (eos, other, "left", 9)
+    assert theirs.cls_token is None and found.special_ids["eos_token_id"] == theirs.eos_token_id == ours.eod
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names <= {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+
+
+def test_flags_of_added_tokens_are_those_of_tokenizer_json(tmp_path):
+    library = save_bpe(source := tmp_path / "source", END)
+    library.add_tokens(["<tool>"])
+    library.save(str(source / "tokenizer.json"))
+    index = library.token_to_id("<tool>")
+    wrong = {str(index): {"content": "<tool>", **FLAGS, "rstrip": True, "special": False}}
+    (source / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": wrong}))
+    exported(source, tmp_path / "out")
+    text = "a <tool> b"
+    ids = read_tokenizer(tmp_path / "out")(text)["input_ids"]
+    assert ids == load_tokenizer(source).encode(text) and index in ids
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_a_published_tokenizer_is_read_as_its_file_says(tmp_path, capfd, name):
+    from tokenizers import pre_tokenizers, processors
+
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    library = save_bpe(tmp_path, "<s>", END, pre_tokenizer=digits)
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": END, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    capfd.readouterr()
+    found = read_tokenizer(tmp_path)
+    assert capfd.readouterr() == ("", "")
+    assert found(TEXT, add_special_tokens=False)["input_ids"] == load_tokenizer(tmp_path).encode(TEXT)
+    assert found(TEXT)["input_ids"][0] == 0
+
+
+def test_bad_ids_of_generation_settings_are_left_out_and_named(tmp_path, tokenizer_path, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
+    generation = {"eos_token_id": [3, 99999], "pad_token_id": 99999, "decoder_start_token_id": -1, "top_p": 0.9}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    found = exported(source, tmp_path / "out")
+    assert found.generation == {"eos_token_id": [3], "pad_token_id": 0, "bos_token_id": 2, "top_p": 0.9}
+    named = "eos_token_id 99999, pad_token_id 99999, decoder_start_token_id -1"
+    assert capsys.readouterr().err.strip().endswith(named)
