@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
+from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.config.parse import build_section, read_settings, refuse_missing, settings_parser
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
 from megatron_tape.evaluation.base import Task
@@ -29,11 +30,13 @@ from megatron_tape.evaluation.model_source import Source, check_trained_on, find
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.tasks import TASKS
 from megatron_tape.home import provide_caches
+from megatron_tape.huggingface.tokenizer_files import export_problem
 from megatron_tape.io.files import remove
 from megatron_tape.parallel.launcher import check_launched
 from megatron_tape.text import duration
 
 if TYPE_CHECKING:
+    from megatron_tape.data.tokenizer import Tokenizer
     from megatron_tape.evaluation.ranks import Ranks
     from megatron_tape.evaluation.runner import Planned
     from megatron_tape.evaluation.transformers_model import HFModel
@@ -175,9 +178,23 @@ def check_task(task: Task, source: Source) -> None:
     )
     needed = task.needs_tokenizer and not source.info.has_tokenizer
     refuse(needed, task.name, f"needs a tokenizer, and {source.path} has none", fix)
+    if task.needs_tokenizer and task.generates and (problem := _tokenizer_problem(source)):
+        fix = "choose tasks that only score text, such as perplexity"
+        refuse(True, task.name, f"needs a tokenizer of transformers, but that of {source.path} {problem}", fix)
     check_trained_on(task.name, source)
     if os.environ.get("RANK", "0") == "0":
         task.check(source.info)
+
+
+def _reader(source: Source) -> Tokenizer | None:
+    """Return the tokenizer that a checkpoint was trained with, if it keeps one."""
+    return saved_tokenizer(source.path) if source.checkpoint else None
+
+
+def _tokenizer_problem(source: Source) -> str | None:
+    """Return why transformers cannot have the tokenizer of a checkpoint, as a clause, or None."""
+    reader = _reader(source)
+    return None if reader is None else export_problem(reader, source.info.trained_length or 0)
 
 
 def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, output: Path) -> None:
@@ -260,14 +277,15 @@ def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks
     # What brings code was refused without --trust-remote-code.
     trusted = source.checkpoint or source.runs_own_code or "auto_map" in source.info.config
     with ranks.alone():
-        return load_model(source.info, directory, dtype, device, trusted)
+        return load_model(source.info, directory, dtype, device, trusted, _reader(source))
 
 
 def _export(source: Source, directory: Path, dtype: str) -> None:
     from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
 
     try:
-        tokenizer = None if source.info.has_tokenizer else NO_TOKENIZER
+        # Tasks that need transformers' tokenizer were refused if it cannot be made; the others have our own.
+        tokenizer = None if source.info.has_tokenizer and not _tokenizer_problem(source) else NO_TOKENIZER
         export(source.path, directory, dtype, tokenizer=tokenizer, average=source.average)
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{source.given} cannot be evaluated: {error}") from None

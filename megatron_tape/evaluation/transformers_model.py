@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_tape.data.tokenizer import TOKENIZER_JSON, Tokenizer
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
@@ -31,9 +32,16 @@ _ROWS = 1024
 class HFModel:
     """A causal model of transformers on one device; see `evaluation.base.HuggingFaceModel`."""
 
-    def __init__(self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK):
-        """Take a `PreTrainedModel` and its tokenizer, or None if it has none."""
+    def __init__(
+        self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK, reader: Tokenizer | None = None
+    ):
+        """Take a `PreTrainedModel` and its tokenizer, or None if it has none.
+
+        A `reader`, the tokenizer that it was trained with, encodes and decodes in place of transformers' own, which may
+        divide some texts in another way.
+        """
         self.info, self.model, self.tokenizer, self.chunk = info, model.eval(), tokenizer, chunk
+        self._reader = reader
 
     @property
     def device(self) -> torch.device:
@@ -44,13 +52,19 @@ class HFModel:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def encode(self, text: str) -> list[int]:
+        if self._reader is not None:
+            return self._reader.encode(text)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, tokens: list[int]) -> str:
+        if self._reader is not None:
+            return self._reader.decode(tokens)
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
     def bos(self) -> list[int]:
+        if self._reader is not None:
+            return self._reader.prefix
         if self.tokenizer is None:
             return []
         own = self.tokenizer.bos_token_id
@@ -163,9 +177,17 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def load_model(
-    info: ModelInfo, directory: str | Path, dtype: str, device: str, trust_remote_code: bool = False
+    info: ModelInfo,
+    directory: str | Path,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool = False,
+    reader: Tokenizer | None = None,
 ) -> HFModel:
-    """Load the model in a directory of transformers, from safetensors only; FileError if transformers cannot."""
+    """Load the model in a directory of transformers, from safetensors only; FileError if transformers cannot.
+
+    With a `reader` (see `HFModel`) the directory may lack a tokenizer.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -184,7 +206,7 @@ def load_model(
         ids = {key: getattr(own, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.generation_config = transformers.GenerationConfig(**ids)
         tokenizer = None
-        if info.has_tokenizer:
+        if info.has_tokenizer and (reader is None or (Path(directory) / TOKENIZER_JSON).is_file()):
             tokenizer = read_tokenizer(directory, trust_remote_code=trust_remote_code, local_files_only=True)
             # Long texts are cut by the tasks themselves, and the tokenizer would warn of each.
             tokenizer.model_max_length = int(1e30)
@@ -197,8 +219,8 @@ def load_model(
             raise FileError(str(directory), problem, fix) from None
         raise FileError(str(directory), f"cannot be loaded: {reason}") from None
     config = read_settings(Path(directory) / "config.json")
-    info = dataclasses.replace(info, config=config, has_tokenizer=tokenizer is not None)
-    return HFModel(info, model.to(device), tokenizer)
+    info = dataclasses.replace(info, config=config, has_tokenizer=reader is not None or tokenizer is not None)
+    return HFModel(info, model.to(device), tokenizer, reader=reader)
 
 
 def _copy_code(directory: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from configurations import make
 from datasets_for_tests import write_tokenizer
+from huggingface.test_tokenizer_files import sentencepiece_model
 from launch import run_group
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig
 
@@ -27,6 +28,7 @@ from megatron_tape.evaluation.results import Score, read_results
 from megatron_tape.evaluation.runner import Parts, Planned, identity_of, run_task
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.remote_code import write_code
+from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.huggingface.tokenizer_files import write_tokenizer as write_exported
 from pretrain import evaluate
 
@@ -34,6 +36,9 @@ SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3,
 )  # fmt: skip
+
+
+TURKISH = "I\u0307stanbul'da I\u0307yi bir gün, I\u0307zmir'de I\u0307ncir: import I\u0307 as a"
 
 
 @dataclass(kw_only=True)
@@ -468,3 +473,40 @@ def test_two_processes_find_what_one_finds(llama, tmp_path):
     assert two.processes == 2 and {value["rank"] for value in two.examples.values()} == {0, 1}
     for key, value in one.examples.items():
         assert abs(two.examples[key]["loss"] - value["loss"]) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["word", "bpe"])
+def test_a_checkpoint_is_evaluated_with_the_ids_of_its_training(tmp_path, capsys, monkeypatch, kind):
+    """transformers has no words, and reads decomposed letters in another way than these rules.
+
+    What needs transformers' tokenizer is refused before anything is exported.
+    """
+    options = dict(model_type=kind, normalization_rule_name="nmt_nfkc_cf", sentences=[f"{TURKISH} İ"] * 9)
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "tokenizer.model").write_bytes(sentencepiece_model(**options))
+    reader, seen = load_tokenizer(tmp_path / "llama"), []
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL | {"vocab_size": reader.vocab_size}))
+    model.save_pretrained(tmp_path / "llama")
+    import_model(tmp_path / "llama", tmp_path / "run")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": TURKISH}) + "\n")
+    losses = HFModel.losses
+    monkeypatch.setattr(HFModel, "losses", lambda *given: seen.append(list(given[1])) or losses(*given))
+    command = ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
+    settings = [f"--perplexity.data={tmp_path / 'text.jsonl'}", "--perplexity.lengths=[8]", "--perplexity.stride=4"]
+    capsys.readouterr()
+    assert evaluate.main(["perplexity", *map(str, command), *settings]) == 0
+    assert ("warning: transformers will read" in capsys.readouterr().err) == (kind == "bpe")
+    ids = [*reader.prefix, *reader.encode(TURKISH)]
+    assert seen and all(any(window == ids[i:][: len(window)] for i in range(len(ids))) for window in seen)
+    assert evaluate.main(["passkey", *map(str, command), "--check"]) == (2 if kind == "word" else 0)
+    said = capsys.readouterr().err
+    assert kind == "bpe" or "is a SentencePiece model of words" in said and "--tokenizer" not in said
+
+
+def test_a_model_encodes_as_its_reader(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(model_type="word"))
+    reader = load_tokenizer(tmp_path)
+    model = HFModel(ModelInfo("model", 64, 32, {}, True), LlamaForCausalLM(LlamaConfig(**SMALL)), None, reader=reader)
+    assert model.encode("import a") == reader.encode("import a") and model.bos == reader.prefix
+    assert model.decode(reader.encode("import a")) == reader.decode(reader.encode("import a"))

@@ -17,11 +17,12 @@ NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=Fal
 SYMBOLS = dict(user_defined_symbols=["<sep>", "\n", "»x"])
 
 
-def sentencepiece_model(**options):
-    """Train on source code; the bytes of the model."""
+def sentencepiece_model(sentences=None, **options):
+    """Train on these sentences, or on source code; the bytes of the model."""
     import sentencepiece
 
-    sentences, model = source_code("argparse").splitlines() + source_code("ast").splitlines(), io.BytesIO()
+    model = io.BytesIO()
+    sentences = sentences or source_code("argparse").splitlines() + source_code("ast").splitlines()
     bytes_too = dict(byte_fallback=True) if options.get("model_type") in ("bpe", "unigram") else {}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences), model_writer=model, vocab_size=700, hard_vocab_limit=False, minloglevel=2,
