@@ -9,10 +9,12 @@ import adapter_cases
 import pytest
 import torch
 from conversions import change_config, changed_state, convert, refused
-from datasets_for_tests import write_all
+from datasets_for_tests import write_all, write_tokenizer
 from launch import run_group
 from models import random_tokens
 from safetensors.torch import load_file
+
+from megatron_tape.data.tokenizer import load_tokenizer, record_of
 
 CASES = [name for name in adapter_cases.cases() if name != "matrices"] + ["extended"]
 LAYOUTS = [name for name in CASES if name.startswith("tape_tp")]
@@ -201,6 +203,26 @@ def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
     refused(tmp_path, "has another model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
             "--output", tmp_path / "third")  # fmt: skip
+
+
+def test_the_tokenizer_of_a_base_that_exists_is_that_of_the_run(exported, trained, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(exported / "rope_biased" / "base", base)
+    to_hf = ["to-hf", "--adapter", "--base", base, "--output", tmp_path / "out"]
+    step = trained / "rope_biased" / "checkpoints" / "step-00000003"
+    refused(tmp_path, "is for a new base", *to_hf, "--checkpoint", step, "--tokenizer", tmp_path / "none-here")
+    write_tokenizer(base / "tokenizer.json")
+    own = record_of(load_tokenizer(base))
+    for record in (own, own | {"digest": "0" * 64}):
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        (tmp_path / "copy").mkdir()
+        with changed_state(step, tmp_path / "copy") as (copy, state):
+            state["progress"]["tokenizer"] = record
+        if record == own:
+            assert convert(*to_hf, "--checkpoint", copy).returncode == 0
+        else:
+            refused(tmp_path, "has a tokenizer that encodes text in another way", *to_hf[:-1], tmp_path / "other",
+                    "--checkpoint", copy)  # fmt: skip
 
 
 def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):

@@ -10,13 +10,16 @@ from pathlib import Path
 import torch
 
 from megatron_tape import command_line
+from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.checkpoint.saved_settings import model_differences
 from megatron_tape.config.schema import model_dict
+from megatron_tape.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL, difference, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, FileError, refuse
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
+    NO_TOKENIZER,
     open_exportable,
     part_shapes,
     write_json,
@@ -77,6 +80,9 @@ def export_adapter(
             raise CheckpointError(str(saved.path), problem, "leave out --adapter")
         place = Path(output) / BASE if base is None else Path(base)
         if base is not None and place.exists():
+            fix = "leave it out to use the base's"
+            refuse(tokenizer not in (None, NO_TOKENIZER), "--tokenizer", f"is for a new base, and {base} exists", fix)
+            _check_tokenizer(saved, place)
             rows = _check_base(saved, place)
         else:
             new = directory / BASE if base is None else place
@@ -95,6 +101,17 @@ def _write_base(saved: SavedWeights, place: Path, dtype: str, max_shard_size: in
     with atomic_directory(place) as directory:
         write_model(saved, directory, ExportOptions(place.name, dtype, max_shard_size, tokenizer, with_lora=False))
     return read_settings(place / "config.json")["vocab_size"]
+
+
+def _check_tokenizer(saved: SavedWeights, base: Path) -> None:
+    """Raise UserError if `base` has another tokenizer than the run, as far as both are known."""
+    own = saved_tokenizer(saved.path)
+    recorded = saved.state["progress"].get("tokenizer") if own is None else record_of(own)
+    if recorded is None or not any((base / name).is_file() for name in (TOKENIZER_JSON, TOKENIZER_MODEL)):
+        return
+    if different := difference(record_of(load_tokenizer(base)), recorded, f"that of {saved.path}"):
+        fix = "leave out --base to export the model that the adapter adds to"
+        raise FileError(str(base), f"has a tokenizer that {different}", fix)
 
 
 def _check_base(saved: SavedWeights, base: Path) -> int:
