@@ -117,10 +117,8 @@ def _keep_whole(tokenizer: Any, symbols: Sequence[str], pieces: Any, source: str
 
     for piece in pieces:
         if piece.type == NORMAL and len(tokenizer.model.tokenize(piece.piece)) != 1:
-            problem = (
-                f"cannot be converted: it has user-defined symbols, and no merges lead to its piece {piece.piece!r}"
-            )
-            raise FileError(source, problem, "export it without a tokenizer: --tokenizer none")
+            problem = f"has user-defined symbols, and a piece that no merges lead to: {piece.piece!r}"
+            raise FileError(source, problem, WITHOUT)
     names = [piece.piece for piece in pieces if piece.type not in _FROM_TEXT and len(piece.piece) > 1]
     cuts = "|".join(rf"\A{_literal(name[0])}(?={_literal(name[1:])}\z)" for name in names)
     steps = [pre_tokenizers.Split(Regex("|".join(map(_literal, symbols))), "isolated")]
@@ -176,9 +174,7 @@ def _mapped(rules: bytes) -> tuple[list[Any], list[str]]:
         normalizers.Replace(_RULE_END, ""),
     ]
     whole = normalizers.Sequence(steps)
-    wrong = sorted(
-        (sequence for sequence, value in values.items() if whole.normalize_str(sequence) != value), key=_rank
-    )
+    wrong = [sequence for sequence in sorted(values, key=_rank) if whole.normalize_str(sequence) != values[sequence]]
     if len(wrong) <= _MOST_REPLACED:
         steps = [*(normalizers.Replace(sequence, values[sequence]) for sequence in wrong), *steps]
         whole = normalizers.Sequence(steps)

@@ -276,8 +276,8 @@ def _try_out(converted: Any, ours: Any, model: Any, wrong: list[str], source: st
         raise FileError(source, "cannot be converted: its tokenizer.json would give other ids for some text", _GIVE)
     warnings = []
     if wrong:
-        sequences = f"{len(wrong):,} rare sequences of characters, such as {ascii(wrong[-1])}"
-        warnings.append(f"transformers will read {sequences}, in another way than {source}")
+        known = f"({len(wrong):,} are known, such as {ascii(min(wrong))})"
+        warnings.append(f"transformers will read rare sequences of characters {known} in another way than {source}")
     if not encodes_as(ours.encode, theirs, texts):
         likely = "into other pieces that are equally likely"
         warnings.append(f"transformers will divide some texts, such as lines of dashes, {likely} for {source}")
