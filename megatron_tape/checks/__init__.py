@@ -10,6 +10,7 @@ from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks.settings import check_profiled_ranks, validate
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets, check_same_data
+from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.extension.base import (
     Base,
@@ -19,6 +20,7 @@ from megatron_tape.extension.base import (
     find_base,
     with_base_tokenizer,
 )
+from megatron_tape.huggingface.tokenizer_files import export_problem
 
 
 class Level(IntEnum):
@@ -70,3 +72,15 @@ def check(
             config, saved = with_base_tokenizer(config, base)
         check_datasets(config, saved)
         check_tasks(config)
+        if state is None:
+            _warn_of_export(config)
+
+
+def _warn_of_export(config: RunConfig) -> None:
+    """Say before training if the tokenizer cannot be exported afterwards."""
+    tokenizer = load_run_tokenizer(config)
+    if tokenizer is not None and (problem := export_problem(tokenizer, config.model.seq_length)):
+        command_line.say(
+            f"warning: data.tokenizer {config.data.tokenizer} {problem}; the model can be trained and evaluated, but "
+            "exports to Hugging Face will have no tokenizer"
+        )

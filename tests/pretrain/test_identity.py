@@ -224,3 +224,25 @@ def test_what_was_added_to_a_checkpoint_and_what_differs_at_the_path_is_told(pla
     done = convert("to-hf", "--checkpoint", kept.parent, "--output", "out")
     assert done.returncode == 2 and "tokenizer_config.json is not part of the checkpoint" in done.stderr
     assert "allow_changed: false" in (place / "run" / "config.yaml").read_text()
+
+
+def test_a_tokenizer_that_cannot_be_exported_is_told_before_training(place, texts, capfd):
+    import sentencepiece
+
+    with open("word.model", "wb") as model:
+        lines = [line for text in texts for line in text.splitlines() if len(line) < 200]
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=200, model_type="word", minloglevel=2
+        )
+    write_dataset("words", vocabulary=63)
+    unpacked = ["--data.prefix=words", "--data.tokenizer=word.model", "--data.reset_attention_mask=false"]
+    assert start(*unpacked) == 0
+    said = [
+        line for line in capfd.readouterr().err.splitlines() if "exports to Hugging Face will have no tokenizer" in line
+    ]
+    assert len(said) == 1 and said[0].startswith("warning: data.tokenizer word.model ")
+    write_jsonl(place / "words.jsonl", [" ".join(texts[0].split()[:60])])
+    perplexity("run", "results", "words.jsonl")
+    done = convert("to-hf", "--checkpoint", "run", "--output", "out")
+    assert done.returncode == 2 and "word" in done.stderr
+    assert convert("to-hf", "--checkpoint", "run", "--output", "out", "--tokenizer", "none").returncode == 0
