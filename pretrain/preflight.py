@@ -196,7 +196,7 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
             path.unlink(missing_ok=True)
     unused = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
     seen = any(facts["gpu"] for facts in gathered)
-    if not seen:
+    if not seen or config.train.device == "cpu":
         problems += _unreachable(by_node)
     if not options.gpus and unused and not seen and config.train.device != "cpu":
         sentence = f"{', '.join(unused)}: there are GPUs, but the job was given none"

@@ -1,5 +1,6 @@
 """Whether nodes can find each other, before torch waits for it."""
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -31,10 +32,12 @@ def gloo_address() -> str | None:
     """Return the address at which gloo lets other ranks reach this node's: that of its name. None if it is told one."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
-    try:
-        return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
-    except (OSError, UnicodeError):
-        return "127.0.0.1"  # which it takes then, too
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
+                tried.bind(place)
+                return place[0]
+    return "127.0.0.1"  # which it takes then, too
 
 
 def out_of_reach(addresses: dict[str, str | None]) -> list[str]:

@@ -76,8 +76,10 @@ def test_gloo_takes_the_address_of_the_nodes_name(monkeypatch):
         raise socket.gaierror
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, type: [(None, type, 6, "", ("10.0.0.7", 0))])
-    assert addresses.gloo_address() == "10.0.0.7"
+    for own, found in (("127.0.0.9", "127.0.0.9"), ("203.0.113.7", "127.0.0.1")):  # the second is no interface's
+        places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, type, places=places: places)
+        assert addresses.gloo_address() == found
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     assert addresses.gloo_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
