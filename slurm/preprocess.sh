@@ -69,9 +69,16 @@ for argument in "$@"; do
   previous=$argument
 done
 [ -n "$prefix" ] || fail "--output-prefix is missing; name the dataset to write"
+case $prefix in
+  # The shell expands it neither after = nor in quotes.
+  "~"*) prefix=$(run_python -c 'import os, sys; print(os.path.expanduser(sys.argv[1]))' "$prefix") ;;
+esac
 
 run_python "$root/tools/preprocess_data.py" --workers "${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "$@" \
   --shard "$shard/$count"
+
+# What a part was made from, without the fingerprints of its own files.
+origin_of() { sed '/^ "files": {/,/^ }/d' "$1.origin"; }
 
 # Every task counts the parts only after its own is complete, so that the last one sees all of them.
 shopt -s nullglob
@@ -82,7 +89,9 @@ complete=${#indices[@]}
 if [ "$complete" -ge "$count" ]; then
   # With --overwrite, some parts may be old and made from other input. A part's index is created last and removed first.
   for index in "${indices[@]}"; do
-    if ! cmp -s -- "$part.origin" "${index%.idx}.origin" || [ ! -e "$index" ]; then complete=$((complete - 1)); fi
+    if ! cmp -s <(origin_of "$part") <(origin_of "${index%.idx}") || [ ! -e "$index" ]; then
+      complete=$((complete - 1))
+    fi
   done
 fi
 lock=$prefix.merge-$SLURM_ARRAY_JOB_ID
