@@ -35,6 +35,8 @@ def check_descriptors(config: RunConfig) -> None:
     stages = _stages(config)
     keys = ("data.prefix", "data.stages") if len(stages) > 1 else ("data.prefix",)
     count, needed = len(_prefixes(stages)), files_to_map(config)
+    if not count:
+        return
     named = f"{'and data.stages name' if len(stages) > 1 else 'names'} {counted(count, 'dataset')}"
     fix = "merge datasets with tools/merge_datasets.py"
     refuse_more_files(keys, named, needed, fix, _OTHERS + _OF_EACH_WORKER * config.data.num_workers)

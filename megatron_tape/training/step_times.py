@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron_tape.io.versions import node_name
 from megatron_tape.planning.hardware import peak_flops
 from megatron_tape.training.hooks import Hook, HookResult, Training
 from megatron_tape.training.step_clock import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD
@@ -87,7 +88,7 @@ class StepTimes(Hook):
         Returns the sum of `host`, bytes of this rank, over the ranks of the node where it is largest.
         """
         if not self._names:
-            own_name = os.uname().nodename, _own_name(trainer.layout.device)
+            own_name = node_name(), _own_name(trainer.layout.device)
             self._nodes, self._names = zip(*trainer.layout.gather(own_name))
         own = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0), host]
         own = torch.tensor(own, dtype=torch.float64, device=trainer.layout.device)
@@ -141,7 +142,7 @@ def host_memory() -> int:
 
 
 def _own_name(device: torch.device) -> str:
-    node = os.uname().nodename
+    node = node_name()
     if device.type != "cuda":
         return node
     return f"{node}, GPU {device.index} ({torch.cuda.get_device_properties(device).uuid})"

@@ -155,8 +155,8 @@ class Trainer:
         found, saved = self.progress[FOUND], self.saves.any_complete
         self.micro_batches.close()
         self.engine.close()
-        self.model = self.engine = self.saves = self.hooks = None
-        gc.collect()  # before another model gets memory
+        self.model = self.engine = self.saves = self.hooks = self.batches = self.micro_batches = None
+        gc.collect()  # before another model gets memory, and the data is opened again
         self.watch.progress(REWINDING)
         if saved or self.checkpoint is not None:
             # Beside the checkpoint that the run began with there may be later ones that are damaged.
