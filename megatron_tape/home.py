@@ -76,13 +76,15 @@ def _caches() -> dict[str, str]:
         "TORCH_EXTENSIONS_DIR": f"{cache}/torch_extensions",
         "TRITON_CACHE_DIR": f"{os.environ.get('TRITON_HOME') or '~'}/.triton/cache",
     }
-    if os.path.isdir(os.path.expanduser(hugging_face)):
+    if os.access(os.path.expanduser(hugging_face), os.R_OK | os.X_OK):
         del found["HF_HOME"]  # its models can be read, even where nothing can be added
     return found
 
 
 def _can_write(path: str) -> bool:
     """Return whether a directory can be made, or written if it exists."""
-    whole = Path(os.path.expanduser(path))
-    existing = next((each for each in (whole, *whole.parents) if each.exists()), None)
-    return whole.is_absolute() and existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    # These functions of os.path, unlike those of Path, take what cannot be searched for missing.
+    whole = os.path.expanduser(path)
+    existing = next((each for each in (whole, *map(str, Path(whole).parents)) if os.path.lexists(each)), None)
+    usable = existing is not None and os.path.isdir(existing)  # a link may lead nowhere
+    return os.path.isabs(whole) and usable and os.access(existing, os.W_OK | os.X_OK)

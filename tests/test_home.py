@@ -97,9 +97,30 @@ def test_without_a_home_directory_caches_are_temporary_and_rank_0_says_so(enviro
 def test_what_a_read_only_home_directory_has_is_still_read(environment, tmp_path):
     (tmp_path / ".cache" / "huggingface").mkdir(parents=True)
     environment.setenv("HOME", str(tmp_path))
-    environment.setattr(os, "access", lambda path, mode: False)
+    environment.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     provide_caches()
     assert "HF_HOME" not in os.environ and os.environ["HF_MODULES_CACHE"].startswith(f"{tmp_path}/temporary/")
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_home_directory_that_cannot_be_searched_is_not_used(environment, tmp_path, link):
+    """Tests may run as root, who can search everything: stat, which Path.exists calls, fails as for another user."""
+    private, stat = tmp_path / "private", os.stat
+
+    def refusing(path, *arguments, **options):
+        if isinstance(path, str | os.PathLike) and str(path).startswith((f"{private}/", f"{tmp_path}/home/.cache")):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    private.mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".cache").symlink_to(private / "cache")
+    environment.setenv("HOME", str(tmp_path / "home" if link else private))
+    access = os.access
+    environment.setattr(os, "access", lambda path, mode: not str(path).startswith(str(private)) and access(path, mode))
+    environment.setattr(os, "stat", refusing)
+    provide_caches()
+    assert os.environ["HF_HOME"].startswith(f"{tmp_path}/temporary/")
 
 
 def test_a_user_without_a_name_gets_one(environment, tmp_path):
