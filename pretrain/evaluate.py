@@ -69,6 +69,10 @@ def _main(argv: list[str] | None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         check_launched()
+    except UserError as error:
+        command_line.say_refusal(error)  # on every rank, since what RANK says may be left from an earlier launcher
+        return EXIT_REFUSED
+    try:
         options, tasks = read_command(argv)
         provide_caches()
         source = find_model(options.model, options.label, options.average)

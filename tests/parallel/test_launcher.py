@@ -3,6 +3,7 @@
 import pytest
 from launch import LAUNCHER
 
+from megatron_tape import command_line
 from megatron_tape.errors import UserError
 from megatron_tape.parallel.launcher import check_launched
 from pretrain import compare, coordinate_check, evaluate, preflight, train
@@ -61,10 +62,26 @@ STARTS = {
 @pytest.mark.parametrize("program", STARTS)
 def test_programs_refuse_a_number_of_processes_that_an_earlier_launcher_left(launched, program, capfd):
     launched(WORLD_SIZE="4")
-    try:
-        status, said = STARTS[program](), capfd.readouterr().err
-    except SystemExit as stop:
-        status, said = stop.code, capfd.readouterr().err
-    except UserError as error:
-        status, said = 2, f"error: {error}\n"
+    status, said = started(program, capfd)
     assert status == 2 and said.startswith("error: WORLD_SIZE is 4, but RANK is not set; ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["1", "x", ""])
+@pytest.mark.parametrize("program", STARTS)
+def test_programs_say_what_is_wrong_with_a_rank_that_an_earlier_launcher_left(
+    launched, monkeypatch, program, rank, capfd
+):
+    monkeypatch.setattr(command_line, "REPORT_TIMEOUT", 0.0)
+    launched(RANK=rank)
+    status, said = started(program, capfd)
+    assert status == 2 and "RANK is " in said and "unset these variables" in said and said.count("\n") == 1
+
+
+def started(program, capfd):
+    """Start a program; return its exit status and what it says to stderr."""
+    try:
+        return STARTS[program](), capfd.readouterr().err
+    except SystemExit as stop:
+        return stop.code, capfd.readouterr().err
+    except UserError as error:
+        return 2, f"error: {error}\n"
