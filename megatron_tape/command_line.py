@@ -28,6 +28,12 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, lambda text: _expanded(text))
         self.register("type", Path, path)
 
+    def add_subparsers(self, **arguments: Any):
+        """Add subparsers; they are given the arguments as they stand, and expand those of their own."""
+        subparsers = super().add_subparsers(**arguments)
+        subparsers.type = str  # argparse takes all later arguments for values of this one
+        return subparsers
+
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with the reason of argparse."""
         raise ConfigError("the command line", f"cannot be read: {message}", "see --help")

@@ -33,6 +33,7 @@ from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.values import PathText, accept
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base import Base, with_base_settings
@@ -197,6 +198,7 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     if not arguments or arguments[0].startswith("-"):
         return arguments
     recipe, *rest = arguments
+    recipe = accept("recipe", recipe, PathText)
     problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
     refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
     directory = ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"] if scratch else []

@@ -61,8 +61,12 @@ def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch)
     with pytest.raises(ConfigError, match="argument --file: it is '~no-such-user/x', but there is no user"):
         parser.parse_args([f"--file={NOBODY}"])
     sub = command_line.Parser()
-    sub.add_subparsers().add_parser("verb").add_argument("--output")
-    assert sub.parse_args(["verb", "--output=~/x"]).output == "/home/me/x"
+    verb = sub.add_subparsers().add_parser("verb")
+    verb.add_argument("--output")
+    verb.add_argument("--suffix", type=str)
+    verb.add_argument("rest", nargs="*", type=str)
+    given = sub.parse_args(["verb", "--output", "~/x", "--suffix", "~", "--", "~/y", "~ z"])
+    assert (given.output, given.suffix, given.rest) == ("/home/me/x", "~", ["~/y", "~ z"])
 
 
 def test_programs_take_options_and_recipes_in_the_home_directory(monkeypatch, tmp_path, capsys):

@@ -66,6 +66,17 @@ def test_a_job_gets_every_path_and_continues_with_its_copy_of_the_code(job):
     assert json.loads((job.folder / "run/attempts/000002/attempt.json").read_text())["nodes"] == ["a", "b"]
 
 
+def test_a_recipe_in_the_home_directory_is_found_and_other_texts_stay_as_they_are(job, monkeypatch):
+    monkeypatch.setenv("HOME", str(job.folder))
+    (job.folder / "mine.yaml").write_text(Path(RECIPE).read_text())
+    status, variables, error = job("--logging.sample_prompt", "~ hi", "--extension.from", "~", recipe="~/mine.yaml")
+    assert status == 0, error
+    written = open(variables["CONFIG"]).read()
+    assert "sample_prompt: ~ hi" in written and "from: null" in written
+    status, _, error = job(recipe="~no-such-user/mine.yaml")
+    assert status == 2 and error.startswith("error: recipe is '~no-such-user/mine.yaml', but there is no user")
+
+
 def test_a_requeued_job_continues_its_own_checkpoints_not_those_it_started_from(job):
     status, variables, _ = job("--checkpoint.resume=none")
     assert status == 0 and variables["RESUME"] == "none"
