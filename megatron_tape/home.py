@@ -9,12 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class NoHome(LookupError):
-    """A path begins with the home directory of a user who has none. Not a ValueError, which pydantic would reword."""
+class PathError(LookupError):
+    """Paths that cannot be expanded. Not a ValueError, which pydantic would reword."""
 
     def __init__(self, problem: str, fix: str):
         super().__init__(f"{problem}; {fix}")
         self.problem, self.fix = problem, fix
+
+
+class NoHome(PathError):
+    """A path begins with the home directory of a user who has none."""
 
 
 def expand_home(path: str) -> str:

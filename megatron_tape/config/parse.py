@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from megatron_tape.command_line import Parser
 from megatron_tape.config.schema import ModelConfig, RunConfig, build_model, default_of, key_of, keys_of
-from megatron_tape.config.values import PathText, accept, describe, shown, takes_mapping
+from megatron_tape.config.values import PathSettingError, PathText, accept, describe, shown, takes_mapping
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.strict_yaml import Given, parse_value, read_recipe
 
@@ -164,6 +164,8 @@ def _first_accepted(key: str, readings: list[Any], kind: Any) -> Any:
     for value in readings:
         try:
             return accept(key, value, kind)
+        except PathSettingError:
+            raise  # as text, a list would be one path
         except ConfigError:
             continue
     return accept(key, readings[0], kind)

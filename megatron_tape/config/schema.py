@@ -23,6 +23,7 @@ from megatron_tape.config.values import (
     NotNegativeInt,
     PathText,
     Positive,
+    Weighted,
     paths_at,
     shown,
 )
@@ -113,10 +114,10 @@ class ModelConfig:
 class DataConfig:
     """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
 
-    prefix: dict[PathText, float] | list[float | PathText] | PathText | None = None
+    prefix: Weighted | list[float | PathText] | PathText | None = None
     """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
     that gives a split less than one sequence is left out of that split, with a warning."""
-    stages: list[Annotated[dict[str, Any], paths_at("prefix")]] | None = None
+    stages: list[Annotated[dict[str, Any], paths_at("prefix", weighted=True)]] | None = None
     """What to train on after that, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 % of
     the run's tokens; several follow each other. Validation data stays that of prefix."""
     generator: dict[str, int | float | str] | None = None

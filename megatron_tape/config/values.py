@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.home import NoHome, expand_home
+from megatron_tape.home import PathError, expand_home
 
 Count = Annotated[int, Field(ge=1)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
@@ -18,16 +18,40 @@ PathText = Annotated[str, AfterValidator(expand_home)]
 """A path, whose `~` becomes the home directory."""
 
 
-def paths_at(*keys: str) -> AfterValidator:
-    """Return what marks a mapping that has paths at some of its keys, or lists or mappings of them."""
-    return AfterValidator(lambda given: given | {key: _expand_all(given[key]) for key in keys if key in given})
+class PathSettingError(ConfigError):
+    """A setting of the right type, with paths that cannot be expanded."""
 
 
-def _expand_all(value: Any) -> Any:
+def expand_keys(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping of paths to numbers with whole paths; raises PathError if two keys are the same path."""
+    expanded: dict[Any, Any] = {}
+    for path in mapping:
+        whole = _expand_all(path)
+        if whole in expanded:
+            raise PathError(f"{expanded[whole]} and {path} are the same path", "keep one of them")
+        expanded[whole] = path
+    return {whole: mapping[path] for whole, path in expanded.items()}
+
+
+Weighted = Annotated[dict[str, float], AfterValidator(expand_keys)]
+"""A mapping of paths to numbers."""
+
+
+def paths_at(*keys: str, weighted: bool = False) -> AfterValidator:
+    """Return what marks a mapping that has paths, or lists or mappings of them, at some of its keys.
+
+    Those mappings are of names to paths or, if `weighted`, of paths to numbers.
+    """
+    return AfterValidator(
+        lambda given: given | {key: _expand_all(given[key], weighted) for key in keys if key in given}
+    )
+
+
+def _expand_all(value: Any, weighted: bool = False) -> Any:
     if isinstance(value, list):
         return [_expand_all(item) for item in value]
     if isinstance(value, dict):
-        return {_expand_all(name): _expand_all(item) for name, item in value.items()}
+        return expand_keys(value) if weighted else {name: _expand_all(item) for name, item in value.items()}
     return expand_home(value) if isinstance(value, str) else value
 
 
@@ -63,8 +87,8 @@ def _accepted(key: str, value: Any, kind: Any, adapter: TypeAdapter) -> Any:
         accepted = adapter.validate_python(value, strict=True)
         if origin is not Literal or type(value) in map(type, arguments):  # in Python, True == 1
             return accepted
-    except NoHome as error:
-        raise ConfigError(key, f"is {shown(value)}, but {error.problem}", error.fix) from None
+    except PathError as error:
+        raise PathSettingError(key, f"is {shown(value)}, but {error.problem}", error.fix) from None
     except ValidationError:
         if origin is list and isinstance(value, list):
             for i, item in enumerate(value):

@@ -92,6 +92,26 @@ def test_the_home_directory_of_nobody_is_refused_with_the_setting(tmp_path):
     assert caught.value.key == "--config"
 
 
+def test_a_list_with_the_home_directory_of_nobody_is_not_taken_for_a_path():
+    with pytest.raises(ConfigError, match="there is no user no-such-user") as caught:
+        parsed("--data.prefix=[~no-such-user/x, ~/b]")
+    assert caught.value.key == "data.prefix"
+
+
+@pytest.mark.parametrize("of_stage", [False, True])
+def test_the_same_path_twice_in_a_mapping_is_refused(of_stage):
+    given = "{~/a: 0.3, HOME/a: 0.7}"
+    setting = f"--data.stages=[{{prefix: {given}, share: 0.1}}]" if of_stage else f"--data.prefix={given}"
+    with pytest.raises(ConfigError, match="~/a and HOME/a are the same path; keep one of them") as caught:
+        parsed(setting)
+    assert caught.value.key == ("data.stages" if of_stage else "data.prefix")
+
+
+def test_names_of_texts_are_no_paths():
+    config = parsed("--evaluation.perplexity={every: 5, data: {~mine: ~/a, ~/b: ~/b}}")
+    assert config.evaluation.perplexity["data"] == {"~mine": "HOME/a", "~/b": "HOME/b"}
+
+
 def plain_texts(section):
     """The settings of a section that may be a text, but no path."""
     kinds = get_type_hints(section, include_extras=True)
