@@ -24,7 +24,7 @@ from megatron_tape.command_line import say
 from megatron_tape.errors import EXIT_RESTART, FileError, refuse
 from megatron_tape.evaluation.comparison import NAME, write_comparison
 from megatron_tape.io.files import write_whole
-from megatron_tape.parallel.launcher import check_launched
+from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.text import counted
 from pretrain import report
 from pretrain.comparison.jobs import Jobs
@@ -63,10 +63,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
 def main(argv: list[str] | None = None) -> int:
     """Compare, and return the exit status. Raises UserError for mistakes, before anything is trained."""
     options, overrides = read_command(argv)
-    # DeepSpeed leaves RANK behind; only a launcher says where rank 0 is.
-    launched = {"RANK", "MASTER_ADDR"} <= os.environ.keys()
-    refuse(launched, "pretrain.compare", "starts its own processes", "run it without torchrun or srun")
-    check_launched()
+    refuse_launcher("pretrain.compare", "starts its own processes")
     refuse(options.jobs is not None and options.jobs < 1, "--jobs", f"is {options.jobs}", "give at least 1")
     plan = make_plan(options, overrides)
     count, left = len(plan.runs), plan.left

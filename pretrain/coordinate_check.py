@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import gc
 import logging
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import legend, new_figure, save, shades
 from megatron_tape.model.mup import KEY
-from megatron_tape.parallel.launcher import check_launched
+from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position import replaced
 from megatron_tape.text import counted
@@ -67,9 +66,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, 
     add("--steps", type=command_line.whole_number, default=4, metavar="N", help="steps of each model (default: 4)")
     add("--output", metavar="DIR", help="where the picture goes (default: runs/coordinate_check/<name of the recipe>)")
     options, overrides = parser.parse_known_args(argv)
-    launched = {"RANK", "MASTER_ADDR"} <= os.environ.keys()
-    refuse(launched, "pretrain.coordinate_check", "is one process", "run it without torchrun or srun")
-    check_launched()
+    refuse_launcher("pretrain.coordinate_check", "is one process")
     factors = read_widths(options.widths)
     options.output = Path(options.output or f"runs/coordinate_check/{Path(options.recipe).stem}")
     own = ["--train.steps", str(options.steps), "--schedule.kind", "constant", "--schedule.warmup_steps", "0"]

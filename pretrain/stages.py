@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.parallel.launcher import check_launched
+from megatron_tape.parallel.launcher import refuse_launcher
 from pretrain.comparison.programs import find_gpus
 
 
@@ -32,7 +32,7 @@ def run_stages(stages: Sequence[Stage], processes: int) -> int:
     Commands get as many threads as leave every one of `processes` an equal share of the cores. Raises UserError for
     variables of a launcher, which commands would take for theirs.
     """
-    check_launched()
+    refuse_launcher("this program", "starts its own processes")
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
     started = time.monotonic()
     for number, stage in enumerate(stages, 1):

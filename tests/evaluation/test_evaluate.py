@@ -416,7 +416,8 @@ def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path
         raise ConfigError("--device", "has no GPU left")
 
     monkeypatch.setattr(Ranks, "join", classmethod(lambda cls: Second(1, 2)))
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("megatron_tape.evaluation.transformers_model.choose_device", fails)
     assert run("--model", llama, "--output", tmp_path) == 1

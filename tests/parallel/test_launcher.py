@@ -32,15 +32,19 @@ def test_a_launched_process_and_one_alone_may_start(launched, variables):
     check_launched()
 
 
-@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "WORLD_SIZE"])
-def test_what_a_launcher_would_have_set_is_named(launched, missing):
-    launched(**{name: value for name, value in WHOLE.items() if name != missing})
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_a_launcher_would_have_set_is_named(launched, missing, rank):
+    ranks = {"RANK": rank, "LOCAL_RANK": rank}
+    launched(**{name: value for name, value in (WHOLE | ranks).items() if name != missing})
     with pytest.raises(UserError, match=f"but {missing} is not set; .*unset") as caught:
         check_launched()
     assert missing in caught.value.subjects
 
 
-@pytest.mark.parametrize("name, value", [("RANK", "2"), ("LOCAL_RANK", "7"), ("RANK", "-1"), ("WORLD_SIZE", "many")])
+@pytest.mark.parametrize(
+    "name, value", [("RANK", "2"), ("LOCAL_RANK", "7"), ("RANK", "-1"), ("WORLD_SIZE", "many"), ("MASTER_PORT", "x")]
+)
 def test_a_variable_that_cannot_be_is_named_with_its_value(launched, name, value):
     launched(**WHOLE | {name: value})
     with pytest.raises(UserError, match=value) as caught:
@@ -85,3 +89,11 @@ def started(program, capfd):
         return stop.code, capfd.readouterr().err
     except UserError as error:
         return 2, f"error: {error}\n"
+
+
+@pytest.mark.parametrize("program", ["compare", "coordinate_check", "the demo"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_programs_that_start_processes_or_are_one_refuse_a_launcher(launched, program, rank, capfd):
+    launched(**WHOLE | {"RANK": rank})
+    status, said = started(program, capfd)
+    assert status == 2 and "run it without torchrun or srun, and unset RANK and MASTER_ADDR" in said

@@ -108,6 +108,7 @@ def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypa
     arguments = ["--config", str(RECIPE), f"--data.prefix={data}/a", f"--logging.directory={tmp_path / 'run'}"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     for rank, prefix in (("0", "error: "), ("1", "error (rank 1): ")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):
