@@ -96,6 +96,7 @@ class Trainer:
         if self.checkpoint is not None:
             self.step, self.samples = self.checkpoint.step, self.checkpoint.state["consumed_samples"]
         self.tokenizer: Tokenizer | None = None
+        self._data: dict[str, str] = {}
 
     def _with_tokenizer(self) -> RunConfig:
         """Return the settings with the tokenizer that the run began with, if a checkpoint keeps it."""
