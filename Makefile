@@ -56,13 +56,20 @@ lint: $(STAMP)
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml
-	@found=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') || found=missing; \
+	@version='import sys; print("%d.%d" % sys.version_info[:2])'; found=$$($(PYTHON) -c "$$version") || found=missing; \
 	case $$found in 3.11|3.12|3.13) ;; *) \
 	  echo "This project needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $$found."; \
 	  echo "Choose another: make PYTHON=python3.13"; \
 	  echo "To install one on Debian or Ubuntu: apt-get install python3.13-venv, or python3.12-venv or python3.11-venv,"; \
 	  echo "whichever your release has. If it has none of them, uv or pyenv installs one."; exit 1;; \
 	esac; \
+	if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
+	  existing=$$($(BIN)/python -c "$$version" 2>/dev/null) || existing=broken; \
+	  if [ $$existing != $$found ]; then \
+	    echo "$(BIN)/python is $$existing, and $(PYTHON) is $$found."; \
+	    echo "Remove $(VENV) with make clean, or choose its version with make PYTHON=..."; exit 1; \
+	  fi; \
+	fi; \
 	$(PYTHON) -m venv $(VENV) || \
 	  { echo "Could not create $(VENV). On Debian or Ubuntu: apt-get install python$$found-venv"; exit 1; }
 	$(BIN)/pip install -r requirements.txt

@@ -38,13 +38,25 @@ def run_make(command):
 
 @pytest.fixture
 def install_with(tmp_path):
-    def run(version):
-        """Run `make install` with a Python that says that it has this version, and that has no venv."""
-        python = tmp_path / "python3"
+    def write(python, version):
         says = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
         command = shlex.join([sys.executable, "-c", says])
+        python.parent.mkdir(parents=True, exist_ok=True)
         python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {command} "$2"\nexit 1\n')
         python.chmod(0o755)
+
+    def run(version, existing=None):
+        """Run `make install` with a Python that says that it has this version, and that has no venv.
+
+        `existing` is the version of the environment there is, or "gone" if its Python has been removed.
+        """
+        python, installed = tmp_path / "python3", tmp_path / "venv" / "bin" / "python"
+        write(python, version)
+        if existing == "gone":
+            installed.parent.mkdir(parents=True)
+            installed.symlink_to("nowhere")
+        elif existing:
+            write(installed, existing)
         return run_make(["make", "-s", "install", f"PYTHON={python}", f"VENV={tmp_path}/venv"])
 
     return run
@@ -71,6 +83,18 @@ def test_a_python_without_venv_is_told_which_package_has_it(install_with, versio
     done = install_with(version)
     assert done.returncode != 0 and "needs Python" not in done.stdout
     assert done.stdout.strip().endswith("apt-get install python{}.{}-venv".format(*version))
+
+
+@pytest.mark.parametrize("existing, said", [((3, 10), "3.10"), ((3, 12), "3.12"), ("gone", "broken")])
+def test_an_environment_of_another_python_is_not_installed_into(install_with, tmp_path, existing, said):
+    done = install_with((3, 11), existing)
+    assert done.returncode != 0
+    assert done.stdout.startswith(f"{tmp_path}/venv/bin/python is {said}, and {tmp_path}/python3 is 3.11.\n")
+    assert "make clean" in done.stdout and "Could not create" not in done.stdout
+
+
+def test_an_environment_of_the_same_python_is_kept(install_with):
+    assert "Could not create" in install_with((3, 11), (3, 11)).stdout
 
 
 def test_a_missing_python_is_refused_like_another_version(tmp_path):
