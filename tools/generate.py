@@ -32,12 +32,19 @@ def main() -> None:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 below 2**32")
     if not arguments.prompt:
         raise UserError("--prompt", "is empty", "give some text to continue")
-    try:
-        # Where the locale is not UTF-8, Python has escaped the bytes of other letters.
-        arguments.prompt = os.fsencode(arguments.prompt).decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError("--prompt", "is not UTF-8", "give some text to continue") from None
+    arguments.prompt = decoded(arguments.prompt)
     print(arguments.prompt + continuation(arguments, settings.get("max_position_embeddings")))
+
+
+def decoded(prompt: str) -> str:
+    """Return a prompt from the command line as UTF-8 or, if its bytes are not that, as the locale's encoding has it."""
+    try:
+        # Where the locale is not UTF-8, Python has escaped the bytes of other letters, or read each as a letter.
+        return os.fsencode(prompt).decode("utf-8")
+    except UnicodeDecodeError:
+        if any("\udc80" <= letter <= "\udcff" for letter in prompt):
+            raise UserError("--prompt", "is not UTF-8", "give some text to continue") from None
+        return prompt
 
 
 def continuation(arguments: argparse.Namespace, context: int | None) -> str:
