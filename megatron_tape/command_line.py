@@ -1,6 +1,7 @@
 """What the command-line tools share: one-sentence errors, clean exits on signals, progress with an estimate."""
 
 import argparse
+import codecs
 import io
 import os
 import signal
@@ -158,11 +159,24 @@ def _open_closed_streams() -> None:
 
 
 def escape_unprintable() -> None:
-    """Escape what the encoding of stdout cannot hold, such as text that is not ASCII where LANG=C."""
+    """Escape what the encoding of stdout cannot hold, such as é where PYTHONIOENCODING=ascii."""
     # Otherwise the error would take all of a text with it, after hours that went into making it.
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            strict = stream.errors == "strict"
+            stream.reconfigure(errors="backslashreplace" if strict else _ESCAPE_OR_RESTORE)
+
+
+def _escape_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Write the bytes that Python has read as surrogates, such as those of a file's name, and escape other text."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.backslashreplace_errors(error)
+
+
+_ESCAPE_OR_RESTORE = "megatron_tape.escape_or_restore"
+codecs.register_error(_ESCAPE_OR_RESTORE, _escape_or_restore)
 
 
 def _flush_output() -> None:

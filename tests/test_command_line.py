@@ -72,6 +72,20 @@ def test_what_stdout_cannot_encode_is_escaped(shared):
     assert (done.returncode, done.stdout, done.stderr) == (0, "na\\xefve \\u4f60 \\udce9\n", "")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"PYTHONIOENCODING": "ascii:surrogateescape"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""},
+    ],
+)
+def test_names_of_files_that_are_not_text_keep_their_bytes_where_python_lets_them(settings):
+    program = "from megatron_tape import command_line\ncommand_line.run(lambda: print('\\xe9', chr(0xDCE9)))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9 \xe9\n", b"")
+
+
 def test_the_time_left_is_told_once_most_of_the_time_was_work(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(command_line.time, "monotonic", lambda: now[0])
