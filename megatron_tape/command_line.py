@@ -21,7 +21,8 @@ class Parser(argparse.ArgumentParser):
     """The command line of a program: mistakes raise ConfigError, options are written out, descriptions shown as is.
 
     A `~` at the beginning of an argument becomes the home directory, unless its option has a type other than Path. So
-    texts that are no paths and may begin with one have `type=str`.
+    texts that are no paths and may begin with one have `type=str`. An existing file `~name`, as a shell's `*` gives it,
+    is not taken for a user's home directory.
     """
 
     def __init__(self, **arguments: Any):
@@ -46,6 +47,8 @@ def path(text: str) -> Path:
 
 
 def _expanded(text: str) -> str:
+    if not text.startswith("~/") and text != "~" and os.path.lexists(text):
+        return text
     try:
         return expand_home(text)
     except NoHome as error:

@@ -42,12 +42,18 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     )
     add = parser.add_argument
     add("--recipe", required=True, metavar="RECIPE.yaml", help="what is trained; a file as pretrain.train takes it")
-    add("--encodings", required=True, metavar="A,B,...", help="the variants: encodings, with settings as in tape+x=y")
+    add(
+        "--encodings",
+        type=str,
+        required=True,
+        metavar="A,B,...",
+        help="the variants: encodings, with settings as in tape+x=y",
+    )
     add("--seeds", default="3", metavar="N or A-B", help="train each with the seeds 1 to N, or A to B (default: 3)")
     add("--output", metavar="DIR", help="where everything goes (default: runs/compare/<name of the recipe>)")
     add("--evaluation", metavar="FILE.yaml", help="tasks, as pretrain.evaluate --config takes them, in place of those "
         "of the recipe's section evaluation")  # fmt: skip
-    add("--baseline", metavar="VARIANT", help="what the others are compared with (default: the first)")
+    add("--baseline", type=str, metavar="VARIANT", help="what the others are compared with (default: the first)")
     add("--results", metavar="FILE", help="a comparison.json, made elsewhere, whose runs are not repeated")
     add("--jobs", type=int, metavar="N", help="runs side by side (default: one per GPU or, without any, per CPU core)")
     add("--check", action="store_true", help="only check the command, and print the number of runs")

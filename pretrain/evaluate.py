@@ -143,7 +143,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     add("--model", metavar="MODEL", help="a run, a checkpoint, or a directory in the format of transformers")
     add("--average", action="store_true", help="take the averaged weights of a run with train.average")
     add("--output", metavar="DIR", help="where results go (default: RUN/evaluation/STEP or evaluations/NAME)")
-    add("--label", metavar="NAME", help="how results call the model (default: the directory's name)")
+    add("--label", type=str, metavar="NAME", help="how results call the model (default: the directory's name)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it computes (default: a GPU, if any)")
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the model (default: bf16 on a GPU, fp32 on a CPU)")
     add("--trust-remote-code", action="store_true", help="run Python files in MODEL that this project has not written")

@@ -11,7 +11,8 @@ import pytest
 from megatron_tape import command_line, home
 from megatron_tape.errors import ConfigError
 from megatron_tape.home import NoHome, expand_home, provide_caches
-from pretrain import estimate
+from pretrain import compare, estimate, evaluate
+from tools import make_corpus, preprocess_data, train_tokenizer
 
 CACHES = ("MPLCONFIGDIR", "HF_HOME", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
 NOBODY = "~no-such-user/x"
@@ -67,6 +68,33 @@ def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch)
     verb.add_argument("rest", nargs="*", type=str)
     given = sub.parse_args(["verb", "--output", "~/x", "--suffix", "~", "--", "~/y", "~ z"])
     assert (given.output, given.suffix, given.rest) == ("/home/me/x", "~", ["~/y", "~ z"])
+
+
+def test_a_file_whose_name_begins_with_a_tilde_is_no_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~no-such-user").mkdir()
+    Path(NOBODY).touch()
+    Path("~").mkdir()
+    Path("~/c").touch()
+    parser = command_line.Parser()
+    parser.add_argument("--input", nargs="+")
+    assert parser.parse_args(["--input", NOBODY, "~", "~/c"]).input == [NOBODY, "/home/me", "/home/me/c"]
+
+
+def test_options_that_are_no_paths_keep_their_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compare.read_command(["--recipe=r", "--encodings=~x", "--baseline=~x"])[0].encodings == "~x"
+    options, _ = evaluate.read_command(["passkey", "--model=~/m", "--label=~mine"])
+    assert (options.model, options.label) == ("/home/me/m", "~mine")
+    required = {preprocess_data: ["--tokenizer=t", "--output-prefix=p"], train_tokenizer: ["--output=m"]}
+    for tool, others in required.items():
+        given = tool.parser().parse_args(["--input=~/a", *others, "--text-key=~text"])
+        assert (given.input, given.text_key) == (["/home/me/a"], "~text")
+    given = make_corpus.parser().parse_args(
+        ["hub", "~/data", "--output=~/o", "--config-name=~c", "--split=~s", "--text-key=~text"]
+    )
+    assert (given.name, given.config_name, given.split, given.text_key) == ("/home/me/data", "~c", "~s", "~text")
 
 
 def test_programs_take_options_and_recipes_in_the_home_directory(monkeypatch, tmp_path, capsys):

@@ -134,7 +134,7 @@ def add_export(add: Callable) -> None:
     results = "results of pretrain.evaluate for the model card (default: those in evaluation/STEP of the run, if any)"
     add("--results", nargs="+", default=[], metavar="DIR", help=results)
     hub = "also upload the model to the Hugging Face Hub, as NAME or OWNER/NAME; needs a login (hf auth login)"
-    add("--push-to-hub", metavar="NAME", help=hub)
+    add("--push-to-hub", type=str, metavar="NAME", help=hub)
     add("--private", action="store_true", help="with --push-to-hub: a new model is visible to its owner only")
 
 
@@ -149,7 +149,7 @@ def add_import(add: Callable) -> None:
         "the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL lies "
         "in the Hub's cache)"
     )
-    add("--base-model", metavar="OWNER/NAME", help=name)
+    add("--base-model", type=str, metavar="OWNER/NAME", help=name)
     add_checkpoint(add)
     encoding = (
         "tape starts out the same and can learn to move positions; rope keeps the model (default: tape, or for an "

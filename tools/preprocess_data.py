@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
         default=os.cpu_count(),
         help="processes that tokenize (default: %(default)s, the number of cores)",
     )
-    add("--text-key", default="text", help="key or column of a document's text (default: %(default)s)")
+    add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document token")
     add(
         "--on-error",

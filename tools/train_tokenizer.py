@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     add("--vocab-size", type=int, default=4096, help="number of ids (default: %(default)s)")
     add("--output", required=True, metavar="F.model", help="the model to write")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s; unigram trains slower")
-    add("--text-key", default="text", help="key or column of a document's text (default: %(default)s)")
+    add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
     add("--max-bytes", type=int, default=10_000_000, help="train on random documents of this size (default: 10 MB)")
     add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an existing output")
