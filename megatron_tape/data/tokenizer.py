@@ -366,24 +366,9 @@ class _HuggingFace:
             return self._model.token_to_id(model["unk_token"])
         return model.get("unk_id")
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
-        import tokenizers
-
-        # As the library writes it: files spell defaults out or leave them out.
-        library = tokenizers.Tokenizer.from_buffer(self.files[TOKENIZER_JSON])
-        settings = json.loads(library.to_str())
-        model = settings["model"]
-        for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-            model[name] = model.get(name) or None
-        if model["type"] == "Unigram":
-            # Each time that a file is read and written, some scores change in their last digit.
-            model["vocab"] = [[piece, float(f"{score:.10g}")] for piece, score in model["vocab"]]
-        added = settings["added_tokens"]
-        ordinary = [token for token in added if not token["special"]]
-        special = [[token["id"], token["content"]] for token in added if token["special"]]
-        parts = [model, settings["normalizer"], settings["pre_tokenizer"], ordinary, special]
-        return hashlib.sha256(_dump(_without_null(parts), sort_keys=True)).hexdigest()
+        return _digest(self.files[TOKENIZER_JSON])
 
     @functools.cached_property
     def same_as(self) -> str | None:
@@ -406,6 +391,26 @@ class _HuggingFace:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(content: bytes) -> str:
+    """Return the sha256 of what decides which ids a text becomes in a `tokenizer.json`; a large one takes a second."""
+    import tokenizers
+
+    # As the library writes it: files spell defaults out or leave them out.
+    settings = json.loads(tokenizers.Tokenizer.from_buffer(content).to_str())
+    model = settings["model"]
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        model[name] = model.get(name) or None
+    if model["type"] == "Unigram":
+        # Each time that a file is read and written, some scores change in their last digit.
+        model["vocab"] = [[piece, float(f"{score:.10g}")] for piece, score in model["vocab"]]
+    added = settings["added_tokens"]
+    ordinary = [token for token in added if not token["special"]]
+    special = [[token["id"], token["content"]] for token in added if token["special"]]
+    parts = [model, settings["normalizer"], settings["pre_tokenizer"], ordinary, special]
+    return hashlib.sha256(_dump(_without_null(parts), sort_keys=True)).hexdigest()
 
 
 def _refuse_random(path: Path, setting: str) -> None:
