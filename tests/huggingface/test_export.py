@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.to_transformers import export
 
 CASES = list(export_cases.cases())
@@ -171,6 +172,17 @@ def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path, given):
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token) == (EOD, None, pad)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (EOD + 1, EOD, 1 if pad else None)
+
+
+def test_a_tokenizer_json_of_the_runs_sentencepiece_model_can_be_given_alone(trained, exported, tmp_path):
+    shutil.copy(exported / "tp1_zero1" / "tokenizer.json", tmp_path)
+    export(trained / "tp1_zero1", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "out").same_as == load_tokenizer(trained / "tokenizer.model").digest
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(FileError, match="encodes text in another way than the one that trained the model"):
+        export(trained / "tp1_zero1", tmp_path / "bad", tokenizer=str(tmp_path / "tokenizer.json"))
 
 
 def flip(file):

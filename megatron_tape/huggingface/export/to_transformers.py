@@ -17,7 +17,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, saved_tokenizer
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.data.tokenizer import difference, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import TOKENIZER_MODEL, difference, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, FileError, UserError
 from megatron_tape.huggingface.export.evaluation_results import find_results
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_card
@@ -266,6 +266,9 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
     source, tokenizer = str(saved.path / TOKENIZER), saved_tokenizer(saved.path)
     if given is not None:
         own, source, tokenizer = tokenizer, given, load_tokenizer(given)
+        if own is not None and TOKENIZER_MODEL in own.files:
+            # A tokenizer.json of a SentencePiece model is compared with it by the ids of texts.
+            tokenizer.files.setdefault(TOKENIZER_MODEL, own.files[TOKENIZER_MODEL])
         recorded = saved.state["progress"].get("tokenizer") if own is None else record_of(own)
         if recorded and (different := difference(record_of(tokenizer), recorded, "the one that trained the model")):
             fix = f"leave out --tokenizer, or give {NO_TOKENIZER} and put its files into the export yourself"
