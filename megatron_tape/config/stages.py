@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megatron_tape.config.parse import read_section
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.errors import ConfigError, refuse
 
 KEY = "data.stages"
@@ -68,6 +68,11 @@ def stages_of(config: RunConfig) -> list[Stage]:
         problem = f"gives stage {stage.number} less than one of {train.steps} steps"
         refuse(stage.start >= end, (KEY, "train.steps"), problem, "raise its share or train.steps")
     return stages
+
+
+def prefixes_of(stages: list[Stage]) -> list[str]:
+    """Return the datasets of stages, each once."""
+    return list(dict.fromkeys(prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]))
 
 
 def stage_at(stages: list[Stage], sample: int) -> int:

@@ -1,4 +1,4 @@
-"""File descriptors, of which every mapped file takes one: whether a process may open all that it needs.
+"""Limits of open files: every mapped file takes a file descriptor, and blends map many files.
 
 Imports no torch.
 """
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, blend, split_shares
-from megatron_tape.config.stages import Stage, stages_of
+from megatron_tape.config.stages import Stage, prefixes_of, stages_of
 from megatron_tape.errors import refuse
 from megatron_tape.text import counted
 
@@ -34,7 +34,7 @@ def check_descriptors(config: RunConfig) -> None:
     """
     stages = _stages(config)
     keys = ("data.prefix", "data.stages") if len(stages) > 1 else ("data.prefix",)
-    count, needed = len(_prefixes(stages)), files_to_map(config)
+    count, needed = len(prefixes_of(stages)), files_to_map(config)
     if not count:
         return
     named = f"{'and data.stages name' if len(stages) > 1 else 'names'} {counted(count, 'dataset')}"
@@ -42,7 +42,7 @@ def check_descriptors(config: RunConfig) -> None:
     refuse_more_files(keys, named, needed, fix, _OTHERS + _OF_EACH_WORKER * config.data.num_workers)
     with contextlib.suppress(OSError):
         limit = int(MAX_MAP_COUNT.read_text())
-        problem = f"{named}, of which a process maps {needed:,} files, but vm.max_map_count is {limit:,}"
+        problem = f"{named} with {needed:,} files to map, but vm.max_map_count is {limit:,}"
         refuse(needed + _OTHER_MAPS > limit, keys, problem, f"raise it with sysctl, or {fix}")
 
 
@@ -56,15 +56,11 @@ def files_to_map(config: RunConfig) -> int:
         # Long documents and the others are blends of their own, and rank 0 reads all lengths to describe them.
         needed += (1 + long + validates) * (_OF_EACH_INDEX * len(members) + _OF_EACH_BLEND)
         needed += long * (len(members) + _OF_EACH_BLEND)
-    return needed + _OF_EACH_DATASET * len(_prefixes(stages))
+    return needed + _OF_EACH_DATASET * len(prefixes_of(stages))
 
 
 def _stages(config: RunConfig) -> list[Stage]:
     return [] if config.data.source in SAMPLE_SOURCES else stages_of(config)
-
-
-def _prefixes(stages: list[Stage]) -> set[str]:
-    return {prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]}
 
 
 def refuse_more_files(subject: str | tuple[str, ...], named: str, files: int, fix: str, others: int = 32) -> None:

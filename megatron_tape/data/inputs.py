@@ -13,7 +13,7 @@ import numpy as np
 from megatron_tape import command_line
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend, split_shares
-from megatron_tape.config.stages import stages_of
+from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.config.values import shown
 from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.examples import cutter_of, read_examples
@@ -173,14 +173,9 @@ def _length(dataset: IndexedDatasetReader, number: int) -> int:
     return len(dataset.document(number))
 
 
-def prefixes_of(config: RunConfig) -> list[str]:
-    """Return the datasets of all stages of the data."""
-    return list(dict.fromkeys(prefix for stage in stages_of(config) for prefix in blend(stage.config.data.prefix)[0]))
-
-
 def recorded_tokenizer(config: RunConfig) -> TokenizerRecord | None:
     """Return what the data of a run without a tokenizer says of the one that made it."""
-    origins = filter(None, map(read_origin, prefixes_of(config)))
+    origins = filter(None, map(read_origin, prefixes_of(stages_of(config))))
     return next((origin["tokenizer"] for origin in origins), None)
 
 
@@ -189,7 +184,7 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     if config.data.examples is not None:
         examples = examples_of(config.data.examples)
         return {path: fingerprint(path, BLOCKS) for path in (examples.path, examples.validation) if path is not None}
-    return {prefix: "; ".join(fingerprints_of(prefix).values()) for prefix in prefixes_of(config)}
+    return {prefix: "; ".join(fingerprints_of(prefix).values()) for prefix in prefixes_of(stages_of(config))}
 
 
 def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Path) -> None:

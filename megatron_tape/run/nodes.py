@@ -11,7 +11,7 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.checkpoint.kept_tokenizer import kept_directory
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.inputs import prefixes_of
+from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.io.files import BLOCKS, fingerprint
 from megatron_tape.io.versions import toolchain, versions
 
@@ -36,7 +36,7 @@ class Problem:
 
 def inputs(config: RunConfig) -> list[str]:
     """Return the files that every node reads."""
-    files = [prefix + suffix for prefix in prefixes_of(config) for suffix in (".idx", ".bin")]
+    files = [prefix + suffix for prefix in prefixes_of(stages_of(config)) for suffix in (".idx", ".bin")]
     if config.data.examples is not None:
         examples = examples_of(config.data.examples)
         files += [path for path in (examples.path, examples.validation) if path is not None]
