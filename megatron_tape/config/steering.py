@@ -36,8 +36,8 @@ class AverageSettings:
     kind: Literal["ema", "last"]
     """An exponential moving average over all updates, or the mean of the last weights of the run."""
     decay: Decay = 0.999
-    """Of the moving average: what is left of it after another update; skipped steps make none. In early updates, where
-    it is mostly the weights with which the run began, it is (1 + updates) / (10 + updates) if that is less."""
+    """Decay of the moving average per update; skipped steps do not update it. Early updates use (1 + updates) /
+    (10 + updates) if that is smaller, so that the initial weights are soon forgotten."""
     count: Count = 10
     """How many weights the mean is of, the last of which are those after the last step."""
     every: Count = 100

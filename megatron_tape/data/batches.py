@@ -245,7 +245,7 @@ def build_batches(
 
 
 def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, opened: dict) -> list[Dataset]:
-    """Open the datasets of each split, of which training takes `size` samples; `build` indexes what is not cached.
+    """Open the datasets of each split; training takes `size` samples, and `build` indexes what is not cached.
 
     `opened` holds the indexed datasets that stages share (see `DatasetSettings`).
     """

@@ -32,7 +32,7 @@ def sentencepiece_model(sentences=None, **options):
 
 
 def texts_with_marks(count):
-    """Random texts of letters with several combining marks, of which some compose, and of spaces and controls."""
+    """Random letters with several combining marks, some of which compose, between spaces and control characters."""
     random = Random(0)
     marks = [*map(chr, range(0x300, 0x346)), "\u0345"]
     alphabets = [

@@ -225,7 +225,7 @@ class GgufFile(LazyTensors):
                 return True
             reason = f"of the kind {kind}, {split}, which transformers cannot convert without changing tokens"
         command_line.say(
-            f"the tokenizer in {self.path} is not imported ({reason}); put the model's {TOKENIZER_JSON} beside the "
+            f"the tokenizer in {self.path} is not imported ({reason}); put the model's {TOKENIZER_JSON} next to the "
             "file, and give the directory"
         )
         return False
