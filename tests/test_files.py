@@ -3,7 +3,7 @@ import os
 import pytest
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.files import PartialFile, atomic_directory, atomic_output, remove, write_whole
+from megatron_tape.io.files import PartialFile, atomic_directory, atomic_output, open_to_append, remove, write_whole
 from megatron_tape.text import duration
 
 
@@ -63,13 +63,49 @@ def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
     assert os.listdir(path.parent) == ["out"] and os.listdir(path) == ["file"]
 
 
-def test_a_link_with_the_name_of_what_is_unfinished_is_not_followed(tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis").touch()
-    (tmp_path / "out.partial").symlink_to("precious")
-    with pytest.raises(FileError, match="is a link"), atomic_directory(tmp_path / "out"):
-        pass
-    assert os.listdir(tmp_path / "precious") == ["thesis"]
+@pytest.mark.parametrize("writer", [atomic_output, atomic_directory])
+def test_an_unfinished_output_that_is_a_link_or_another_users_is_left_alone(tmp_path, writer, monkeypatch):
+    thesis, partial = tmp_path / "precious" / "thesis", tmp_path / "out.partial"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+
+    def refused(problem):
+        with pytest.raises(FileError, match=f"out.partial {problem}.*; remove it"), writer(tmp_path / "out"):
+            raise AssertionError
+        assert thesis.read_text() == "years of work" and not (tmp_path / "out").exists()
+        partial.rmdir() if partial.is_dir() and not partial.is_symlink() else partial.unlink()
+
+    for target in (thesis, thesis.parent, tmp_path / "nowhere"):
+        partial.symlink_to(target)
+        refused("is a link")
+    assert not (tmp_path / "nowhere").exists()
+    os.mkfifo(partial)
+    refused("is not a")
+    partial.touch() if writer is atomic_directory else partial.mkdir()
+    refused("is not a")
+    if writer is atomic_output:
+        os.link(thesis, partial)
+        refused("is a hard link")
+    partial.touch() if writer is atomic_output else partial.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: partial.stat().st_uid + 1)
+        refused(r"belongs to another user \(uid")
+        with writer(tmp_path / "out"):  # what it has made itself may belong to nobody, on a network file system
+            pass
+
+
+def test_appending_creates_a_file_and_follows_no_link(tmp_path):
+    for line in (b"1\n", b"2\n"):
+        with open_to_append(tmp_path / "log") as file:
+            file.write(line)
+    assert (tmp_path / "log").read_bytes() == b"1\n2\n"
+    (tmp_path / "link").symlink_to("log")
+    os.mkfifo(tmp_path / "fifo")
+    for name, problem in (("link", "is a link"), ("fifo", "is not a regular file"), (".", "is not a regular file")):
+        with pytest.raises(FileError, match=problem):
+            open_to_append(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        open_to_append(tmp_path / "absent" / "log")
 
 
 def test_an_existing_directory_is_never_replaced_even_if_it_appears_meanwhile(tmp_path):

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,8 +30,8 @@ SUFFIX = ".partial"
 class PartialFile:
     """A file that is written next to its final path and moved there by `publish`.
 
-    `file` is open for reading and writing bytes. Raises FileError if another process is writing the same output,
-    OSError if the file cannot be created.
+    `file` is open for reading and writing bytes. Raises FileError if another process is writing the same output, or if
+    its partial file is a link or another user's; OSError if the file cannot be created.
     """
 
     def __init__(self, path: str | Path):
@@ -43,10 +44,15 @@ class PartialFile:
 
     def _open(self) -> IO[bytes]:
         while True:
-            file = os.fdopen(os.open(self.partial_path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-            if _lock(file.fileno(), self.partial_path, self.path):
-                file.truncate(0)
-                return file
+            file = os.fdopen(_open_or_create(self.partial_path, os.O_RDWR), "r+b")
+            try:
+                if _lock(file.fileno(), self.partial_path, self.path):
+                    file.truncate(0)
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()
 
     def sync(self) -> None:
         self.file.flush()
@@ -93,17 +99,19 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Yield an empty directory to write into that appears as `path` only if the block succeeds.
 
     In the meantime it is called `path` + `.partial`, and one that a killed process left behind is taken over. The block
-    must flush the files that it writes to disk. Raises FileError if `path` exists, before
-    anything is written, if another process is writing it, or if a link has the name of what is unfinished.
+    must flush the files that it writes to disk. Raises FileError before anything is written if `path` exists, if
+    another process is writing it, or if its partial directory is a link or another user's.
     """
     path = Path(os.path.abspath(path))
     fix = "choose another output, or move it away"
     refuse_existing(path, fix=fix)
     partial = path.with_name(path.name + SUFFIX)
-    if partial.is_symlink():
-        raise FileError(str(partial), "is a link, whose target would be emptied", "remove it")
-    partial.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    existed = True
+    with suppress(FileExistsError):
+        partial.mkdir()
+        existed = False
+    descriptor = _open_own(partial, os.O_RDONLY, stat.S_IFDIR, existed)
     ours = False
     try:
         ours = _lock(descriptor, partial, path)
@@ -122,6 +130,49 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         if ours:
             shutil.rmtree(partial, ignore_errors=True)
         os.close(descriptor)
+
+
+def open_to_append(path: str | Path) -> IO[bytes]:
+    """Open a file to append bytes to it, and create it if it does not exist. Raises FileError if it is a link."""
+    return os.fdopen(_open_or_create(path, os.O_WRONLY | os.O_APPEND, of_others=True), "ab", buffering=0)
+
+
+def _open_or_create(path: str | Path, flags: int, of_others: bool = False) -> int:
+    while True:
+        with suppress(FileExistsError):
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        with suppress(FileNotFoundError):  # removed since
+            return _open_own(path, flags, stat.S_IFREG, check_owner=not of_others)
+
+
+def _open_own(path: str | Path, flags: int, kind: int, check_owner: bool) -> int:
+    """Open a file or directory. Raises FileError if it is a link or, with `check_owner`, another user's.
+
+    In a shared directory, somebody else's link would decide which file is overwritten, and whoever made an output's
+    file before its writer would still own it.
+    """
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for a reader.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        problem = "is a link" if os.path.islink(path) else f"is not a {_KINDS[kind]}"
+        raise FileError(str(path), f"{problem}, so that nothing is written there", "remove it") from None
+    found, problem = os.fstat(descriptor), None
+    if stat.S_IFMT(found.st_mode) != kind:
+        problem = f"is not a {_KINDS[kind]}"
+    elif check_owner and found.st_uid != os.geteuid():
+        problem = f"belongs to another user (uid {found.st_uid})"
+    elif check_owner and kind == stat.S_IFREG and found.st_nlink > 1:
+        problem = "is a hard link to another file"
+    if problem is None:
+        return descriptor
+    os.close(descriptor)
+    raise FileError(str(path), f"{problem}, so that nothing is written there", "remove it")
+
+
+_KINDS = {stat.S_IFREG: "regular file", stat.S_IFDIR: "directory"}
 
 
 def _lock(descriptor: int, partial: Path, path: Path) -> bool:
