@@ -8,7 +8,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NotRequired, Protocol
 
@@ -18,7 +19,7 @@ from typing_extensions import TypedDict
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.special_tokens import CONFIG, SpecialTokens, mentioned, refuse_mentioned
 from megatron_tape.data.trial_texts import encodes_as, trial_texts
-from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.errors import ConfigError, FileError, UserError, refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.records import read_small
 
@@ -37,6 +38,7 @@ TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_MODEL, *SIBLINGS)
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
 _GIVE = "give a .model, a tokenizer.json or their directory"
+_SAVE, _ENCODE, _DECODE = "save the tokenizer again", "cannot encode a text", "cannot decode ids"
 _FILE_BYTES = 1 << 29
 _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
 """Classes of transformers that put bos before a text unless `add_bos_token` says otherwise."""
@@ -87,6 +89,24 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+@contextmanager
+def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator[None]:
+    """Turn what a tokenizer library raises within the context into a FileError about `path`, with the reason added.
+
+    A panic of Rust code is turned, too, although it is no Exception and cannot be pickled. A UserError and a
+    MemoryError pass.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a signal, for example
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise FileError(str(path), f"{problem} ({reason})", fix) from error
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece `.model`, a `tokenizer.json`, or a Hugging Face directory that holds one of the two.
 
@@ -105,7 +125,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             problem = f"holds neither {TOKENIZER_JSON} nor {TOKENIZER_MODEL}"
             raise FileError(str(path), problem, "download one of them into it")
     files = _read_files(main)
-    return _HuggingFace(files, main) if main.suffix == ".json" else _SentencePiece(files, main)
+    with library_errors(main, "cannot be loaded"):
+        return _HuggingFace(files, main) if main.suffix == ".json" else _SentencePiece(files, main)
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -200,12 +221,9 @@ class _SentencePiece:
 
         if not files[TOKENIZER_MODEL]:  # which the library would load
             raise FileError(str(path), "is not a SentencePiece model (it is empty)", _GIVE)
-        try:
+        with library_errors(path, "is not a SentencePiece model", _GIVE):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files[TOKENIZER_MODEL])
-        except (RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise FileError(str(path), f"is not a SentencePiece model ({reason})", _GIVE) from error
-        self.files, names = files, SpecialTokens(files, path)
+        self._path, self.files, names = path, files, SpecialTokens(files, path)
         kwargs = names.config.get("sp_model_kwargs")
         if isinstance(kwargs, dict) and kwargs.get("enable_sampling"):
             _refuse_random(path.with_name(CONFIG), "sp_model_kwargs.enable_sampling")
@@ -268,32 +286,31 @@ class _SentencePiece:
         return scores if any(score % 1 for score in scores) else None
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text)
+        with library_errors(self._path, _ENCODE):
+            return self._model.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return self._model.encode(texts, out_type="numpy", num_threads=1)
+        with library_errors(self._path, _ENCODE):
+            return self._model.encode(texts, out_type="numpy", num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         parts, run = [], []
-        for index in map(int, ids):
-            if index in self._added_by_id:
-                parts += [self._model.decode(run), self._added_by_id[index]]
-                run = []
-            else:
-                run.append(index)
-        return "".join([*parts, self._model.decode(run)])
+        with library_errors(self._path, _DECODE):
+            for index in map(int, ids):
+                if index in self._added_by_id:
+                    parts += [self._model.decode(run), self._added_by_id[index]]
+                    run = []
+                else:
+                    run.append(index)
+            return "".join([*parts, self._model.decode(run)])
 
 
 class _HuggingFace:
     def __init__(self, files: dict[str, bytes], path: Path):
         self._path, self.files = path, dict(files)
-        try:
+        with library_errors(path, "is not a Hugging Face tokenizer.json"):
             settings = json.loads(files[TOKENIZER_JSON])
             self._prepare(files[TOKENIZER_JSON])
-        except Exception as error:  # the library raises plain Exception
-            reason = " ".join(str(error).split())[:200]
-            problem = f"is not a Hugging Face tokenizer.json ({reason})"
-            raise FileError(str(path), problem, "save the tokenizer again") from error
         if settings["model"].get("dropout"):
             _refuse_random(path, "model.dropout")
         names = SpecialTokens(files, path)
@@ -383,14 +400,17 @@ class _HuggingFace:
         return other.digest if same and encodes_as(other.encode, self.encode, trial_texts(), other.scores) else None
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        with library_errors(self._path, _ENCODE):
+            return self._model.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._model.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        with library_errors(self._path, _ENCODE):
+            encodings = self._model.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+        with library_errors(self._path, _DECODE):
+            return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_tape.data.tokenizer import difference, load_tokenizer, record_of, write_files
+from megatron_tape.data.tokenizer import difference, library_errors, load_tokenizer, record_of, write_files
 from megatron_tape.errors import FileError
 
 
@@ -93,6 +93,19 @@ def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
         (tmp_path / name).write_text("{}")
         with pytest.raises(FileError, match=f"{name} is not a"):
             load_tokenizer(tmp_path / name)
+
+
+def test_a_panic_of_the_library_names_the_file(byte_level, tmp_path):
+    content = json.loads(byte_level.to_str())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match="is not a Hugging Face tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_signal_is_no_error_of_the_library():
+    with pytest.raises(KeyboardInterrupt), library_errors("f", "fails"):
+        raise KeyboardInterrupt
 
 
 def test_importing_and_loading_needs_no_torch(tokenizer_path):
