@@ -40,6 +40,7 @@ from megatron_tape.extension.base import Base, with_base_settings
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.io.versions import commit
+from megatron_tape.parallel.launcher import restart_count
 from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import (
@@ -154,7 +155,7 @@ def begin(options: argparse.Namespace) -> None:
         _point(link, directory)
     facts = {
         "job": options.job,
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "restart": restart_count(),
         "nodes": options.nodes.split(","),
         "processes": options.processes,
         "layout": config.parallel.described(options.processes),

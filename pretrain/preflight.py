@@ -30,7 +30,7 @@ from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.parallel.addresses import check_master_address, gloo_address, out_of_reach
-from megatron_tape.parallel.launcher import check_launched
+from megatron_tape.parallel.launcher import check_launched, local_rank, master_port, rank_and_size
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
@@ -38,7 +38,6 @@ from megatron_tape.planning.plan import Plan
 from megatron_tape.run import nodes, speed
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from megatron_tape.text import counted
-from pretrain.train import ATTEMPT_VARIABLE
 
 MIB = 2**20
 LEAST_SPEED = 0.7
@@ -75,10 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         check_launched()
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest, with_base_settings)
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    attempt = None
-    if number := os.environ.get(ATTEMPT_VARIABLE):
-        attempt = Attempt.open(config.logging.directory, config.checkpoint.directory, int(number))
+        rank, size = rank_and_size()
+        attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory, on_other_node=rank != 0)
     # srun also sends SIGTERM when another rank has failed, so SIGTERM must not be taken for a warning of preemption.
     signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
     try:
@@ -98,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _record(attempt: Attempt | None, rank: int, outcome: str, message: str, bad_nodes: Iterable[str]) -> None:
     if attempt is not None:
-        attempt.record_end(rank, outcome, f"preflight: {message}", bad_nodes=bad_nodes)
+        with contextlib.suppress(OSError):  # the message is printed, too
+            attempt.record_end(rank, outcome, f"preflight: {message}", bad_nodes=bad_nodes)
 
 
 def _interrupted(attempt: Attempt | None, number: int) -> None:
@@ -120,7 +118,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         check_master_address()
     except NodeError as error:
         raise Unready(str(error), error.subjects) from None
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), master_port()
     try:
         store = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ConnectionError) as error:
@@ -133,7 +131,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         store.set("ready", "yes")
     store.wait(["ready"])
     facts: dict[str, Any] = {"node": node_name(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if local_rank() == 0:
         facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
         facts |= nodes.node_facts(config, home, code_digest(("megatron_tape", "pretrain")))
     store.set(f"facts/{rank}", json.dumps(facts))
@@ -247,7 +245,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _gpu(torch) -> dict[str, Any] | None:
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = local_rank()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
     free, total = torch.cuda.mem_get_info(index)
@@ -259,7 +257,7 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
     import torch.distributed as dist
 
     if on_gpu := torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank())
     device, megabytes = ("cuda", 256) if on_gpu else ("cpu", 16)
     store.set(f"joining/{rank}", "yes")
     try:

@@ -22,7 +22,7 @@ from megatron_tape.errors import (
     refuse,
 )
 from megatron_tape.home import private_directory, provide_caches
-from megatron_tape.parallel.launcher import check_launched
+from megatron_tape.parallel.launcher import check_launched, local_rank, rank_and_size
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from megatron_tape.training.trained_parameters import Trains
 
 logger = logging.getLogger("pretrain")
-
-ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
-"""The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
 
 
 def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
@@ -72,14 +69,16 @@ def supervised(
 
 
 def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, extends: bool | None) -> int:
-    rank = int(os.environ.get("RANK", "0"))
+    rank, size = rank_and_size()
     is_rank_0 = rank == 0
-    if number := os.environ.get(ATTEMPT_VARIABLE):
-        watch.attach(Attempt.open(config.logging.directory, config.checkpoint.directory, int(number)), rank)
+    with refusing():
+        attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
+    if attempt is not None:
+        watch.attach(attempt, rank)
     try:
-        first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0  # the others of a node see the same files
+        first_of_node = local_rank() == 0  # the others of a node see the same files
         level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
-        check(config, level, int(os.environ.get("WORLD_SIZE", "1")), extends)
+        check(config, level, size, extends)
     except UserError as error:
         say_refusal(error)
         if is_rank_0:

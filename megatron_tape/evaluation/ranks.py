@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from megatron_tape.errors import UserError, refuse
 from megatron_tape.evaluation.base import Unit
 from megatron_tape.parallel.addresses import check_master_address
+from megatron_tape.parallel.launcher import rank_and_size
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Ranks:
     @classmethod
     def join(cls) -> Ranks:
         """Return the ranks that torchrun or a Slurm job has started, after they have found each other."""
-        ranks = cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        ranks = cls(*rank_and_size())
         if ranks.count > 1:
             with ranks.alone():
                 check_master_address()

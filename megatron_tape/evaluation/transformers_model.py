@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -21,6 +20,7 @@ from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
+from megatron_tape.parallel.launcher import local_rank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK = 2048
@@ -243,7 +243,7 @@ def _copy_code(directory: Path) -> None:
 
 def choose_device(given: str) -> str:
     """Return the device of this rank for `auto`, `cpu` or `cuda`; ConfigError if there is no GPU for it."""
-    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    count, rank = torch.cuda.device_count(), local_rank()
     if given == "auto":
         given = "cuda" if count else "cpu"
     if given == "cpu":

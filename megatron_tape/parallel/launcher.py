@@ -1,30 +1,74 @@
 """What torchrun, or a Slurm script, says in the environment about the processes of a program."""
 
 import os
+import re
 
 from megatron_tape.errors import UserError, refuse
 
 FIX = "start the program with torchrun or a script in slurm/, or unset these variables to run a single process"
 
 
+MOST_PROCESSES, LAST_PORT = 1_000_000, 65535
+
+
+def environment_number(name: str, default: int, least: int = 0, most: int = MOST_PROCESSES, fix: str = FIX) -> int:
+    """Return the whole number in an environment variable, or `default` if it is not set.
+
+    Raises UserError unless it is written in ASCII digits, without leading zeros, and from `least` to `most`.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch("0|[1-9][0-9]{0,9}", text) or not least <= int(text) <= most:
+        raise UserError(name, f"is {text[:40]!r}, not a whole number from {least} to {most}", fix)
+    return int(text)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the number of processes, as the launcher says. Raises UserError."""
+    return environment_number("RANK", 0), environment_number("WORLD_SIZE", 1, least=1)
+
+
+def local_rank() -> int:
+    """Return this process's rank among those of its node, as the launcher says. Raises UserError."""
+    return environment_number("LOCAL_RANK", 0)
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this node, as the launcher says. Raises UserError."""
+    return environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+
+
+def master_port() -> int:
+    """Return the port of rank 0, or 0 if the launcher says none. Raises UserError."""
+    return environment_number("MASTER_PORT", 0, least=1, most=LAST_PORT)
+
+
+def restart_count() -> int:
+    """Return how often Slurm has started this job again. Raises UserError."""
+    return environment_number("SLURM_RESTART_COUNT", 0, fix="unset it, or submit the job with a script in slurm/")
+
+
 def check_launched() -> None:
-    """Raise UserError for variables of a launcher that do not fit together.
+    """Raise UserError for variables of a launcher that cannot be, or do not fit together.
 
     Those of an earlier one may be left in a shell. A process would take them for its own, and wait for others or take
     itself for one of them.
     """
-    size, rank, local_rank = _number("WORLD_SIZE", 1), _number("RANK", 0), _number("LOCAL_RANK", 0)
-    if (size is not None and size > 1) or _finds_rank_0():
-        given, value = ("RANK", rank) if size is None else ("WORLD_SIZE", size)
+    (rank, size), on_node = rank_and_size(), local_rank()
+    local_world_size()
+    restart_count()
+    has_size = "WORLD_SIZE" in os.environ
+    if size > 1 or _finds_rank_0():
+        given, value = ("WORLD_SIZE", size) if has_size else ("RANK", rank)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 raise UserError((given, name), f"is {value}, but {name} is not set", FIX)
-        _number("MASTER_PORT", 0)
-    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
-        if value and size is None:
-            raise UserError((name, "WORLD_SIZE"), f"is {value}, but WORLD_SIZE is not set", FIX)
-        if value and value >= size:
-            raise UserError((name, "WORLD_SIZE"), f"is {value}, but WORLD_SIZE is {size}", FIX)
+        master_port()
+    for name, value in (("RANK", rank), ("LOCAL_RANK", on_node)):
+        if value >= size:
+            size_is = f"WORLD_SIZE is {size if has_size else 'not set'}"
+            raise UserError((name, "WORLD_SIZE"), f"is {value}, but {size_is}", FIX)
 
 
 def refuse_launcher(program: str, reason: str) -> None:
@@ -37,12 +81,3 @@ def refuse_launcher(program: str, reason: str) -> None:
 def _finds_rank_0() -> bool:
     """Return whether there is what only a launcher sets: DeepSpeed leaves RANK behind, but not where rank 0 is."""
     return {"RANK", "MASTER_ADDR"} <= os.environ.keys()
-
-
-def _number(name: str, least: int) -> int | None:
-    text = os.environ.get(name)
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(name, f"is {text!r}, not a whole number of at least {least}", FIX)
-    return int(text)

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
+from megatron_tape.parallel import launcher
 from megatron_tape.parallel.addresses import check_master_address
 from megatron_tape.parallel.cpu import prepare_cpu
 from megatron_tape.parallel.token_layout import TokenLayout
@@ -112,7 +113,7 @@ class ParallelLayout:
     @contextlib.contextmanager
     def first_on_node(self) -> Iterator[None]:
         """Run a block on the first rank of each node before the others, which then find what it cached; all call it."""
-        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        first = launcher.local_rank() == 0
         if not first:
             dist.barrier()
         try:
@@ -158,7 +159,7 @@ def initialize_distributed(
     that neighbours share a node or are on neighbouring ones.
     """
     sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world_size = launcher.rank_and_size()
     kinds = ("tensor_model", "context", "pipeline_model")
     keys = tuple(f"parallel.{kind}_parallel_size" for kind, size in zip(kinds, sizes) if size > 1)
     problem = f"{math.prod(sizes)} does not divide the {world_size} processes"
@@ -179,7 +180,7 @@ def _own_device() -> torch.device:
     """Return this process's GPU, made torch's current one, or the CPU where torch finds no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank, devices = launcher.local_rank(), torch.cuda.device_count()
     problem = f"has no GPU: {devices} are visible here"
     refuse(local_rank >= devices, f"process {local_rank} of this node", problem, "start no more processes than GPUs")
     device = torch.device("cuda", local_rank)
@@ -197,7 +198,7 @@ def check_devices(wanted: str) -> None:
     if wanted == "cpu":
         return
     if torch.cuda.is_available():
-        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        processes, devices = launcher.local_world_size(), torch.cuda.device_count()
         problem = f"is {wanted}, but only {processes} of the {devices} GPUs that are visible here would be used"
         fix = f"start {devices} processes, say in CUDA_VISIBLE_DEVICES which to use, or set it to cpu"
         refuse(processes < devices, key, problem, fix)

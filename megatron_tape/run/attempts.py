@@ -20,13 +20,18 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
-from megatron_tape.errors import StaleAttempt
+from megatron_tape.errors import StaleAttempt, UserError
 from megatron_tape.io.files import remove, sync_directory
 from megatron_tape.io.records import read_small, write_record
+from megatron_tape.parallel.launcher import environment_number
 
+ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
+"""The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
 RECORDS = 32
 """How many ranks' ends are recorded besides rank 0's; when a thousand ranks fail, most only repeat the first error."""
 STOP_BYTES = 1000
+LAST_ATTEMPT = 999_999
+"""The highest number that an attempt can have: names hold six digits."""
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 TRAINING = "training"
@@ -160,6 +165,23 @@ class Attempt:
         """Return an attempt that has already been claimed."""
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
+
+    @classmethod
+    def launched(
+        cls, run_directory: str | Path, checkpoint_directory: str | Path, on_other_node: bool = False
+    ) -> "Attempt | None":
+        """Return the attempt that a launcher has begun, as TAPE_ATTEMPT says, or None if that is not set.
+
+        Raises UserError if it is no attempt of the run. `on_other_node`: where the run's directory may be missing.
+        """
+        fix = "unset it, so that the run begins an attempt, or start the program with a script in slurm/"
+        number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=LAST_ATTEMPT, fix=fix)
+        if number == 0:
+            return None
+        attempt = cls.open(run_directory, checkpoint_directory, number)
+        if not on_other_node and not attempt.directory.is_dir():
+            raise UserError(ATTEMPT_VARIABLE, f"is {number}, but {attempt.directory} is not a directory", fix)
+        return attempt
 
     def is_owner(self) -> bool:
         """Return whether the run still belongs to this attempt. Raises OSError if the file system does not answer."""

@@ -14,6 +14,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.io.files import BLOCKS, fingerprint
 from megatron_tape.io.versions import toolchain, versions
+from megatron_tape.parallel.launcher import restart_count
 
 PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
 BLOCKS_OF_ALL = 4096
@@ -91,7 +92,7 @@ def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
             counts = Counter(values.values())
             tied = [value for value, count in counts.items() if count == max(counts.values())]
             # Without a majority nobody knows who differs, so each start leaves out another side, the same for all keys.
-            usual = tied[int(os.environ.get("SLURM_RESTART_COUNT", "0")) % len(tied)]
+            usual = tied[restart_count() % len(tied)]
             if len(tied) > 1:
                 usual = values[side] if side and values[side] in tied else usual
                 side = side or next(node for node, value in values.items() if value == usual)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.run.attempts import HUNG, REWINDING, REWOUND, STALE, TRAINING, Attempt, Straggler, stop_reason
 
 POLL_SECONDS = 1.0
@@ -155,7 +156,7 @@ class Watch:
 
     def _watch(self) -> None:
         owner_seen = beaten = float("-inf")
-        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        first = local_rank() == 0
         owner_seconds = OWNER_SECONDS if first else OWNER_SECONDS_OF_OTHERS
         while not self._ended.wait(POLL_SECONDS):
             now = time.monotonic()
