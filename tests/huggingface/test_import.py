@@ -14,7 +14,7 @@ from models import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_tape.errors import FileError
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports import config_json, from_transformers
@@ -42,6 +42,9 @@ LLAMA3 = dict(
 LLAMA3_2 = LLAMA3 | dict(rope_theta=500000.0, factor=32.0, original_max_position_embeddings=8192)
 ORIGINAL = "original_max_position_embeddings"
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
+PLAIN = dict(rope_type="default", rope_theta=1e4)
+LINEAR = dict(rope_type="linear", rope_theta=200.0, factor=3.0)
+NO_LIST = {"no_rope_layers": None, "layer_types": None}
 FAMILY = {
     "llama1": dict(num_key_value_heads=4),
     "llama2_gqa": dict(num_key_value_heads=1, rms_norm_eps=1e-5),
@@ -261,12 +264,80 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
         ("qwen2", {"model_type": "llama"}, "k_proj.bias"),
         ("llama1", {"hidden_size": None}, "hidden_size"),
+        ("llama1", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN}}, "rope_parameters.sl"),
+        ("llama1", {"rope_parameters": {"sliding_attention": PLAIN}}, "rope_parameters.full_attention"),
+        ("llama1", {"rope_parameters": {"full_attention": PLAIN, "factor": 2.0}}, "rope_parameters.factor"),
+        ("llama1", {"rope_parameters": {"full_attention": None}}, "rope_parameters.full_attention"),
+        ("llama1", {"rope_parameters": {"full_attention": PLAIN | {"mrope_section": [1]}}}, "full_attention.mrope_s"),
+        ("llama1", {"rope_parameters": LINEAR | {"low_freq_factor": 1.0}}, "rope_parameters.low_freq_factor"),
+        ("llama1", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "rope_parameters.llama_4_scaling_beta"),
+        ("llama1", {"rope_parameters": None, "rope_scaling": PLAIN | {"faktor": 4.0}}, "rope_scaling.faktor"),
+        ("llama1", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary"),
+        ("llama1", {"rope_parameters": LINEAR | {"factor": None}}, "has no factor"),
+        ("llama1", {"rope_parameters": LINEAR | {"factor": True}}, "rope_parameters.factor is True"),
+        ("llama1", {"rope_parameters": LINEAR | {"factor": [2.0] * 99}}, "rope_parameters.factor is a list"),
+        ("llama1", {"rope_parameters": PLAIN | {"rope_theta": True}}, "rope_parameters.rope_theta is True"),
+        ("llama1", {"rope_parameters": PLAIN | {"rope_theta": -1}}, "model.rope_theta is -1"),
+        ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta has different values"),
+        ("llama1", {"rope_parameters": [PLAIN]}, "rope_parameters is a list"),
+        ("llama1", {"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type is"),
+        ("llama1", {"rope_parameters": YARN | {ORIGINAL: 16.0}}, f"rope_parameters.{ORIGINAL} is 16.0"),
+        ("llama1", {"use_sliding_window": "no", "sliding_window": 8}, "use_sliding_window is 'no'"),
+        ("llama1", {"mlp_bias": 0}, "mlp_bias is 0"),
+        ("llama1", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("llama1", {"hidden_act": ["silu"] * 10**5}, "hidden_act is ['silu', "),
+        ("llama1", {"num_key_value_heads": True}, "model.num_query_groups is true"),
+        ("llama1", {"vocab_size": 10**12}, "model.vocab_size is 1000000000000"),
+        ("llama1", {"num_attention_heads": 10**9}, "model.num_attention_heads is 1000000000"),
+        ("smollm3", NO_LIST | {"num_hidden_layers": 10**8}, "model.num_layers is 100000000"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": 2.5}, "no_rope_layer_interval is 2.5"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": -1}, "no_rope_layer_interval is -1"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": 1}, "no_rope_layer_interval is 1"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": True}, "no_rope_layer_interval is True"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": "2"}, "no_rope_layer_interval is '2'"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": 10**9}, "no_rope_layer_interval is 1000000000"),
+        ("smollm3", {"no_rope_layer_interval": 1e9}, "no_rope_layer_interval is 1000000000.0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
+        ("smollm3", {"no_rope_layers": [5, 5, 5]}, "no_rope_layers is [5, 5, 5]"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers is [1, 1, 1, 1]"),
+        ("smollm3", {"no_rope_layers": [1, "0", 1]}, "no_rope_layers[1] is '0'"),
+        ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no_rope_layer"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refusal):
     write_source(tmp_path / "source", kind)
     change_config(tmp_path / "source", change)
     refused(tmp_path, refusal, "from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
+
+
+@pytest.mark.parametrize(
+    "nested, types",
+    [
+        ({"full_attention": LINEAR}, None),
+        ({"full_attention": LINEAR, "sliding_attention": None}, None),
+        ({"full_attention": LINEAR, "sliding_attention": LINEAR | {"type": "linear"}}, None),
+        ({"full_attention": LINEAR, "sliding_attention": PLAIN}, ["full_attention"] * 3),
+    ],
+)
+def test_rotary_settings_by_the_type_of_layers_are_those_of_all_layers_if_they_agree(tmp_path, nested, types):
+    expected = write_source(tmp_path / "source", "llama_linear")
+    change_config(tmp_path / "source", {"rope_parameters": nested, "layer_types": types})
+    import_model(tmp_path / "source", tmp_path / "imported")
+    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("interval, expected", [(2, 2), (3, 3), (4, None)])
+def test_an_interval_beyond_the_layers_gives_positions_to_all_of_them(tmp_path, interval, expected):
+    settings = SIZES | {"model_type": "smollm3", "vocab_size": 90, "no_rope_layer_interval": interval}
+    assert config_json.model_settings(settings, tmp_path).layers_without_positions == expected
+
+
+def test_a_vocabulary_is_not_padded_without_bounds(tmp_path):
+    settings = SIZES | {"model_type": "llama", "vocab_size": 90}
+    for multiple in (0, 10**8):
+        with pytest.raises(UserError, match="--vocab-multiple is"):
+            config_json.model_settings(settings, tmp_path, config_json.Changes(vocab_multiple=multiple))
 
 
 def test_a_window_that_mistral_has_by_default_is_refused(tmp_path):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from typing_extensions import TypedDict
+
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.records import check_shape, read_record
@@ -17,6 +19,12 @@ from megatron_tape.model.settings import validate_model
 from megatron_tape.position import ENCODINGS, model_config, setting_names
 from megatron_tape.position.rope import yarn_attention_factor
 
+_CONFIG_BYTES = 8 << 20
+"""The largest config.json that is read; those of models have some kilobytes."""
+_MOST_LAYERS = 10_000
+"""As many as `model.num_layers` may be."""
+_MOST_PADDING = 1 << 16
+"""The largest multiple that a vocabulary is padded to; a larger one would add gigabytes of rows."""
 ENCODED = "encoded_tape"
 """The kind of exports whose positional encoding lies in files of its own."""
 
@@ -35,7 +43,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {
         "attention_bias": False,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 2e6,
         "use_sliding_window": False,
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
@@ -49,6 +56,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     ENCODED: {"attention_bias": False, "qk_norm": False, "attention_output_gate": False, "rms_norm_eps": 1e-5},
 }
+_THETAS = {"smollm3": 2e6}
+"""Defaults of `rope_theta` that are not 10,000."""
 # Settings that an architecture has regardless of config.json.
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "use_sliding_window": False},
@@ -67,6 +76,53 @@ _ONLY = {
     "partial_rotary_factor": 1.0,
 }
 _OF_TAPE = ("gate_input", "position_mlp_size", "position_state_precision")
+# What each kind of scaling reads, in addition to what all of them do.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "proportional": ("factor",),
+}
+# The last one says how a model was trained.
+_ROPE_SHARED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
+
+
+class _Settings(TypedDict, total=False):
+    """Types of the keys that are read here, but for those that `validate_model` checks."""
+
+    use_sliding_window: bool
+    sliding_window: int | None
+    layer_types: list[str]
+    no_rope_layers: list[int]
+    no_rope_layer_interval: int
+    attention_bias: bool
+    mlp_bias: bool
+    is_causal: bool
+    partial_rotary_factor: float
+    rope_theta: float
+    rope_scaling: dict[str, Any]
+    rope_parameters: dict[str, Any]
+    original_max_position_embeddings: int
+
+
+class _Rope(TypedDict, total=False):
+    """Types of rotary settings; null means that a setting is not given."""
+
+    rope_type: str
+    rope_theta: float
+    partial_rotary_factor: float
+    original_max_position_embeddings: int
+    factor: float | None
+    low_freq_factor: float
+    high_freq_factor: float
+    attention_factor: float | None
+    beta_fast: float | None
+    beta_slow: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+
+
 SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -99,7 +155,7 @@ def check_sizes(settings: dict, path: Path) -> None:
     """Raise UserError if one of `SIZES` is not a whole number above 0."""
     for key in SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
-            raise UserError(key, f"is {settings.get(key)!r} in {path}, but must be a whole number above 0")
+            raise UserError(key, f"is {settings.get(key)!r:.200} in {path}, but must be a whole number above 0")
 
 
 def read_settings(path: Path) -> dict:
@@ -107,15 +163,15 @@ def read_settings(path: Path) -> dict:
     if not path.is_file():
         raise FileError(str(path), "is not a file", "the model's config.json is needed")
     try:
-        return read_record(path, dict[str, Any])
+        return read_record(path, dict[str, Any], _CONFIG_BYTES)
     except FileError as error:
         raise FileError(str(path), error.problem, "give the model's config.json") from None
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that holds `rows`; raises UserError if `multiple` is below 1."""
-    if multiple < 1:
-        raise UserError("--vocab-multiple", f"is {multiple}", "give 1 or more")
+    """Return the smallest multiple of `multiple` that holds `rows`; raises UserError if `multiple` is out of range."""
+    if not 1 <= multiple <= _MOST_PADDING:
+        raise UserError("--vocab-multiple", f"is {multiple}", f"give 1 to {_MOST_PADDING:,}")
     return -(-rows // multiple) * multiple
 
 
@@ -165,6 +221,7 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     _check_changes(settings, path, encoding, changes)
     # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
+    _check_types(given, _Settings, path)
     settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
     _check_counterparts(settings, path)
@@ -188,9 +245,16 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     return model
 
 
+def _check_types(settings: dict[str, Any], shape: type, path: Path, place: str = "") -> None:
+    try:
+        check_shape(settings, shape, place)
+    except ValueError as error:
+        raise FileError(str(path), f"holds a setting of the wrong type: {error}", "correct it") from None
+
+
 def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str) -> UserError:
     """Return the error that a setting has no counterpart here, and which ones have."""
-    return UserError(key, f"is {settings.get(key)!r} in {path}, which cannot be imported", f"{accepted} can")
+    return UserError(key, f"is {settings.get(key)!r:.200} in {path}, which cannot be imported", f"{accepted} can")
 
 
 def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
@@ -224,8 +288,10 @@ def _check_counterparts(settings: dict[str, Any], path: Path) -> None:
     refuse(biased, "attention_bias", False)
     # Qwen's settings give the size of a window even if no window is used.
     refuse(settings.get("sliding_window") is not None and settings["use_sliding_window"], "sliding_window", None)
-    others = any(layer != "full_attention" for layer in settings.get("layer_types", ()))
-    refuse(others, "layer_types", "full_attention alone")
+    layers, types = settings["num_hidden_layers"], settings.get("layer_types")
+    if types is not None:
+        refuse(set(types) != {"full_attention"}, "layer_types", "full_attention alone")
+        refuse(len(types) != layers, "layer_types", f"one for each of {layers} layers")
 
 
 def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | None:
@@ -233,22 +299,23 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
     layers, every = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
-    rotates = settings.get("no_rope_layers") or [int(layer % every > 0) for layer in range(1, layers + 1)]
-    if all(rotates) and len(rotates) == layers:
-        return None
-    every = rotates.index(0) + 1
-    if every == 1 or rotates != [int(layer % every > 0) for layer in range(1, layers + 1)]:
-        raise cannot_import(
-            settings, path, "no_rope_layers", "0 for every second, third or so on, and 1 for the others"
-        )
-    return every
+    if not 1 <= every <= _MOST_LAYERS:
+        raise cannot_import(settings, path, "no_rope_layer_interval", f"a number from 1 to {_MOST_LAYERS:,}")
+    if rotates := settings.get("no_rope_layers"):
+        every = rotates.index(0) + 1 if 0 in rotates else layers + 1
+        if len(rotates) != layers or any(rotate != (layer % every > 0) for layer, rotate in enumerate(rotates, 1)):
+            accepted = f"0 for every second, third or so on of {layers} layers, and 1 for the others"
+            raise cannot_import(settings, path, "no_rope_layers", accepted)
+    if every == 1:
+        raise cannot_import(settings, path, "no_rope_layer_interval", "2 or more")
+    return every if every <= layers else None
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
     """Return the settings of the encoding of an export, after checking that they are its own, and of their types."""
     name, given = settings["position_encoding"], settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
-        problem = f"is {name!r} in {path}, which is not one of {', '.join(ENCODINGS)}, nor was it registered"
+        problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}, nor was it registered"
         raise UserError("position_encoding", problem)
     if scaling_factor != 1.0:
         problem = f"{scaling_factor:g} is for RoPE and TAPE, not for {name}"
@@ -257,7 +324,7 @@ def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dic
     check_shape(given, dict[str, Any], f"position_settings in {path}")
     for key, value in given.items():
         if key not in kinds:
-            raise UserError(f"position_settings.{key}", f"in {path} is not a setting of {name}", "remove it")
+            raise UserError(f"position_settings.{key[:40]}", f"in {path} is not a setting of {name}", "remove it")
         check_shape(value, kinds[key], f"position_settings.{key} in {path}")
     return dict(given)
 
@@ -265,18 +332,19 @@ def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dic
 def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
     """Translate the rotary settings, which transformers keeps in one place since version 5, and kept in two before."""
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rope = settings.get(key, {})
-    beside = settings.get("rope_parameters", rope)
+    rope, current = (_rotary(settings, name, path) for name in (key, "rope_parameters"))
     # transformers would use the older of the two and silently ignore the other.
-    if {**_plain(rope), "rope_theta": None} != {**_plain(beside), "rope_theta": None}:
+    if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
         raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    share = rope.get("partial_rotary_factor", 1.0)
-    whole = kind in ("default", "linear", "llama3", "yarn") and share == 1.0
-    if not whole and kind != "proportional":
-        problem = f"is {rope!r} in {path}, which cannot be imported"
-        raise UserError(key, problem, "default, linear, llama3 and yarn, of whole heads, and proportional can")
-    theta = rope.get("rope_theta", beside.get("rope_theta", settings.get("rope_theta", 10000.0)))
+    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and kind != "proportional":
+        accepted = f"1 can, or another share with the rope_type proportional instead of {kind}"
+        raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", accepted)
+    thetas = [place["rope_theta"] for place in (rope, current, settings) if "rope_theta" in place]
+    if any(theta != thetas[0] for theta in thetas):
+        problem = f"has different values in {path}: {', '.join(map(str, dict.fromkeys(thetas)))}"
+        raise UserError("rope_theta", problem, "remove the wrong one")
+    theta = thetas[0] if thetas else _THETAS.get(settings["model_type"], 10000.0)
     if kind in ("default", "linear", "proportional"):
         factor = rope["factor"] if kind == "linear" else 1.0 if kind == "default" else rope.get("factor", 1.0)
         return {"rope_theta": theta, "rope_share": share, "rope_scaling_factor": factor * scaling_factor}
@@ -319,7 +387,41 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
     }
 
 
-def _plain(rope: dict[str, Any]) -> dict[str, Any]:
-    """Give the kind of scaling its current name."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return {key: value for key, value in rope.items() if key not in ("type", "rope_type")} | {"kind": kind}
+def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Return the rotary settings under `key`, with the current name of their kind; nothing if there are none.
+
+    Since version 5 of transformers there may be some for each type of layers. Those of the types that the model has
+    must be the same. Raises UserError for a setting that is not read here.
+    """
+    rope = settings.get(key, {})
+    nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
+    if not nested:
+        return _of_one_kind(rope, key, path)
+    others = [name for name, value in rope.items() if name not in nested and value is not None]
+    types = {"full_attention", *settings.get("layer_types", nested)}
+    if wrong := [*others, *(types - nested.keys())]:
+        problem = f"has settings of single types of layers in {path}, but none of this name"
+        raise UserError(f"{key}.{wrong[0][:40]}", problem, "give the settings once, for all layers")
+    of_types = {name: _of_one_kind(nested[name], f"{key}.{name[:40]}", path) for name in sorted(types)}
+    whole = of_types["full_attention"]
+    if different := [name for name, value in of_types.items() if value != whole]:
+        problem = f"differs from {key}.full_attention in {path}, which cannot be imported"
+        raise UserError(f"{key}.{different[0][:40]}", problem, "models with the same positions in all layers can")
+    return whole
+
+
+def _of_one_kind(rope: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Return rotary settings under `key` without those that are not given, and the kind as `rope_type`."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        problem = f"is {kind!r:.100} in {path}, which cannot be imported"
+        raise UserError(f"{key}.rope_type", problem, f"{', '.join(_ROPE_KEYS)} can")
+    known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
+    found = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
+    if unknown := [name for name, value in found.items() if name not in known and value is not None]:
+        problem = f"is not a setting of {kind} in {path}, which cannot be imported"
+        raise UserError(f"{key}.{unknown[0][:40]}", problem, f"{kind} has {', '.join(known)}")
+    nullable = ("factor", "truncate") if kind == "yarn" else ()
+    found = {name: value for name, value in found.items() if value is not None or name in nullable}
+    _check_types(found, _Rope, path, key)
+    return found | {"rope_type": kind} if rope else {}
