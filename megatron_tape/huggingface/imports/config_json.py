@@ -417,8 +417,9 @@ def _of_one_kind(rope: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
         problem = f"is {kind!r:.100} in {path}, which cannot be imported"
         raise UserError(f"{key}.rope_type", problem, f"{', '.join(_ROPE_KEYS)} can")
     known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
+    without_effect = {name for names in _ROPE_KEYS.values() for name in names if rope.get(name) is None}
     found = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
-    if unknown := [name for name, value in found.items() if name not in known and value is not None]:
+    if unknown := [name for name in found if name not in known and name not in without_effect]:
         problem = f"is not a setting of {kind} in {path}, which cannot be imported"
         raise UserError(f"{key}.{unknown[0][:40]}", problem, f"{kind} has {', '.join(known)}")
     nullable = ("factor", "truncate") if kind == "yarn" else ()
