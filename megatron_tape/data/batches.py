@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
 from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.descriptors import check_descriptors
-from megatron_tape.data.index_cache import build_on_rank_0
+from megatron_tape.data.index_cache import build_on_rank_0, damaged
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
 from megatron_tape.data.plan import Plan, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError, UserError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,10 @@ class Batches:
         train, tokens = self.config.train, self.layout.tokens
         masked = isinstance(dataset, SampleSource)
         if not masked:
-            dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
+            dataset = _Samples(dataset, self.config, self.eod if self.config.data.reset_attention_mask else None)
         loader = DataLoader(
-            dataset,
+            _ErrorsAsSamples(dataset),
+            collate_fn=_collate,
             batch_sampler=tokens.micro_batches(samples.start, samples.stop, train.micro_batch_size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
@@ -112,6 +113,8 @@ class Batches:
         device = self.layout.device
         try:
             for batch in batches:
+                if isinstance(batch, UserError):
+                    raise batch
                 self._check(batch)
                 yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
@@ -140,18 +143,50 @@ class _InStages(Dataset):
 
 
 class _Samples(Dataset):
-    """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`."""
+    """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`.
 
-    def __init__(self, samples: Dataset, eod: int | None):
+    Raises ConfigError for a sample that the cached index takes from outside the data.
+    """
+
+    def __init__(self, samples: Dataset, config: RunConfig, eod: int | None):
         self._samples = samples
+        self._seq_length, self._cache = config.model.seq_length, config.data.resolved_cache_directory
         self._eod = eod
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = self._samples[index]
+        try:
+            sample = self._samples[index]
+            found = [len(sample["tokens"]), len(sample["labels"])]
+            problem = f"has {found[0]} tokens" if found != [self._seq_length] * 2 else None
+        except (LookupError, ArithmeticError, ValueError, MemoryError) as error:
+            if isinstance(error, UserError):
+                raise
+            problem = f"cannot be read ({' '.join(str(error).split())})"
+        if problem is not None:
+            raise damaged(self._cache, f"the index does not suit the data: sample {index} {problem}")
         result = {"tokens": sample["tokens"], "labels": sample["labels"]}
         if self._eod is not None:
             result["documents"] = documents_from_tokens(sample["tokens"], self._eod)
         return result
+
+
+class _ErrorsAsSamples(Dataset):
+    """Samples, with a UserError as the value of one that raises it: the loader would only return its traceback."""
+
+    def __init__(self, samples: Dataset):
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor] | UserError:
+        try:
+            return self._samples[index]
+        except UserError as error:
+            return error
+
+
+def _collate(samples: list[dict[str, Tensor] | UserError]) -> dict[str, Tensor] | UserError:
+    """Return the samples as a batch, or the first error among them."""
+    error = next((sample for sample in samples if isinstance(sample, UserError)), None)
+    return default_collate(samples) if error is None else error
 
 
 def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:

@@ -1,29 +1,34 @@
-"""What is computed once from the datasets and mapped by every rank: built beside the cache, and moved there when whole.
+"""Index arrays that are computed once from the datasets and mapped by every rank.
 
 An entry of the cache is a few arrays, `KEY-KIND-...-PART.npy`, and `KEY-KIND-...-description.txt`. Megatron's datasets
-name theirs so, but write straight to their places, where a job that is killed leaves arrays that are cut.
+use these names, but write directly to the cache, where a job that is killed leaves truncated arrays. Here an entry is
+built in a temporary directory, and moved to the cache when it is complete. Arrays are loaded without pickles: whoever
+can write to the cache cannot run code.
 """
 
 import contextlib
 import errno
+import grp
 import hashlib
 import json
 import logging
 import math
 import os
+import pwd
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.io.files import sync_directory
 
 logger = logging.getLogger(__name__)
@@ -41,6 +46,9 @@ _STAGING = ".building-"
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Of computing between two heartbeats, which show that rank 0 is at work."""
+_LOADING = Lock()
+"""Python 3.11 may raise SystemError when threads, here Megatron's, parse the headers of arrays at the same time."""
+_REBUILD = "remove that directory, and the index is built again"
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errors of a cache that cannot hold the index."""
 
@@ -56,7 +64,38 @@ def cached(directory: str, kind: str, key: Any, make: Callable[[], dict[str, np.
         for part, array in make().items():
             np.save(f"{base}-{part}.npy", array)
         Path(f"{base}-{_DESCRIPTION}").write_text(description)
-    return {part: np.load(f"{base}-{part}.npy", mmap_mode="r") for part in _PARTS[kind]}
+    return {part: load_array(f"{base}-{part}.npy") for part in _PARTS[kind]}
+
+
+def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
+    """Map an array of the cache into memory. The other arguments are those of `numpy.load`; pickles are never loaded.
+
+    Raises ConfigError if the file is missing or holds anything but whole numbers in one dimension (in two, as pairs,
+    for a `sample_index`); OSError if the file system does not answer.
+    """
+    problem = None
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            problem = "it is not a regular file"
+        else:
+            with _LOADING:
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+            pairs = str(path).endswith("-sample_index.npy")
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+                problem = "it does not hold whole numbers"
+            elif not array.ndim or array.shape[1:] != ((2,) if pairs else ()):
+                problem = f"its shape is {list(array.shape)}"
+    except (ValueError, EOFError, SyntaxError, MemoryError, OverflowError, FileNotFoundError) as error:
+        problem = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+    if problem is not None:
+        place = os.path.realpath(path)  # rank 0 builds in a directory of links to the cache
+        raise damaged(os.path.dirname(place), f"{os.path.basename(place)} cannot be used ({problem})")
+    return array
+
+
+def damaged(cache: str | Path, problem: str) -> ConfigError:
+    """Return the error for a cache whose arrays do not suit the data."""
+    return ConfigError("data.cache_directory", f"is {cache}, where {problem}", _REBUILD)
 
 
 def build_on_rank_0(cache: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
@@ -105,10 +144,13 @@ def _finish(future: Future, staging: list[Path], cache: Path, build: Callable[[s
 def _build_aside(staging: list[Path], cache: Path, build: Callable[[str], None]) -> None:
     """Build in a directory of its own, which is added to `staging`, and move what is new to the cache."""
     cache.mkdir(parents=True, exist_ok=True)
+    if (others := _who_else_writes(cache)) is not None:
+        sentence = "warning: %s, so others can change which samples this run learns from; choose a data.cache_directory"
+        logger.warning(f"{sentence} that only you can write", others)
     writable, (whole, cut) = os.access(cache, os.W_OK), _entries(cache)
     if writable:
         for path in cut:
-            logger.warning("warning: %s is cut short; what it belongs to is built again when it is needed", path)
+            logger.warning("warning: %s is damaged; its entry is built again when it is needed", path)
         for left in cache.glob(f"{_STAGING}*"):
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -119,10 +161,16 @@ def _build_aside(staging: list[Path], cache: Path, build: Callable[[str], None])
     try:
         for path in whole:
             (directory / path.name).symlink_to(path.resolve())
-        build(str(directory))
+        try:
+            build(str(directory))
+        except (AssertionError, ArithmeticError, LookupError, ValueError) as error:
+            if isinstance(error, UserError) or not whole:
+                raise
+            reason = " ".join(f"{type(error).__name__} {error}".split())
+            raise damaged(cache, f"the index does not suit the data ({reason})") from error
         made = [path for path in directory.iterdir() if not path.is_symlink()]
         if made and not writable:
-            lacks = f"{cut[0]} is cut short" if cut else "it lacks a part of the index"
+            lacks = f"{cut[0]} is damaged" if cut else "it lacks a part of the index"
             raise PermissionError(errno.EACCES, f"{lacks}, and it is not writable", str(cache))
         for path in sorted(made, key=lambda path: path.name.endswith(_DESCRIPTION)):
             sync_directory(path)
@@ -147,10 +195,40 @@ def _entries(cache: Path) -> tuple[list[Path], list[Path]]:
 
 def _is_whole(path: Path) -> bool:
     try:
-        np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError):
+        load_array(path)
+    except (OSError, ConfigError):
         return False
     return True
+
+
+def _who_else_writes(cache: Path) -> str | None:
+    """Return a clause that says which other users own or may write the cache or a file in it, None if none do."""
+    trusted = (os.geteuid(), 0)
+    for path in (cache, *cache.glob("*-*")):
+        try:
+            found = path.stat()
+        except OSError:  # removed since
+            continue
+        if found.st_uid not in trusted:
+            return f"{path} belongs to another user (uid {found.st_uid})"
+        if found.st_mode & stat.S_IWOTH:
+            return f"{path} can be written by every user"
+        if found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid):
+            return f"{path} can be written by the group {_name(found.st_gid)}"
+    return None
+
+
+def _is_private_group(gid: int) -> bool:
+    """Return whether only this user is in a group: it has the user's name, as most systems set up new users."""
+    with contextlib.suppress(KeyError):
+        return gid == 0 or grp.getgrgid(gid).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    return gid == os.getegid()
+
+
+def _name(gid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
 
 
 def _bytes_in(directories: list[Path]) -> int:

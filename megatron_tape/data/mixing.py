@@ -9,10 +9,11 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from megatron.core.datasets import helpers
+from megatron.core.datasets import blended_dataset, gpt_dataset, helpers
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig, blend
-from megatron_tape.data.index_cache import cached
+from megatron_tape.data.index_cache import cached, damaged, load_array
 from megatron_tape.data.long_documents import (
     Pools,
     numbers_of_long,
@@ -34,6 +35,18 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 8
 """Most datasets of a blend that are opened at the same time."""
+
+
+class _NumpyWithoutPickles:
+    """numpy for Megatron's datasets, which would load pickles from the cache: arrays are loaded by `load_array`."""
+
+    load = staticmethod(load_array)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+blended_dataset.numpy = gpt_dataset.numpy = _NumpyWithoutPickles()
 
 
 @dataclass
@@ -101,6 +114,9 @@ class Mixed(Dataset):
 
         index = cached(directory, "Mixed", {"shares": shares, "size": size}, make)
         self.counts, self._dataset, self._sample = index["counts"].tolist(), index["dataset"], index["sample"]
+        sizes = [sum(self.counts), len(self._dataset), len(self._sample)]
+        if len(self.counts) != len(shares) or min(self.counts) < 0 or sizes != [size] * 3:
+            raise damaged(directory, f"a mix of {len(shares)} datasets has the wrong size")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -155,7 +171,11 @@ def mix_with_long_documents(
 
         key = [member.prefix, settings.tokenizer.unique_identifiers, config.data.split, minimum, seq_length]
         cut = cached(cache, "DocumentWindows", key, make)
-        long.datasets.append(DocumentWindows(settings.open(member.prefix), cut, seq_length, config.train.seed))
+        dataset = settings.open(member.prefix)
+        if {len(array) for array in cut.values()} == {member.documents} and cut["left"].min() >= 0:
+            long.datasets.append(DocumentWindows(dataset, cut, seq_length, config.train.seed))
+        if not long.datasets or not 0 < long.datasets[-1].samples_per_epoch <= member.tokens // seq_length:
+            raise damaged(cache, f"the windows of the long documents in {member.prefix} do not suit it")
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
         of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None

@@ -2,17 +2,20 @@
 
 import errno
 import os
+import pickle
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets_for_tests import EOD, write_dataset
 from models import small_model
 
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
-from megatron_tape.data import index_cache
+from megatron_tape.data import batches, index_cache
 from megatron_tape.data.batches import build_batches
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.parallel.layout import initialize_distributed
 
 
@@ -30,36 +33,65 @@ KINDS = pytest.mark.parametrize("kind", [PLAIN, BLEND, MIX])
 
 @pytest.fixture
 def tokens(folder, tmp_path):
-    """Return the first tokens of training sequences, from an index that is built or in the cache."""
+    """Return the tokens of a run's sequences, from an index that is built or in the cache."""
 
     def read(kind, moved=lambda: None):
         prefix = f"{folder}/a" if kind == PLAIN else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
         long = {"minimum": 40, "share": 0.5} if kind == MIX else None
         data = {"prefix": prefix, "split": "900,100,0", "cache_directory": str(tmp_path / "cache")}
+        data |= {"num_workers": 0}
         train = TrainConfig(steps=10, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32")
         data = DataConfig(**data, long_documents=long)
         config = RunConfig(model=small_model(seq_length=16), data=data, train=train)
         built = build_batches(config, initialize_distributed(1), EOD, moved=moved)
-        return [built.train[i]["tokens"].tolist() for i in range(40)]
+        loaded = [*built.training(), *built.evaluation()]
+        return [sequence for batch in loaded for sequence in batch["tokens"].tolist()]
 
     read.cache = tmp_path / "cache"
     return read
 
 
+RUN: list[str] = []
+"""What pickles have run."""
+
+
+class _Attack:
+    def __reduce__(self):
+        return RUN.append, ("code",)
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _pickle(path):
+    path.write_bytes(pickle.dumps(_Attack()))  # NumPy takes a file without its own header for one
+
+
+def _reshape(path):
+    np.save(path, np.load(path)[None])
+
+
+def _fraction(path):
+    np.save(path, np.load(path).astype(float))
+
+
 @KINDS
-def test_an_array_that_is_cut_is_named_and_built_again(tokens, kind, caplog):
+def test_a_damaged_array_is_named_and_built_again(tokens, kind, caplog):
     expected = tokens(kind)
     arrays = sorted(tokens.cache.glob("*.npy"))
     assert len(arrays) >= 3 and not list(tokens.cache.glob(".building-*"))
     for path in arrays:
         whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) - 8])
-        caplog.clear()
-        assert tokens(kind) == expected and path.read_bytes() == whole
-        (warning,) = [record.message for record in caplog.records if "is cut short" in record.message]
-        assert str(path) in warning
+        for damage in (_truncate, _pickle, _reshape, _fraction):
+            damage(path)
+            caplog.clear()
+            assert tokens(kind) == expected and path.read_bytes() == whole
+            (warning,) = [record.message for record in caplog.records if "is damaged" in record.message]
+            assert str(path) in warning
+    assert not RUN
     caplog.clear()
-    assert tokens(kind) == expected and "is cut short" not in caplog.text
+    assert tokens(kind) == expected and "is damaged" not in caplog.text
 
 
 @KINDS
@@ -80,7 +112,7 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_is_one_sentence(tokens, kin
         with pytest.raises(ConfigError, match=r"data.cache_directory is .*cache, where .*No space left.*; make room"):
             tokens(kind)
     assert list(tokens.cache.iterdir()) == []
-    assert len(tokens(kind)) == 40
+    assert len(tokens(kind)) == 48
 
 
 def test_an_index_that_grows_is_progress(tokens, monkeypatch):
@@ -99,14 +131,14 @@ def test_an_index_that_grows_is_progress(tokens, monkeypatch):
     assert moves == []
 
 
-def test_a_whole_cache_need_not_be_writable_and_a_cut_one_is_refused(tokens, monkeypatch):
+def test_a_whole_cache_need_not_be_writable_and_a_damaged_one_is_refused(tokens, monkeypatch):
     expected = tokens(BLEND)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     assert tokens(BLEND) == expected
     path = next(tokens.cache.glob("*shuffle_index.npy"))
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=r"shuffle_index.npy is cut short, and it is not writable"):
+    with pytest.raises(ConfigError, match=r"shuffle_index.npy is damaged, and it is not writable"):
         tokens(BLEND)
     # Another run's index does not matter.
     path.with_name(path.name.replace("shuffle_index.npy", "description.txt")).rename(tokens.cache / "x-GPTDataset-d")
@@ -138,3 +170,79 @@ def test_every_rank_maps_a_mixture_and_holds_none_of_it(tokens, folder):
     tokens(MIX)
     (parts,) = [index_cache.cached(str(tokens.cache), "Mixed", {"shares": [0.5, 0.5], "size": 40}, pytest.fail)]
     assert all(isinstance(array, np.memmap) for array in parts.values()) and parts["counts"].tolist() == [20, 20]
+
+
+@KINDS
+def test_a_pickle_that_replaces_an_array_after_the_check_is_not_loaded(tokens, kind, monkeypatch):
+    tokens(kind)
+    build = index_cache._build_aside
+
+    def replaced_meanwhile(staging, cache, build_index):
+        def attacked(directory):
+            for path in arrays:
+                _pickle(path)
+            build_index(directory)
+
+        build(staging, cache, attacked)
+
+    def replaced_later(*arguments):
+        build(*arguments)
+        for path in arrays:
+            _pickle(path)
+
+    for attack in (replaced_meanwhile, replaced_later):
+        for path in sorted(tokens.cache.glob("*.npy")):
+            arrays, whole = [path], path.read_bytes()
+            monkeypatch.setattr(index_cache, "_build_aside", attack)
+            with pytest.raises(ConfigError, match=rf"data.cache_directory is .*{path.name} cannot be used .*remove"):
+                tokens(kind)
+            path.write_bytes(whole)
+    assert not RUN
+
+
+@KINDS
+@pytest.mark.parametrize("value", [-(2**15), -1, 1, 2**15 - 1, 2**60, None])
+def test_an_array_of_wrong_numbers_says_to_remove_the_cache(tokens, kind, value):
+    expected = tokens(kind)
+    refusals = 0
+    for path in sorted(tokens.cache.glob("*.npy")):
+        whole, array = path.read_bytes(), np.load(path)
+        np.save(path, array[:1] if value is None else np.full(array.shape, value, dtype=np.int64))
+        try:
+            found = tokens(kind)
+        except ConfigError as error:
+            refusals += 1
+            assert error.key == "data.cache_directory" and "remove that directory" in error.fix
+        else:  # other samples of the same data cannot be told from the right ones
+            assert [len(sample) for sample in found] == [16] * 48
+        path.write_bytes(whole)
+    assert (refusals or value in (1, -1)) and tokens(kind) == expected
+
+
+def test_an_error_in_a_loader_process_arrives_as_it_was_raised():
+    class Samples(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            raise FileError("a file", "is missing", "make one") if index else ValueError
+
+    loaded = torch.utils.data.DataLoader(
+        batches._ErrorsAsSamples(Samples()), batch_sampler=[[1, 1]], num_workers=1, collate_fn=batches._collate
+    )
+    (error,) = loaded
+    assert isinstance(error, FileError) and str(error) == "a file is missing; make one"
+
+
+def test_a_cache_that_others_can_write_is_a_warning(tokens, caplog, monkeypatch):
+    tokens(PLAIN)
+    assert "others can change" not in caplog.text
+    array, uid = next(tokens.cache.glob("*.npy")), os.geteuid()
+    for path, mode in ((tokens.cache, 0o777), (array, 0o666)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        caplog.clear()
+        tokens(PLAIN)
+        assert f"{path} can be written by every user" in caplog.text
+        path.chmod(before)
+    assert index_cache._who_else_writes(tokens.cache) is None
+    status = os.stat_result((*tokens.cache.stat()[:4], uid + 1, *tokens.cache.stat()[5:]))
+    monkeypatch.setattr(Path, "stat", lambda path: status)
+    assert f"{tokens.cache} belongs to another user" in index_cache._who_else_writes(tokens.cache)
