@@ -196,14 +196,17 @@ def judge(run: Path, checkpoints: str, number: int) -> None:
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
     """Turn `RECIPE --section.key value ...` into the training command's arguments."""
-    if not arguments or arguments[0].startswith("-"):
-        return arguments
-    recipe, *rest = arguments
-    recipe = accept("recipe", recipe, PathText)
-    problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
-    refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
-    directory = ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"] if scratch else []
-    return ["--config", recipe, *directory, *rest]
+    if arguments and not arguments[0].startswith("-"):
+        recipe, *rest = arguments
+        recipe = accept("recipe", recipe, PathText)
+        problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
+        refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
+        arguments = [f"--config={recipe}", *rest]
+    recipes = [value for option, value in zip(arguments, arguments[1:]) if option == "--config"]
+    recipes += [each.removeprefix("--config=") for each in arguments if each.startswith("--config=")]
+    if scratch and recipes:
+        arguments = [f"--logging.directory={scratch}/runs/{Path(recipes[-1]).stem}", *arguments]
+    return arguments
 
 
 def _make_directories(config: RunConfig) -> None:

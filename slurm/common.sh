@@ -21,14 +21,27 @@ load_site() {
     fail "TAPE_PYTHON is $TAPE_PYTHON, which does not exist here; run make install, or set it in slurm/site.env"
   fi
   export TAPE_PYTHON TAPE_CONTAINER=${TAPE_CONTAINER:-} PYTHONUNBUFFERED=1
+  split_words container TAPE_CONTAINER "$TAPE_CONTAINER"
+  split_words sbatch_options TAPE_SBATCH_OPTIONS "${TAPE_SBATCH_OPTIONS:-}"
+  split_words srun_options TAPE_SRUN_OPTIONS "${TAPE_SRUN_OPTIONS:-}"
+  split_words preflight_options TAPE_PREFLIGHT_OPTIONS "${TAPE_PREFLIGHT_OPTIONS:-}"
   if [ -n "${TAPE_NETWORK_INTERFACE:-}" ]; then
     export NCCL_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE
   fi
 }
 
+# split_words ARRAY NAME TEXT: put the words of TEXT into ARRAY as a shell does, where quotes keep spaces, but expand
+# nothing. NAME is what the user calls the text.
+split_words() {
+  local -n words=$1
+  mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$3" 2>/dev/null)
+  wait $! || fail "$2 is $3, whose quotes do not match; close them on the line where they are opened"
+}
+
 # submit ARGS...: sbatch without what Slurm has set for a job in which this runs: the new job's srun would take its CPUs
 # and memory from that.
 submit() {
+  command -v sbatch >/dev/null || fail "sbatch is not found; call this where jobs can be submitted"
   (
     for name in ${!SLURM_@}; do
       case $name in SLURM_CONF | SLURM_CLUSTERS | SLURM_JWT) ;; *) unset "$name" ;; esac
@@ -37,10 +50,41 @@ submit() {
   )
 }
 
+# add_job VARIABLE ARGS...: submit one of several jobs, and put its number into VARIABLE. If this script fails or is
+# interrupted before it ends, the jobs that it has added are cancelled.
+added_jobs=() added_cluster='' stopped=''
+add_job() {
+  local -n number=$1
+  shift
+  if [ ${#added_jobs[@]} = 0 ]; then
+    trap 'cancel_added $?' EXIT
+    trap 'stopped=129' HUP
+    trap 'stopped=130' INT
+    trap 'stopped=143' TERM
+  fi
+  # A signal must not end sbatch between its request and its answer, since the job's number would be lost.
+  number=$(trap '' HUP INT TERM && submit --parsable "$@")
+  [[ $number =~ ^([0-9]+)(\;(.*))?$ ]] || fail "sbatch printed '$number' instead of a job's number"
+  number=${BASH_REMATCH[1]} added_cluster=${BASH_REMATCH[3]}
+  added_jobs+=("$number")
+  [ -z "$stopped" ] || exit "$stopped"
+}
+
+# cancel_added STATUS: cancel the jobs that add_job has submitted, unless STATUS is 0.
+cancel_added() {
+  if [ "$1" = 0 ] || [ ${#added_jobs[@]} = 0 ]; then return; fi
+  trap '' HUP INT TERM
+  local cancel=(scancel ${added_cluster:+"--clusters=$added_cluster"} "${added_jobs[@]}")
+  if "${cancel[@]}"; then
+    echo "error: not all jobs were submitted; those that were (${added_jobs[*]}) have been cancelled" >&2
+  else
+    echo "error: not all jobs were submitted; cancel those that were with: ${cancel[*]}" >&2
+  fi
+}
+
 # run_python ARGS...: Python, in the container if there is one, with the modules of $ROOT.
 run_python() {
-  # shellcheck disable=SC2086
-  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} $TAPE_CONTAINER "$TAPE_PYTHON" "$@"
+  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "${container[@]}" "$TAPE_PYTHON" "$@"
 }
 
 # `python -m` looks in the working directory first, which may hold a different version of the code from $ROOT.
@@ -69,12 +113,14 @@ check_arguments() {
 # with_recipe DEFAULT [RECIPE] [--section.key value ...]: put the arguments into ARGUMENTS, with the recipe DEFAULT of this
 # repository if they name none.
 with_recipe() {
-  local default=$ROOT/$1
+  local default=$ROOT/$1 argument
   shift
-  case " $*" in
-    " "[!-]* | *" --config"*) ARGUMENTS=("$@") ;;
-    *) ARGUMENTS=("$default" "$@") ;;
-  esac
+  ARGUMENTS=("$@")
+  case ${1--} in -*) ;; *) return ;; esac
+  for argument in "$@"; do
+    case $argument in --config | --config=*) return ;; esac
+  done
+  ARGUMENTS=("$default" "$@")
 }
 
 # ----- a job: one attempt at a run, requeued until the run is finished -----
@@ -101,16 +147,15 @@ run_job() {
   local variables
   patiently variables run_module pretrain.attempt begin --module "$module" --job "$SLURM_JOB_ID" --source "$ROOT" \
     --job-link "$job_link" "${requeued[@]}" --nodes "$nodes" --processes $((SLURM_JOB_NUM_NODES * tasks)) \
-    --scratch "${TAPE_SCRATCH:-}" --log "$(job_field StdOut)" -- "$@" || exit 1
+    --scratch="${TAPE_SCRATCH:-}" --log="$(job_log)" -- "$@" || exit 1
   eval "$variables"
   export TAPE_ATTEMPT=$ATTEMPT MASTER_PORT=$PREFLIGHT_PORT MASTER_ADDR
   MASTER_ADDR=$(head_address "${nodes%%,*}")
   [ -z "$SIGNALED" ] || echo "$SIGNALED" >"$ATTEMPT_DIRECTORY/stop"
 
   if [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
-    # shellcheck disable=SC2086
     step pretrain.preflight --config "$CONFIG" --nodes "$nodes" --gpus $((gpus < tasks ? gpus : tasks)) \
-      ${TAPE_PREFLIGHT_OPTIONS:-}
+      "${preflight_options[@]}"
     if [ "$STEP_STATUS" = 0 ] && [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
       MASTER_PORT=$TRAINING_PORT
       step "$module" --config "$CONFIG" --checkpoint.resume "$RESUME"
@@ -169,8 +214,7 @@ run_task() {
     (
       # In place of this shell, so that it gets the signals.
       export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-      # shellcheck disable=SC2086
-      exec $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" pretrain.compare "$@" --only "$SLURM_ARRAY_TASK_ID"
+      exec "${container[@]}" "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" pretrain.compare "$@" --only "$SLURM_ARRAY_TASK_ID"
     ) &
     SRUN=$!
     while :; do
@@ -224,13 +268,13 @@ patiently() {
 step() {
   local module=$1
   shift
-  # shellcheck disable=SC2086
+  # shellcheck disable=SC2046
   PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} LOCAL_WORLD_SIZE=$tasks \
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
     --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block:block --kill-on-bad-exit=1 --unbuffered --overlap \
-    $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") ${TAPE_SRUN_OPTIONS:-} \
+    $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") "${srun_options[@]}" \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
-    $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
+    "${container[@]}" "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
   local srun=$!
   SRUN=$srun
   [ -z "${ATTEMPT_DIRECTORY:-}" ] || end_with_ranks $srun &
@@ -276,13 +320,19 @@ head_address() {
   if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then echo 127.0.0.1; else echo "$1"; fi
 }
 
-# job_field NAME: print a field of this job as scontrol shows it.
-job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+# job_field NAME: print a field of this job as scontrol shows it. The job's name, in the first line, and its arguments,
+# from the line of its command on, may look like fields.
+job_field() {
+  scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "1d;/^ *Command=/q;s/^\(.* \)\{0,1\}$1=\([^ ]*\).*/\2/p"
+}
+
+# job_log: print where the output of this job goes, as scontrol shows it after the job's arguments.
+job_log() { scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *StdOut=//p' | tail -n 1; }
 
 # conclude: end or requeue the job, depending on the run's records.
 conclude() {
   local answer verdict reason
-  patiently answer run_module pretrain.attempt decide --run "$RUN_DIRECTORY" --checkpoints "$CHECKPOINT_DIRECTORY" \
+  patiently answer run_module pretrain.attempt decide --run="$RUN_DIRECTORY" --checkpoints="$CHECKPOINT_DIRECTORY" \
     --attempt "$ATTEMPT"
   read -r verdict reason <<<"$answer"
   say "attempt $ATTEMPT: $reason"

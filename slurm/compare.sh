@@ -7,7 +7,8 @@
 # submit. OPTIONS, such as "--gpus=1 --time=4:00:00", are for the tasks of the array, each of which uses one GPU, or
 # one CPU core where there is none. N limits how many of them run at once (default: as many as Slurm starts).
 # A task is requeued after preemption and the time limit's warning, and goes on from its checkpoint. If some fail, submit
-# the same command again: what is finished is not repeated. Reads slurm/site.env.
+# the same command again: what is finished is not repeated. If the job for the tables cannot be submitted, or this is
+# interrupted, the array is cancelled. Reads slurm/site.env.
 
 #SBATCH --job-name=tape-compare
 #SBATCH --ntasks=1
@@ -29,7 +30,7 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   options=() limit=
   while :; do
     case ${1:-} in
-      --sbatch) read -r -a options <<<"${2:-}" ;;
+      --sbatch) split_words options --sbatch "${2:-}" ;;
       --at-once) limit=%${2:-} ;;
       *) break ;;
     esac
@@ -40,20 +41,17 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   checked=$(run_module pretrain.compare "$@" --check)
   echo "$checked"
   runs=${checked%% *} # such as 1,200
-  # shellcheck disable=SC2086
-  array=$(submit --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
-    "$root/slurm/compare.sh" "$@" | cut -d';' -f1)
+  add_job array "${sbatch_options[@]}" "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
+    "$root/slurm/compare.sh" "$@"
   echo "runs    job $array"
   # Also after tasks that have failed: the tables then say what is missing.
-  report=$(submit --parsable --dependency="afterany:$array" --output=slurm-%x-%j.out "$root/slurm/compare.sh" "$@" |
-    cut -d';' -f1)
+  add_job report --dependency="afterany:$array" --output=slurm-%x-%j.out "$root/slurm/compare.sh" "$@"
   echo "report  job $report, after $array"
   exit 0
 fi
 
 # Slurm runs a copy of this file; the code is in the repository it was submitted from.
-root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/compare\.sh.*|\1|p')
-root=${root%%$'\n'*} # for the last task of an array, scontrol shows every task
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s|/slurm/compare\.sh.*||p;q}')
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
 load_site "$root"

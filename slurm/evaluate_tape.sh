@@ -25,12 +25,11 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
   run_module pretrain.evaluate "$@" --check || exit
-  # shellcheck disable=SC2086
-  submit ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
+  submit "${sbatch_options[@]}" "$root/slurm/$(basename "$0")" "$@"
   exit
 fi
 # Slurm runs a copy of this file; the code is in the repository it was submitted from.
-root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/evaluate_tape\.sh.*|\1|p')
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s|/slurm/evaluate_tape\.sh.*||p;q}')
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
 load_site "$root"

@@ -25,13 +25,12 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
   check_arguments pretrain.extend_context pretrain/recipes/extend/tape.yaml "$@" || exit
-  # shellcheck disable=SC2086
-  submit ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
+  submit "${sbatch_options[@]}" "$root/slurm/$(basename "$0")" "$@"
   exit
 fi
 # Slurm runs a copy of this file. The code is in the repository it was submitted from or, after a requeue, in the job's
 # copy in the run directory.
-root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/extend_tape\.sh.*|\1|p')
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s|/slurm/extend_tape\.sh.*||p;q}')
 link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)

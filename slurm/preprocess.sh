@@ -34,8 +34,7 @@ esac
 by_hand=
 [ ! -f "$(dirname "$0")/common.sh" ] || by_hand=1
 if [ -z "$by_hand" ]; then
-  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/preprocess\.sh.*|\1|p')
-  root=${root%%$'\n'*} # for the last task of an array, scontrol shows every task
+  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s|/slurm/preprocess\.sh.*||p;q}')
 else
   root=$(cd "$(dirname "$0")/.." && pwd)
 fi
@@ -78,7 +77,7 @@ run_python "$root/tools/preprocess_data.py" --workers "${SLURM_CPUS_PER_TASK:-$S
   --shard "$shard/$count"
 
 # What a part was made from, without the fingerprints of its own files.
-origin_of() { sed '/^ "files": {/,/^ }/d' "$1.origin"; }
+origin_of() { sed '/^ "files": {/,/^ }/d' -- "$1.origin"; }
 
 # Every task counts the parts only after its own is complete, so that the last one sees all of them.
 shopt -s nullglob
@@ -118,6 +117,6 @@ fi
 echo "task $task: joining the parts"
 status=0
 # shellcheck disable=SC2086
-run_python "$root/tools/merge_datasets.py" --shards "$prefix" --count "$count" --remove-shards $overwrite || status=$?
+run_python "$root/tools/merge_datasets.py" --shards="$prefix" --count "$count" --remove-shards $overwrite || status=$?
 rm -f -- "$lock"
 exit $status

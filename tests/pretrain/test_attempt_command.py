@@ -77,6 +77,16 @@ def test_a_recipe_in_the_home_directory_is_found_and_other_texts_stay_as_they_ar
     assert status == 2 and error.startswith("error: recipe is '~no-such-user/mine.yaml', but there is no user")
 
 
+@pytest.mark.parametrize("given", [["a/b.yaml"], ["--config", "a/b.yaml"], ["--train.steps=3", "--config=a/b.yaml"]])
+def test_the_scratch_directory_holds_the_run_however_its_recipe_is_named(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.yaml").touch()
+    found = attempt._arguments(given, "/scratch")
+    assert found[0] == "--logging.directory=/scratch/runs/b" and "a/b.yaml" in " ".join(found)
+    assert "--logging.directory" not in " ".join(attempt._arguments(given, ""))
+
+
 def test_a_requeued_job_continues_its_own_checkpoints_not_those_it_started_from(job):
     status, variables, _ = job("--checkpoint.resume=none")
     assert status == 0 and variables["RESUME"] == "none"

@@ -1,4 +1,4 @@
-"""slurm/common.sh: at which address ranks look for rank 0."""
+"""slurm/common.sh: at which address ranks look for rank 0, and what scontrol says of a job."""
 
 import subprocess
 from pathlib import Path
@@ -23,3 +23,41 @@ def test_rank_0_is_found_by_what_resolves(resolved, nodes, address):
     command = ["bash", "-uc", SCRIPT, "bash", str(COMMON)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{address}\n", "")
+
+
+JOB = """\
+JobId=7 JobName=my Requeue=0 job
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0
+   ReqNodeList=(null) ExcNodeList=n[1-2]
+   Command=/a repo/slurm/pretrain_tape.sh --logging.note JobState=FAILED /slurm/pretrain_tape.sh
+   StdOut=/etc/passwd
+   Restarts=9
+   WorkDir=/work
+   StdOut=/work/a b.out
+"""
+FIELDS = """
+source "$1"
+SLURM_JOB_ID=7
+scontrol() { printf %s "$JOB"; }
+for name in JobState Restarts Requeue ExcNodeList Reservation; do echo "$name $(job_field $name)"; done
+job_log
+"""
+
+
+def test_arguments_of_a_job_are_not_taken_for_its_fields():
+    environment = {"JOB": JOB, "PATH": "/usr/bin:/bin"}
+    command = ["bash", "-uc", FIELDS, "bash", str(COMMON)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    fields = ["JobState RUNNING", "Restarts 2", "Requeue 1", "ExcNodeList n[1-2]", "Reservation ", "/work/a b.out"]
+    assert (done.stdout.splitlines(), done.stderr) == (fields, "")
+
+
+@pytest.mark.parametrize("script", ["pretrain_tape", "extend_tape", "evaluate_tape", "compare", "preprocess"])
+def test_a_job_finds_the_repository_that_it_was_submitted_from(script):
+    text = (COMMON.parent / f"{script}.sh").read_text()
+    command = next(line for line in text.splitlines() if line.strip().startswith("root=$(scontrol"))
+    environment = {"JOB": JOB.replace("pretrain_tape", script), "PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    code = f'scontrol() {{ printf %s "$JOB"; }}\n{command}\nprintf %s "$root"'
+    done = subprocess.run(["bash", "-uc", code], env=environment, capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.stderr) == ("/a repo", "")

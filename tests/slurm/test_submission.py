@@ -8,6 +8,14 @@ import sys
 import pytest
 from cluster import REPOSITORY
 
+SBATCH = """#!/bin/bash
+[ -z "${SIGNAL:-}" ] || kill -"$SIGNAL" 0
+number=$(cat $FOLDER/number 2>/dev/null || echo 41)
+echo $((number + 1)) >$FOLDER/number
+printf "%s\\0" "$@" >$FOLDER/submitted
+env >$FOLDER/environment
+[ $number != "${FAILS_AT:-}" ] && echo "$number${FAKE_CLUSTER:+;$FAKE_CLUSTER}"
+"""
 RECIPE = str(REPOSITORY / "tests" / "recipes" / "tiny.yaml")
 
 
@@ -17,16 +25,24 @@ def submit(inputs, tmp_path):
     shutil.copytree(inputs / "data", tmp_path, dirs_exist_ok=True)
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/submitted\nenv >{tmp_path}/environment\n')
+    sbatch.write_text(SBATCH)
     sbatch.chmod(0o755)
+    scancel = sbatch.with_name("scancel")
+    scancel.write_text('#!/bin/sh\necho scancel "$@"; exit "${CANCEL_STATUS:-0}"\n')
+    scancel.chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TAPE_"))}
-    environment |= {"PATH": f"{sbatch.parent}:{os.environ['PATH']}", "TAPE_PYTHON": sys.executable}
+    environment |= {
+        "FOLDER": str(tmp_path),
+        "PATH": f"{sbatch.parent}:{os.environ['PATH']}",
+        "TAPE_PYTHON": sys.executable,
+    }
 
     def run(script, *arguments, **variables):
         command = ["bash", str(REPOSITORY / "slurm" / script), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True)
+        options = {"cwd": tmp_path, "env": environment | variables, "start_new_session": True}  # which gets SIGNAL
+        done = subprocess.run(command, **options, capture_output=True, text=True)
         submitted = tmp_path / "submitted"
-        given = submitted.read_text().splitlines()[1:] if submitted.exists() else None
+        given = submitted.read_text().split("\0")[1:-1] if submitted.exists() else None
         return done.returncode, given, done.stdout + done.stderr
 
     return run
@@ -59,8 +75,53 @@ def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit, tmp_
         assert [line for line in passed_on if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
 
 
+CHAIN = [RECIPE, "--data.prefix=a", "--model.position_encoding=rope"]
+CHAIN += ["--extend", str(REPOSITORY / "tests" / "recipes" / "extend.yaml"), "--data.prefix=a"]
+
+
 def test_a_chain_is_submitted_with_the_options_of_the_site(submit):
-    arguments = [RECIPE, "--data.prefix=a", "--model.position_encoding=rope"]
-    extended = ["--extend", str(REPOSITORY / "tests" / "recipes" / "extend.yaml"), "--data.prefix=a"]
-    status, submitted, said = submit("run_all.sh", *arguments, *extended, TAPE_SBATCH_OPTIONS="--gpus-per-node=8 -A me")
-    assert status == 0 and submitted[:3] == ["--gpus-per-node=8", "-A", "me"], said
+    options = {"TAPE_SBATCH_OPTIONS": "--gpus-per-node=8 --comment='a * b'"}
+    status, submitted, said = submit("run_all.sh", "--sbatch", '-A\n"me too"', *CHAIN, **options)
+    assert status == 0 and submitted[:4] == ["--gpus-per-node=8", "--comment=a * b", "-A", "me too"], said
+    assert "pretraining  job 41, in" in said and "extension    job 42, after 41, in" in said and "scancel" not in said
+    status, _, said = submit("run_all.sh", "--sbatch", "--comment='a", *CHAIN)
+    assert status == 1 and "error: --sbatch is --comment='a, whose quotes do not match" in said
+
+
+COMPARISON = ["--recipe", RECIPE, "--encodings", "rope", "--data.prefix=a", "--output=out"]
+
+
+@pytest.mark.parametrize("script, arguments", [("run_all.sh", CHAIN), ("compare.sh", COMPARISON)])
+def test_jobs_of_a_submission_that_fails_half_way_are_cancelled(submit, script, arguments):
+    status, _, said = submit(script, *arguments, FAILS_AT="42")
+    assert status == 1 and said.endswith(
+        "scancel 41\nerror: not all jobs were submitted; those that were (41) have been cancelled\n"
+    )
+    status, _, said = submit(script, *arguments, FAILS_AT="44", CANCEL_STATUS="1", FAKE_CLUSTER="far")
+    assert status == 1 and said.endswith("cancel those that were with: scancel --clusters=far 43\n")
+
+
+@pytest.mark.parametrize("number, status", [("INT", 130), ("TERM", 143), ("HUP", 129)])
+def test_jobs_of_an_interrupted_submission_are_cancelled(submit, number, status):
+    ended, _, said = submit("run_all.sh", *CHAIN, SIGNAL=number)
+    assert ended == status and "those that were (41) have been cancelled" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, given",
+    [
+        ([], None),
+        (["--logging.note", "use --config x"], None),
+        (["--logging.note=a", "--data.prefix", "x --config=y"], None),
+        (["--configuration", "x"], None),
+        (["a b.yaml", "--data.prefix", "*"], []),
+        ([""], []),
+        (["--data.prefix", "`x` $HOME\n'", "--config", "x y"], []),
+        (["--config=x"], []),
+    ],
+)
+def test_the_default_recipe_is_left_out_only_where_one_is_named(arguments, given):
+    script = 'source "$1"; ROOT=/r; shift; with_recipe default "$@"; printf "%s\\0" "${ARGUMENTS[@]}"'
+    command = ["bash", "-euc", script, "bash", str(REPOSITORY / "slurm" / "common.sh"), *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    assert found == (["/r/default"] if given is None else given) + arguments
