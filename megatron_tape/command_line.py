@@ -2,8 +2,10 @@
 
 import argparse
 import codecs
+import functools
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +16,7 @@ from typing import Any, NoReturn
 
 from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
 from megatron_tape.home import NoHome, expand_home, provide_caches
-from megatron_tape.text import duration
+from megatron_tape.text import duration, printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,8 +109,8 @@ def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str =
 def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> int:
     """Return the exit status of a program's `main`, and report its error, if any, as one sentence on stderr.
 
-    It is EXIT_REFUSED after a mistake (ValueError), and `unavailable` after what the system refuses (OSError). The
-    sentence about a signal ends with what `interrupted` says.
+    It is EXIT_REFUSED after a mistake (ValueError), `unavailable` after what the system refuses (OSError), and 1 where
+    memory runs out or Rust code panics. The sentence about a signal ends with what `interrupted` says.
     """
     try:
         return main() or 0
@@ -123,9 +125,25 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
         status = unavailable
     except ValueError as error:
         sentence, status = str(error), EXIT_REFUSED
+    except BaseException as error:
+        if (sentence := unforeseen(error)) is None:
+            raise
+        status = 1
     with suppress(OSError):
-        say(f"error: {sentence}")
+        say(printable(f"error: {sentence}", one_line=True))
     return status
+
+
+def unforeseen(error: BaseException) -> str | None:
+    """Return a sentence for an error that any call may raise: memory that runs out, or a panic of Rust code."""
+    reason, name = " ".join(str(error).split())[:300], type(error).__name__
+    # torch, which need not be imported, has errors of its own.
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in reason:
+        reason = f" ({reason})" if reason else ""
+        return f"memory ran out{reason}; use smaller inputs or settings, or give the program more memory"
+    if name == "PanicException":  # a BaseException
+        return f"a library failed ({reason}); one of the input files is damaged, or the library has a bug"
+    return None
 
 
 @contextmanager
@@ -137,9 +155,14 @@ def refusing() -> Iterator[None]:
     except UserError as error:
         say_refusal(error)
         raise SystemExit(EXIT_REFUSED) from None
+    except BaseException as error:
+        if (sentence := unforeseen(error)) is None:
+            raise
+        say_refusal(sentence)
+        raise SystemExit(1) from None
 
 
-def say_refusal(error: UserError) -> None:
+def say_refusal(error: UserError | str) -> None:
     """Print a mistake, which mostly every rank of a program finds; all but rank 0 wait before they do."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -162,12 +185,27 @@ def _open_closed_streams() -> None:
 
 
 def escape_unprintable() -> None:
-    """Escape what the encoding of stdout cannot hold, such as é where PYTHONIOENCODING=ascii."""
-    # Otherwise the error would take all of a text with it, after hours that went into making it.
+    """Escape what is printed to stdout and stderr: control characters, and what their encoding cannot hold.
+
+    A name from an untrusted file could otherwise change what a terminal shows; an é where PYTHONIOENCODING=ascii would
+    raise an error, after hours that went into making a text.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if stream.errors in ("strict", "surrogateescape"):
             strict = stream.errors == "strict"
             stream.reconfigure(errors="backslashreplace" if strict else _ESCAPE_OR_RESTORE)
+        stream.write = functools.partial(_write_printable, stream)
+
+
+_MOVES = re.compile(r"(\n|\x1b\[A)*")
+"""What tqdm writes to move between several bars."""
+
+
+def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
+    type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(text))
+    return len(text)
 
 
 def _escape_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -250,11 +288,16 @@ class Progress:
             if share >= 0.01 or elapsed > 60:  # before that, most of the time went into starting
                 line += f", {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            self._rewrite(line)
         else:
             say(line)
 
     def end(self) -> None:
         """Clear the line on a terminal."""
         if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self._rewrite("")
+
+    def _rewrite(self, line: str) -> None:
+        # With the class's method, which does not escape the sequence that clears the line.
+        type(sys.stderr).write(sys.stderr, f"\r\033[K{printable(line, one_line=True)}")
+        sys.stderr.flush()

@@ -1,5 +1,7 @@
 """Errors that a user can cause and mend: what each is about, as data, and the one place that makes a sentence of it."""
 
+from megatron_tape.text import printable
+
 EXIT_REFUSED = 2
 """Exit status of a program whose input cannot work, however often it is tried."""
 EXIT_RESTART = 75
@@ -37,7 +39,8 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         sentence = " ".join(filter(None, (self.subject, self.problem)))
-        return (f"{self.place}: " if self.place else "") + sentence + (f"; {self.fix}" if self.fix else "")
+        whole = (f"{self.place}: " if self.place else "") + sentence + (f"; {self.fix}" if self.fix else "")
+        return printable(whole, one_line=True)
 
 
 class ConfigError(UserError):

@@ -1,4 +1,19 @@
-"""Numbers and times as a reader meets them."""
+"""Numbers, times and untrusted text as a reader meets them."""
+
+import re
+
+_CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+_IN_OUTPUT, _IN_A_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(rf"[{_CONTROLS}\t\n\r]")
+
+
+def printable(text: str, one_line: bool = False) -> str:
+    """Return `text` with control characters, which a terminal obeys, as escapes such as `\\x1b`.
+
+    Tabs and line ends are kept, unless the text must be `one_line`. Characters that reverse the order of others count
+    as control characters.
+    """
+    pattern = _IN_A_LINE if one_line else _IN_OUTPUT
+    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def counted(number: int, noun: str, several: str | None = None) -> str:

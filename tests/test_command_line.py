@@ -1,5 +1,6 @@
 """megatron_tape.command_line: a tool's exit status and one sentence say how it ended, also where its streams fail."""
 
+import io
 import os
 import subprocess
 import sys
@@ -70,6 +71,67 @@ def test_what_stdout_cannot_encode_is_escaped(shared):
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "na\\xefve \\u4f60 \\udce9\n", "")
+
+
+EVIL = "evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
+SHOWN = r"evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
+
+
+@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.refusing(): main()"])
+@pytest.mark.parametrize("ending", ["raise {kind}", "print(next(texts))", "logging.warning(next(texts))"])
+def test_what_a_terminal_would_obey_is_escaped_wherever_it_is_printed(shared, ending):
+    main = f"def main():\n print(next(texts))\n command_line.say(next(texts))\n {ending}"
+    main = main.format(kind="FileError(next(texts) + chr(10), 'has problem\\r', 'fix')")
+    program = "import logging\nfrom megatron_tape import command_line\nfrom megatron_tape.errors import FileError\n"
+    program += f"texts = iter([{EVIL!r}] * 3)\n{main}\n{shared}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)
+    shown, printed = done.stdout.decode(), done.stderr.decode()
+    assert (shown + printed).count(SHOWN) == 3 and EVIL not in shown + printed
+    if "raise" in ending:
+        assert done.returncode == 2 and printed.endswith(f"error: {SHOWN}\\n has problem\\r; fix\n")
+
+
+def test_progress_on_a_terminal_clears_its_line_and_escapes_what_it_shows(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    command_line.escape_unprintable()
+    progress = command_line.Progress(10)
+    progress._interval = 0
+    progress.update(1, lambda seconds: EVIL)
+    progress.end()
+    stream.write("\n\x1b[A")  # as tqdm does
+    stream.flush()
+    assert stream.buffer.getvalue().decode() == f"\r\033[K{SHOWN}, 10.0%, 0:00:00 left\r\033[K\n\x1b[A"
+
+
+class PanicException(BaseException):
+    """Called like that of Rust code, which has no module that could be imported."""
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (MemoryError(), "error: memory ran out; use smaller"),
+        (MemoryError("Unable to allocate\n8 TiB"), "error: memory ran out (Unable to allocate 8 TiB); use smaller"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "error: memory ran out ([enf"),
+        (PanicException("index out of bounds"), "error: a library failed (index out of bounds); one of the input"),
+    ],
+)
+def test_no_memory_and_a_panic_are_a_sentence(error, sentence, capsys):
+    def main():
+        raise error
+
+    assert command_line.status_of(main, unavailable=75) == 1
+    with pytest.raises(SystemExit, match="1"), command_line.refusing():
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.startswith(sentence) for line in lines)
+    error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        command_line.status_of(main)
 
 
 @pytest.mark.parametrize(
