@@ -1,5 +1,6 @@
 """The model card of an export: its metadata, its picture, its recipe for adapters, and the model's evaluation."""
 
+import ast
 import json
 import re
 import shutil
@@ -8,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 import yaml
-from conversions import convert, refused
+from conversions import changed_state, convert, refused
 from huggingface_hub import ModelCard
 from test_import import write_source
 
@@ -187,3 +188,79 @@ def test_the_losses_of_an_average_are_its_own():
 
 def test_every_optimizer_has_a_name_on_cards():
     assert set(training_facts._OPTIMIZERS) == set(get_args(get_type_hints(OptimizerConfig)["kind"]))
+
+
+HOSTILE = (
+    "<script>alert(1)</script> <img src=x onerror=alert(1)> [x](javascript:alert(1)) ![y](z) `code` ``` | a | **b** "
+    "_c_ ~~d~~ &lt;e&gt; <!-- f --> $g$ \\* www.h.org https://h.org a_b_c # --- 1. {{ 7 * 7 }}"
+)
+ON_LINES = f"\n---\nlicense: evil\n---\n\n# {HOSTILE}\n\n| x |\n|---|\n- y\n\x1b[31m\u202e\x85\u2028 %s"
+FRONT_MATTER = {
+    "base_model": f"a: b # c{ON_LINES}",
+    "license": "---",
+    "license_name": f"!!python/object {ON_LINES}",
+    "license_link": "no",
+    "language": ["no", "1e3", "- x\n---\ny: z", "{a: b}", "*x"],
+}
+RUN = {
+    "train": {"steps": 3, "global_batch_size": 2, "precision": ON_LINES % 1, "seed": ON_LINES % 2},
+    "optimizer": {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.9, "lr": 0.1},
+    "schedule": {"kind": ON_LINES % 3, "warmup_steps": 1},
+    "deepspeed": {"zero_stage": ON_LINES % 4},
+    "extension": {"from": "x/" + (ON_LINES % 5).replace("/", "%"), "attention": ON_LINES % 6},
+    "data": {"prefix": None, "generator": {ON_LINES % 7: ON_LINES % 8}},
+}
+
+
+def read_card(directory):
+    """Return the metadata of a card, and the text, the links, and the HTML that a reader of its Markdown sees."""
+    from markdown_it import MarkdownIt
+
+    front_matter, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", (directory / "README.md").read_text(), re.S).groups()
+    blocks = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(body)
+    inline = [child for block in blocks for child in block.children or ()]
+    text = "\n".join("".join(child.content for child in block.children) for block in blocks if block.children)
+    links = {value for token in inline for value in (token.attrGet("href"), token.attrGet("src")) if value}
+    html = [token for token in [*blocks, *inline] if token.type.startswith("html")]
+    emphasis = [token for token in inline if token.type in ("strong_open", "em_open", "s_open", "code_inline")]
+    return yaml.safe_load(front_matter), text, links, html + emphasis
+
+
+@pytest.mark.parametrize("config", [{}, RUN])
+def test_what_a_checkpoint_says_is_plain_text_on_its_card(exports, tmp_path, config):
+    with changed_state(exports["rope"].checkpoint, tmp_path) as (step, state):
+        state["progress"] |= {"origin": ON_LINES % 0, "card": FRONT_MATTER}
+        state["config"] |= config
+    export(step, tmp_path / "out", tokenizer="none")
+    facts, text, links, markup = read_card(tmp_path / "out")
+    assert {key: facts[key] for key in FRONT_MATTER} == FRONT_MATTER and "evil" not in facts.values()
+    assert not links and not markup and "|" in text
+    for number in range(9) if config else [0]:
+        said = " ".join((ON_LINES % number).translate({0x1B: " ", 0x202E: " "}).split())
+        assert text.count(said.replace("/", "%") if number == 5 else said) == 1, number
+    with changed_state(exports["rope"].checkpoint, tmp_path / "other") as (step, state):
+        state["progress"]["card"] = {"license": {"a": 1}}
+    command = ["to-hf", "--checkpoint", step, "--output", tmp_path / "no", "--tokenizer", "none"]
+    refused(tmp_path, "license is an object", *command)
+
+
+def test_what_an_evaluation_says_is_plain_text_on_the_card(evaluated, tmp_path):
+    results = json.loads((evaluated / "results" / "results.json").read_text())
+    task = results["tasks"].pop("perplexity")
+    task |= {"hardware": ON_LINES % 1, "notes": [f"- {HOSTILE}"], "versions": {"torch": ON_LINES % 2}}
+    task["scores"][0] |= {"group": ON_LINES % 3, "metric": ON_LINES % 4, "unit": ON_LINES % 5}
+    results["tasks"][ON_LINES % 6] = task
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    export(evaluated / "checkpoint", tmp_path / "out", tokenizer="none", results=[tmp_path])
+    _, text, links, markup = read_card(tmp_path / "out")
+    assert links == {"https://arxiv.org/abs/2501.00712"} | ({"positions.png"} & links) and not markup
+    for number in range(1, 7):
+        # Paths are shortened to their last part.
+        assert " ".join((ON_LINES % number).translate({0x1B: " ", 0x202E: " "}).split())[-60:] in text, number
+
+
+def test_an_adapters_base_is_a_string_of_its_code(exports, tmp_path):
+    base = 'a"); b("\n```\n\\'
+    write_adapter_card(tmp_path, "adapter", open_weights(exports["rope"].checkpoint), "fp32", base)
+    (code,) = re.findall(r"```python\n(.*?)\n```", (tmp_path / "README.md").read_text(), re.S)
+    assert ast.parse(code).body[2].value.args[0].value == base

@@ -10,6 +10,7 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint.locate import model_digest
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Results, read_results, results_file
+from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.model.names import AVERAGE
 
 _SHOWN = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
@@ -47,25 +48,25 @@ def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bo
 
 
 def rows_of(several: Sequence[Results]) -> list[list[str]]:
-    """Return the cells of a card's table, a row for each score."""
+    """Return the cells of a card's table as Markdown, a row for each score."""
     rows = []
     for score in (score for results in several for task in results.tasks.values() for score in task.scores):
         length = f"{score.length:,}" if score.length else ""
         shown = (score.shown_value, score.shown_interval, score.shown_count)
         cells = [score.task, score.group, length, score.metric, *shown]
-        rows.append([cell.replace("|", "&#124;") for cell in cells])
+        rows.append([plain(cell) for cell in cells])
     return rows
 
 
 def notes_of(several: Sequence[Results]) -> list[str]:
-    """Return what a reader of the scores has to know, without the paths of the machine that evaluated."""
+    """Return what a reader of the scores has to know, in Markdown, without the paths of the machine that evaluated."""
     notes: dict[str, None] = {}
     for name, task in (item for results in several for item in results.tasks.items()):
         versions = ", ".join(f"{key} {task.versions[key]}" for key in _SHOWN if key in task.versions)
         data = "".join(f", on {Path(path).name}" for path in task.data)
         notes[f"{name}: measured in {task.dtype} on {task.hardware}{data} ({versions})."] = None
         notes |= {f"{name}: {_FOLDERS.sub('', note)}": None for note in task.notes}
-    return list(notes)
+    return [plain(note) for note in notes]
 
 
 def scores_for_hub(several: Sequence[Results]) -> list[EvalResult]:

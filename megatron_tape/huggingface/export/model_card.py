@@ -3,6 +3,7 @@
 The texts are model_card.md and adapter_card.md; huggingface_hub writes the metadata by which the Hub sorts models.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from megatron_tape.checkpoint.directories import STATE
+from megatron_tape.errors import CheckpointError
 from megatron_tape.evaluation.results import Results
 from megatron_tape.huggingface.export.evaluation_results import notes_of, rows_of, scores_for_hub
+from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.position_picture import PICTURE, position_section
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.training_facts import (
@@ -23,6 +27,7 @@ from megatron_tape.huggingface.export.training_facts import (
     was_pretrained_here,
 )
 from megatron_tape.huggingface.imports.source_card import CARD, CardFacts
+from megatron_tape.io.records import check_shape
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import PositionEncoding, encoding_of
 
@@ -74,9 +79,9 @@ def write_card(
     card = ModelCard.from_template(
         data,
         _HERE / "model_card.md",
-        name=options.name,
+        name=plain(options.name),
         positions_in_short={"tape": "TAPE", "plain": "RoPE"}.get(
-            encoding.exports_to, f"the positional encoding {encoding.name}"
+            encoding.exports_to, f"the positional encoding {plain(encoding.name)}"
         ),
         facts=_facts(saved, rows, options.dtype),
         training="\n\n".join(filter(None, training)),
@@ -100,7 +105,7 @@ def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:
     positions = {
         "tape": f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))",
         "plain": "rotary (RoPE)",
-        "code": _described(encoding),
+        "code": plain(_described(encoding)),
     }
     parameters = parameter_count(model) - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
     return {
@@ -129,10 +134,10 @@ def write_adapter_card(directory: Path, name: str, saved: SavedWeights, dtype: s
     card = ModelCard.from_template(
         data,
         _HERE / "adapter_card.md",
-        name=name,
+        name=plain(name),
         dtype=dtype,
         training="\n\n".join(filter(None, [training_facts(saved), losses])),
-        base=base,
+        base=json.dumps(base),
         remote="" if encoding_of(saved.model).exports_to == "plain" else ", trust_remote_code=True",
     )
     _save(card, directory)
@@ -142,6 +147,10 @@ def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
     """Return the metadata; licence, languages and the original model are those known when it was imported."""
     known = saved.state["progress"].get("card", {})
     imported = {key: known[key] for key in CardFacts.__annotations__ if key in known}
+    try:
+        check_shape(imported, CardFacts, "progress.card")
+    except ValueError as error:
+        raise CheckpointError(str(saved.path / STATE), f"cannot be used: {error}", "choose another step") from None
     return ModelCardData(**{"pipeline_tag": "text-generation"} | imported | facts)
 
 

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from megatron_tape.checkpoint.directories import STATE
 from megatron_tape.config.schema import blend
 from megatron_tape.errors import CheckpointError
+from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.io.records import parse_record
 from megatron_tape.model.names import part_of
@@ -75,7 +76,7 @@ def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
     state, origin = saved.state, saved.state["progress"].get("origin")
     config = state["config"]
     if "train" not in config:
-        return f"Imported from {origin}; not trained further."
+        return f"Imported from {plain(origin)}; not trained further."
     try:
         start = {} if origin is None else {"Started from": origin}
         start |= _extension(config.get("extension", {}))
@@ -84,7 +85,7 @@ def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
         if saved.average:
             start["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
         return _table(start | _trained(saved, without) | _settings(state, config))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         problem = f"holds settings that no run can have had ({type(error).__name__}: {error})"
         raise CheckpointError(str(saved.path / STATE), problem, "choose another step") from None
 
@@ -188,4 +189,5 @@ def was_pretrained_here(state: dict) -> bool:
 
 
 def _table(facts: dict[str, object]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]) if facts else ""
+    rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""

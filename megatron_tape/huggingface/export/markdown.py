@@ -1,0 +1,25 @@
+"""Text from elsewhere in the Markdown of a model card, where it must not become HTML, a link or a table's structure."""
+
+import re
+
+_LONGEST = 1000
+# HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no emphasis.
+_SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
+_LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
+
+
+def plain(value: object) -> str:
+    """Return a value as one line of Markdown that a reader sees as plain text; a long one is cut.
+
+    Special characters become character references, which are never structure. Line breaks, and characters that are
+    not printable, become spaces.
+    """
+    text = str(value)
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    text = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    text = _SPECIAL.sub(lambda found: _reference(found[0]), text)
+    return _LIST_OR_LINE.sub(lambda found: found[1] + _reference(found[2]), text)
+
+
+def _reference(character: str) -> str:
+    return f"&#{ord(character)};"
