@@ -16,8 +16,9 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_tape.data.tokenizer import TokenizerRecord
@@ -30,22 +31,26 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
 START_AGAIN = "start again, or move this checkpoint away to continue from the one before"
-_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(\.replaced)?")
+
+
+Steps = Annotated[int, Field(ge=0, le=10**8)]
+"""As many as a run may have; counts that a file declares are bounded before anything is made of their size."""
 
 
 class Manifest(TypedDict):
     """The contents of `manifest.json`."""
 
     format_version: int
-    step: int
+    step: Steps
     files: dict[str, FileDigest]
 
 
 class Cut(TypedDict):
     """How a parameter is cut over the tensor-parallel ranks: along `dim`, in `stride` interleaved pieces."""
 
-    dim: int
-    stride: int
+    dim: Annotated[int, Field(ge=0, le=1)]
+    stride: Annotated[int, Field(ge=1, le=16)]
 
 
 class Progress(TypedDict, total=False):
@@ -57,7 +62,7 @@ class Progress(TypedDict, total=False):
     and `card` what their model card says by the keys of the Hub's metadata.
     """
 
-    bad_steps: int
+    bad_steps: Steps
     tokenizer: TokenizerRecord
     data: dict[str, str]
     origin: str
@@ -75,12 +80,12 @@ class Source(TypedDict):
 class State(TypedDict):
     """The contents of `state.json`; `config` holds the run's settings by section. An import has nothing frozen."""
 
-    step: int
-    optimizer_steps: int
-    consumed_samples: int
+    step: Steps
+    optimizer_steps: Steps
+    consumed_samples: Annotated[int, Field(ge=0, le=10**14)]
     progress: Progress
-    tensor_model_parallel_size: int
-    data_parallel_size: int
+    tensor_model_parallel_size: Annotated[int, Field(ge=1, le=2**16)]
+    data_parallel_size: Annotated[int, Field(ge=1, le=10**6)]
     sharded: dict[str, Cut]
     frozen: NotRequired[list[str]]
     frozen_from: NotRequired[Source | None]
@@ -172,10 +177,9 @@ def read_manifest(path: str | Path) -> Manifest:
 def read_state(path: str | Path) -> State:
     """Read a checkpoint's `state.json`. Raises ValueError, in one sentence, if it is malformed."""
     state = read_record(Path(path) / STATE, State)
-    sizes = {"step": 0, "optimizer_steps": 0, "tensor_model_parallel_size": 1, "data_parallel_size": 1}
-    for key, least in sizes.items():
-        if state[key] < least:
-            raise CheckpointError(str(Path(path) / STATE), f"cannot be used: {key} is {state[key]}")
+    if state["optimizer_steps"] > state["step"]:
+        problem = f"cannot be used: optimizer_steps is {state['optimizer_steps']}, and step {state['step']}"
+        raise CheckpointError(str(Path(path) / STATE), problem)
     for section, key in (("data", "tokenizer"), ("logging", "directory"), ("checkpoint", "directory")):
         settings = state["config"].get(section, {})
         check_shape(settings, dict[str, Any], f"config.{section}")

@@ -87,7 +87,7 @@ def memory_of_job(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
 
 def _available(proc: Path) -> Iterator[int]:
     with contextlib.suppress(OSError):
-        for kib in re.findall(r"^MemAvailable: +(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE):
+        for kib in re.findall(r"^MemAvailable: +([0-9]+) kB$", (proc / "meminfo").read_text(), re.MULTILINE):
             yield 1024 * int(kib)
 
 

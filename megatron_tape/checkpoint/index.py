@@ -18,8 +18,9 @@ from megatron_tape.io.safetensors import Place
 from megatron_tape.model.names import AVERAGE
 
 INDEX = "index.json"
-_TENSORS = re.compile(r"tensors-tp(\d{2,})-\w+\.safetensors")
+_TENSORS = re.compile(r"tensors-tp([0-9]{2,9})-\w+\.safetensors", re.ASCII)
 
+ANOTHER = "choose another checkpoint"
 FILE_BYTES = 1 << 30
 """Writers are added until a file has no more bytes than this."""
 MOST_FILES = 512
@@ -43,9 +44,25 @@ def shard_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def read_index(checkpoint: Path) -> dict[str, dict[str, Place]]:
-    """Read `index.json`. Raises ValueError in one sentence if it is malformed."""
-    return read_record(checkpoint / INDEX, Index)["files"]
+def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]]:
+    """Read `index.json` of a checkpoint that `tensor_size` tensor-parallel ranks saved.
+
+    Raises ValueError in one sentence if it is malformed, or says that a tensor is where no bytes are.
+    """
+    files = read_record(checkpoint / INDEX, Index)["files"]
+    for name, places in files.items():
+        shard = shard_of(name)
+        if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
+            raise CheckpointError(
+                str(checkpoint / INDEX), f"names {name}, which is no file of this checkpoint", ANOTHER
+            )
+        size = (checkpoint / name).stat().st_size
+        for key, place in places.items():
+            start, shape = place["offset"], place["shape"]
+            if start + 4 * math.prod(shape) > size:
+                problem = f"says that {key} of shape {shape} begins at byte {start} of {name}, which has {size:,} bytes"
+                raise CheckpointError(str(checkpoint / INDEX), problem, ANOTHER)
+    return files
 
 
 def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.directories import START_AGAIN, State, read_manifest
 from megatron_tape.checkpoint.held_files import Content
-from megatron_tape.checkpoint.index import INDEX, read_index, readers, shard_of
+from megatron_tape.checkpoint.index import ANOTHER, INDEX, read_index, readers, shard_of
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest
 from megatron_tape.io.safetensors import Place
 from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
-
-ANOTHER = "choose another checkpoint"
 
 
 @dataclass
@@ -54,12 +52,9 @@ class Checkpoint:
     @cached_property
     def index(self) -> dict[str, dict[str, Place]]:
         """Where its tensors are, by file. Raises CheckpointError if that cannot be."""
-        index = read_index(self.path)
-        for name in index:
-            if name not in self.files or shard_of(name) not in range(self.state["tensor_model_parallel_size"]):
-                raise CheckpointError(
-                    str(self.path / INDEX), f"names {name}, which is no file of this checkpoint", ANOTHER
-                )
+        index = read_index(self.path, self.state["tensor_model_parallel_size"])
+        if others := sorted(index.keys() - self.files.keys()):
+            raise CheckpointError(str(self.path / INDEX), f"names {others[0]}, which the manifest does not", ANOTHER)
         return index
 
     def read_records(self) -> None:

@@ -192,7 +192,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
     path = find_checkpoint(path, deep=False)
     state, suffix = read_state(path), f"-{AVERAGE}" if average else ""
     if average:
-        check_average(path, read_index(path))
+        check_average(path, read_index(path, state["tensor_model_parallel_size"]))
     try:
         model = model_config(**state["config"]["model"])
     except TypeError as error:

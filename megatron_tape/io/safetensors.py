@@ -12,8 +12,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_tape.errors import UserError
@@ -29,8 +30,8 @@ _DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 class Place(TypedDict):
     """Where a tensor is: its first byte, counted from the beginning of the file, and its shape."""
 
-    offset: int
-    shape: list[int]
+    offset: Annotated[int, Field(ge=0)]
+    shape: list[Annotated[int, Field(ge=0)]]
 
 
 def write_safetensors(

@@ -68,7 +68,8 @@ def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_
 def test_checkpoints_are_listed_newest_first_by_number_and_other_names_are_ignored(tmp_path):
     for step in (5, 123456789, 99999999):
         save(tmp_path, step)
-    for name in ("step-7", "step-00000006.old", ".step-00000007.partial", "best"):
+    others = ("step-0000000000005", "step-٠٠٠٠٠٠٠٥", "step-00000006.old", f"step-{'9' * 23}")  # no step's name
+    for name in ("step-7", *others, ".step-00000007.partial", "best"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000008").write_text("a file")
     assert steps(tmp_path) == [123456789, 99999999, 5]
@@ -175,6 +176,16 @@ STATE = {
         ({"config": {"model": [8]}}, "config.model is a list"),
         ({"sharded": {"weight": 0}}, "sharded.weight is 0"),
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0"),
+        ({"tensor_model_parallel_size": 10**12}, "tensor_model_parallel_size is 1000000000000"),
+        ({"data_parallel_size": 10**9}, "data_parallel_size is 1000000000"),
+        ({"consumed_samples": -5}, "consumed_samples is -5"),
+        ({"consumed_samples": 10**15}, "consumed_samples is 1000000000000000"),
+        ({"optimizer_steps": 2}, "optimizer_steps is 2, and step 1"),
+        ({"step": 10**12, "optimizer_steps": 10**12}, "step is 1000000000000"),
+        ({"step": True}, "step is True"),
+        ({"sharded": {"weight": {"dim": 2**40, "stride": 1}}}, "sharded.weight.dim is 1099511627776"),
+        ({"sharded": {"weight": {"dim": 0, "stride": 10**9}}}, "sharded.weight.stride is 1000000000"),
+        ({"progress": {"bad_steps": -1}}, "progress.bad_steps is -1"),
         ({"progress": None}, "progress is missing"),
     ],
 )

@@ -21,7 +21,7 @@ from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint, Reader
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Writer
-from megatron_tape.errors import CheckpointError
+from megatron_tape.errors import CheckpointError, FileError
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import write_record
 from megatron_tape.parallel.layout import seed_everything
@@ -84,7 +84,7 @@ def damaged(saved, tmp_path):
 
     def rewrite(name, change=lambda content: None):
         if name == INDEX:
-            index = read_index(path)
+            index = read_index(path, 1)
             change(index[TENSORS])
             write_record(path / INDEX, {"files": index})
         else:
@@ -192,17 +192,29 @@ def test_a_save_in_the_background_that_gets_no_thread_is_written_at_once(saved, 
     [
         (lambda places: places[NAME].update(shape=[32, 64]), f"holds {NAME} of shape [32, 64]"),
         (lambda places: places[NAME].update(shape=[1, 32]), f"holds {NAME} of shape [1, 32]"),
-        (lambda places: places[NAME].update(offset=10**9), "ends early"),
+        (lambda places: places[NAME].update(offset=10**9), "begins at byte 1000000000 of"),
+        (lambda places: places[NAME].update(offset=-4), "offset is -4"),
+        (lambda places: places[NAME].update(shape=[2**40, 2**40]), f"says that {NAME} of shape [1099511627776, "),
+        (lambda places: places[NAME].update(shape=[-8, -4]), "shape[0] is -8"),
         (lambda places: places.pop(NAME), f"holds no {NAME}"),
         (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "holds no exp_avg/"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused_despite_a_right_manifest(saved, damaged, change, problem):
     checkpoint = damaged(INDEX, change)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(FileError) as error:
         load_weights(checkpoint, saved[0].module, saved[0].layout)
         load_training_state(checkpoint, saved[0])
     assert problem in error.value.problem and error.value.subject.startswith(str(checkpoint.path))
+
+
+@pytest.mark.parametrize("name", ["tensors-tp01-dp00000.safetensors", "tensors-tp00-dp00007.safetensors", "../x"])
+def test_an_index_that_names_another_file_is_refused(damaged, name):
+    checkpoint = damaged(INDEX)
+    index = read_index(checkpoint.path, 1)
+    write_record(checkpoint.path / INDEX, {"files": {name: index[TENSORS]}})
+    with pytest.raises(CheckpointError, match=f"names {name}, which is no file of this checkpoint"):
+        read_index(checkpoint.path, 1)
 
 
 def test_a_tensor_that_one_of_the_saving_ranks_lacks_is_refused(saved, damaged):

@@ -67,7 +67,7 @@ def test_a_large_import_has_several_files_which_hold_the_same(tmp_path, monkeypa
     assert problems(tmp_path / "several") == []
     one, several = open_weights(tmp_path / "one"), open_weights(tmp_path / "several")
     assert len({path for path, _ in several.files[0].values()}) > 3
-    assert read_index(tmp_path / "several").keys() == {path.name for path, _ in several.files[0].values()}
+    assert read_index(tmp_path / "several", 1).keys() == {path.name for path, _ in several.files[0].values()}
     assert all(torch.equal(several.read(name), one.read(name)) for name in one.files[0])
 
 

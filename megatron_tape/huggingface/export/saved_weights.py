@@ -98,7 +98,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
         raise CheckpointError(str(path), f"is of another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
     shapes: list[dict[str, list[int]]] = [{} for _ in range(size)]
-    index = read_index(path)
+    index = read_index(path, size)
     held = [(key, file, place) for file, places in index.items() for key, place in places.items()]
     if average:
         check_average(path, index)
@@ -145,6 +145,6 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
             cut = saved.state["sharded"].get(WRAPPED + name)
             if cut and cut["dim"] < len(shape):
                 shape[cut["dim"]] *= len(shapes)
-            if tuple(shape) != expected[name]:
+            if tuple(shape) != expected[name] or (cut and cut["dim"] >= len(shape)):
                 problem = f"{where} has shape {tuple(shape)} instead of {expected[name]}"
                 raise CheckpointError(str(saved.path), problem)
