@@ -301,3 +301,9 @@ def test_loader_processes_end_when_their_parent_says_so(folder, build):
     wait_until_gone(workers)
     assert [worker.exitcode for worker in workers] == [0, 0]
     batches.close()
+
+
+def test_more_sequences_than_memory_holds_an_index_of_are_refused_before_it_is_built(folder, build):
+    built = build(f"{folder}/a")
+    with pytest.raises(ConfigError, match=r"train.steps is 40, for which 100,000,000,000,120 sequences .* more than"):
+        build_batches(built.config, built.layout, step=10, consumed=10**14)
