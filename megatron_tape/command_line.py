@@ -59,8 +59,8 @@ def _expanded(text: str) -> str:
 
 def whole_number(text: str) -> int:
     """Read an option that is a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not re.fullmatch("0*[1-9][0-9]{0,17}", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1, or too large")
     return int(text)
 
 

@@ -1,5 +1,6 @@
 """megatron_tape.command_line: a tool's exit status and one sentence say how it ended, also where its streams fail."""
 
+import argparse
 import io
 import os
 import subprocess
@@ -159,3 +160,11 @@ def test_the_time_left_is_told_once_most_of_the_time_was_work(monkeypatch, capsy
         "step, 2.0%, 0:32:40 left",
         "step, 0.5%, 4:25:20 left",
     ]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "²", "٣", "1e3", " 1", "9" * 19, "9" * 5000, ""])
+def test_a_whole_number_has_ascii_digits_and_is_not_absurd(text):
+    assert command_line.whole_number("10") == 10
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        command_line.whole_number(text)
+    assert len(str(caught.value)) < 120
