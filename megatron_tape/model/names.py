@@ -29,7 +29,7 @@ FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 
 def split_layer(name: str) -> tuple[str, str, str]:
     """Split a Megatron name into (Megatron prefix, Hugging Face prefix, rest)."""
-    if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
+    if match := re.fullmatch(r"decoder\.layers\.([0-9]+)\.(.*)", name):
         return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
     return "", "", name
 
