@@ -182,8 +182,10 @@ def begin(options: argparse.Namespace) -> None:
 
 def judge(run: Path, checkpoints: str, number: int) -> None:
     """Print the verdict on an attempt, its reason and bad nodes, and the traceback if the run stops because of it."""
+    attempt = next((record for record in read_attempts(run) if record.number == number), None)
+    problem, fix = f"is {number}, which {run} does not hold", "see whether that still exists"
+    refuse(attempt is None, "--attempt", problem, fix)
     verdict, reason = decide(run, checkpoints, number)
-    attempt = next(record for record in read_attempts(run) if record.number == number)
     write_record(
         run / "attempts" / f"{number:06d}" / "verdict.json", {"verdict": verdict, "reason": reason, "time": time.time()}
     )

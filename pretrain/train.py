@@ -23,7 +23,7 @@ from megatron_tape.errors import (
 )
 from megatron_tape.home import private_directory, provide_caches
 from megatron_tape.parallel.launcher import check_launched, local_rank, rank_and_size
-from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
+from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt, RunVanished
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         if not foreseen:
             raise
         print(f"error{'' if is_rank_0 else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
-        return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_STALE if outcome == STALE else 1
+        if isinstance(error, StaleAttempt) and not isinstance(error, RunVanished):
+            return EXIT_STALE
+        return EXIT_REFUSED if isinstance(error, ConfigError) else 1
     if reason is None:
         if is_rank_0:
             watch.record_end(FINISHED, f"finished all {config.train.steps} steps")

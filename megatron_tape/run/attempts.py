@@ -11,6 +11,7 @@ imports torch.
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
-from megatron_tape.errors import StaleAttempt, UserError
-from megatron_tape.io.files import remove, sync_directory
+from megatron_tape.errors import CheckpointError, StaleAttempt, UserError
+from megatron_tape.io.files import remove, sync_directory, write_whole
 from megatron_tape.io.records import read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
@@ -114,6 +115,10 @@ class Spike(TypedDict):
     """Counted from 1 over the whole run."""
 
 
+class RunVanished(StaleAttempt):
+    """The directories that the run writes into have been removed, or are no longer mounted."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One attempt: its records are in `directory`, and it may write checkpoints as long as `home` exists."""
@@ -128,7 +133,7 @@ class Attempt:
 
         `facts` (JSON: job, nodes, ...) are stored in `attempt.json` with the step of the newest checkpoint. Once this
         returns, no earlier attempt can publish a checkpoint any more. Raises CheckpointError, before it changes
-        anything, if a newer version of this project wrote the newest checkpoint.
+        anything, if a newer version of this project wrote the newest checkpoint, or if no number is left.
         """
         attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
         checkpointed_step(root)
@@ -136,6 +141,9 @@ class Attempt:
         root.mkdir(parents=True, exist_ok=True)
         while True:
             number = 1 + max([*_numbers(attempts, ""), *_numbers(root, ".attempt-")], default=0)
+            if number > LAST_ATTEMPT:
+                problem = f"or {root} has attempt {LAST_ATTEMPT}, after which there is no other"
+                raise CheckpointError(str(attempts), problem, "remove that")
             attempt = cls.open(run_directory, checkpoint_directory, number)
             try:
                 attempt.directory.mkdir()
@@ -188,8 +196,21 @@ class Attempt:
         return self.home.is_dir()
 
     def check_owner(self) -> None:
+        """Raise StaleAttempt, or RunVanished, unless the run belongs to this attempt."""
         if not self.is_owner():
-            raise StaleAttempt(f"attempt {self.number} ends: a newer attempt has taken over this run")
+            raise self.loss()
+
+    def loss(self) -> StaleAttempt:
+        """Return why the run does not belong to this attempt any more."""
+        attempts, root = self.directory.parent, self.home.parent
+        if max([*_numbers(attempts, ""), *_numbers(root, ".attempt-")], default=0) > self.number:
+            return StaleAttempt(f"attempt {self.number} ends: a newer attempt has taken over this run")
+        places = (attempts.parent, root, self.directory, self.home)
+        gone = next((place for place in places if not place.is_dir()), self.home)
+        return RunVanished(
+            f"attempt {self.number} ends: {gone} has vanished; if it was not removed on purpose, mount or restore it, "
+            "and run the same command to continue"
+        )
 
     def leave(self) -> None:
         """Remove the directory through which checkpoints were written, once no rank writes any more."""
@@ -198,14 +219,16 @@ class Attempt:
 
     def request_stop(self, reason: str) -> None:
         """Ask the attempt, from any process, to save a checkpoint and end after its current step."""
-        (self.directory / "stop").write_text(reason + "\n", encoding="utf-8")
+        write_whole(self.directory / "stop", [f"{reason}\n".encode()], durable=False)
 
     def heartbeat(self, **facts: Any) -> None:
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
     def record_spike(self, spike: Spike) -> None:
         """Add a line to `spikes.jsonl`."""
-        with open(self.directory / SPIKES, "a", encoding="utf-8") as file:
+        # Without O_NONBLOCK, a FIFO of that name would wait for a reader.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        with open(os.open(self.directory / SPIKES, flags, 0o666), "a", encoding="utf-8") as file:
             file.write(json.dumps(spike) + "\n")
 
     def record_end(
@@ -237,14 +260,15 @@ def stop_reason(directory: Path) -> str | None:
 
 def attempt_numbers(run_directory: str | Path) -> list[int]:
     """Return the numbers of a run's attempts, in order."""
-    return sorted(_numbers(Path(run_directory) / "attempts", ""))
+    attempts = Path(run_directory) / "attempts"
+    return sorted(number for number in _numbers(attempts, "") if (attempts / f"{number:06d}").is_dir())
 
 
 def _numbers(directory: Path, prefix: str) -> list[int]:
     if not directory.is_dir():
         return []
     names = [name.removeprefix(prefix) for name in os.listdir(directory) if name.startswith(prefix)]
-    return [int(name) for name in names if name.isdigit()]
+    return [int(name) for name in names if re.fullmatch("[0-9]{6}", name)]
 
 
 def _revoke(home: Path) -> None:

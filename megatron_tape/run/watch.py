@@ -17,7 +17,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_tape.parallel.launcher import local_rank
-from megatron_tape.run.attempts import HUNG, REWINDING, REWOUND, STALE, TRAINING, Attempt, Straggler, stop_reason
+from megatron_tape.run.attempts import (
+    HUNG,
+    REWINDING,
+    REWOUND,
+    STALE,
+    TRAINING,
+    Attempt,
+    RunVanished,
+    Straggler,
+    stop_reason,
+)
 
 POLL_SECONDS = 1.0
 OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
@@ -164,7 +174,8 @@ class Watch:
             with contextlib.suppress(OSError):
                 if now - owner_seen >= owner_seconds:
                     if not self._attempt.is_owner() and not self.done:
-                        self._leave(STALE, EXIT_STALE, "a newer attempt has taken over this run")
+                        loss = self._attempt.loss()
+                        self._leave(STALE, 1 if isinstance(loss, RunVanished) else EXIT_STALE, str(loss))
                     owner_seen = now
                 if self._rank == 0:
                     # One rank is enough: all ranks share the result after every step.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt
 from megatron_tape.io.files import digest
 from megatron_tape.run import watch as watching
-from megatron_tape.run.attempts import Attempt, stop_reason
+from megatron_tape.run.attempts import Attempt, RunVanished, stop_reason
 from megatron_tape.run.judging import crash_loop, decide, nodes_to_exclude, read_attempts
 
 
@@ -100,6 +101,42 @@ def test_what_an_attempt_published_before_it_was_taken_over_counts(run):
     assert read_attempts(run)[0].facts["checkpoint_step"] == 0
     claim(run)
     assert read_attempts(run)[1].facts["checkpoint_step"] == 5
+
+
+def test_only_names_that_an_attempt_can_have_are_numbers(run):
+    names = ("²", "٠٠٠٠٠٧", "7", "0000008", "9" * 30, "00000a")
+    for name in names:
+        (run / "attempts" / name).mkdir(parents=True)
+        (run / "checkpoints" / f".attempt-{name}").mkdir(parents=True)
+    (run / "attempts" / "000003").write_text("no directory")
+    assert claim(run).number == 4 and [record.number for record in read_attempts(run)] == [4]
+    (run / "attempts" / "999999").mkdir()
+    with pytest.raises(CheckpointError, match="after which there is no other"):
+        claim(run)
+
+
+@pytest.mark.parametrize(
+    "removed", ["run", "run/checkpoints", "run/attempts/000001", "run/checkpoints/.attempt-000001"]
+)
+def test_a_directory_that_vanishes_is_not_taken_for_a_newer_attempt(run, removed):
+    first = claim(run)
+    shutil.rmtree(run.parent / removed)
+    shutil.rmtree(first.home, ignore_errors=True)
+    with pytest.raises(RunVanished) as caught:
+        first.check_owner()
+    assert f"ends: {run.parent / removed} has vanished" in str(caught.value)
+
+
+def test_pipes_in_place_of_records_do_not_hold_up_an_attempt(run):
+    first = claim(run)
+    for name in ("stop", "spikes.jsonl", "heartbeat.json", "verdict.json", "rank-00000.json"):
+        os.mkfifo(first.directory / name)
+    (record,) = read_attempts(run)
+    assert record.stop_reason == "a request to stop" and record.outcome is None
+    first.request_stop("asked to")
+    assert stop_reason(first.directory) == "asked to"
+    with pytest.raises(OSError):
+        first.record_spike({"step": 1, "loss": 1.0, "grad_norm": 1.0, "action": "warn", "number": 1})
 
 
 def test_two_runs_in_one_checkpoint_directory_shut_each_other_out(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +209,21 @@ def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch,
     assert run("--checkpoint.interval=2", f"--checkpoint.asynchronous={asynchronous}") == 76
     assert steps_saved(run.folder) == []
     assert read_attempts(run.folder)[0].outcome == "stale"
+
+
+def test_a_run_whose_directory_vanishes_says_so(run, monkeypatch, capfd):
+    monkeypatch.setattr(watch, "POLL_SECONDS", 1000)  # its thread would end this process
+    original = Engine.train_step
+
+    def step(self, *args):
+        shutil.rmtree(run.folder, ignore_errors=True)
+        return original(self, *args)
+
+    monkeypatch.setattr(Engine, "train_step", step)
+    assert run("--checkpoint.interval=2") == 1
+    said = capfd.readouterr().err.splitlines()
+    assert f"error: attempt 1 ends: {run.folder} has vanished; if it was not" in said[-1]
+    assert not any("Traceback" in line for line in said) and not run.folder.exists()
 
 
 def hang(given):
