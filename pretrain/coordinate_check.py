@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import gc
 import logging
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from megatron_tape.config.schema import DeepSpeedConfig, EvaluationConfig, Paral
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import legend, new_figure, save, shades
+from megatron_tape.evaluation.figures import legend, log_scale, new_figure, save, shades
 from megatron_tape.model.mup import KEY
 from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.planning.flops import flops_per_token
@@ -100,7 +101,8 @@ def read_widths(text: str) -> list[int]:
     """Return the factors that `--widths` asks for, in ascending order."""
     given = text.split(",")
     fix = "give at least two different whole numbers, such as 1,2,4"
-    wrong = not all(item.strip().isdecimal() and int(item) > 0 for item in given) or len(set(map(int, given))) < 2
+    numbers = all(re.fullmatch("0*[1-9][0-9]{0,5}", item.strip()) for item in given)
+    wrong = not numbers or len(set(map(int, given))) < 2
     refuse(wrong, "--widths", f"is {text}", fix)
     return sorted(set(map(int, given)))
 
@@ -256,7 +258,7 @@ def picture(found: dict[str, dict[int, Movements]], configs: dict[str, dict[int,
             for step, (color, curve) in enumerate(zip(shades(len(curves)), curves), 1):
                 one.plot(widths, curve, color=color, marker="o", markersize=4, linewidth=1.6, label=f"step {step}")
             one.set_xscale("log", base=2)
-            one.set_yscale("log")
+            log_scale(one, "y")
             one.set_xticks(widths, [f"{width:,}" for width in widths])
             one.xaxis.set_minor_locator(NullLocator())
             one.set_title(f"{name}\n{parametrization}: slope {slope(of_width, name):.2f}", fontsize=10)

@@ -54,14 +54,14 @@ def main() -> int:
     if run_stages(stages, arguments.processes) != 0:
         return 1
 
-    rows = {name: read_run(run_of(directory, name, CONTEXT)).rows for name in RECIPES}
+    runs = {name: read_run(run_of(directory, name, CONTEXT)) for name in RECIPES}
     by_position = {
         when: {name: loss_by_position(directory, name, context) for name in RECIPES}
         for when, context in (("before", CONTEXT), ("after", EXTENDED))
     }
     copied = copied_symbols(directory, steps)
-    write_picture(rows, by_position, copied, directory / "demo.png")
-    write_summary(rows, by_position, copied, steps, directory / "summary.md")
+    write_picture(runs, by_position, copied, directory / "demo.png")
+    write_summary(runs, by_position, copied, steps, directory / "summary.md")
     minutes = (time.monotonic() - started) / 60
     print(f"\n{(directory / 'summary.md').read_text(encoding='utf-8')}")
     print(f"The TAPE model for transformers: {exported_from(run_of(directory, 'TAPE', CONTEXT))}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_tape.evaluation.report.models import Run
 from megatron_tape.io.files import atomic_output
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ COPYING = {
 BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}
 CHANCE = 1 / 8
 """Of guessing one of the copied symbols."""
-Rows = dict[str, list[dict]]
-"""A run's metrics, by model."""
+Runs = dict[str, Run]
+"""Runs by model."""
 ByPosition = dict[str, dict[str, tuple[list[float], list[float]]]]
 """Positions and losses there, by when it was (before or after the extension) and model."""
 Copied = dict[str, dict[str, float]]
@@ -36,17 +37,18 @@ PLACES = 8
 """Stretches of positions over which the middle panel averages."""
 
 
-def write_picture(rows: Rows, by_position: ByPosition, copied: Copied, path: Path) -> None:
+def write_picture(runs: Runs, by_position: ByPosition, copied: Copied, path: Path) -> None:
     """Plot how both models learn, what the extension changes, and who copies among other numbers of blanks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.2))
     left, middle, right = figure.subplots(1, 3)
-    for name, run in rows.items():
-        left.plot(*columns(run, "validation_loss"), **STYLES[name], marker="o", label=name)
+    for name, run in runs.items():
+        validation = run.curve("validation_loss")
+        left.plot(validation.steps, validation.values, **STYLES[name], marker="o", label=name)
     title = "Training on Python's standard library\n(one seed each: no ranking)"
     left.set(xlabel="step", ylabel="validation loss (nats per token)", title=title)
-    for name in rows:
+    for name in runs:
         middle.plot(*gained(by_position, name), **STYLES[name], marker="o", label=name)
     middle.axvline(CONTEXT, color="gray", linestyle=":")
     middle.axhline(0, color="gray", linewidth=1)
@@ -87,13 +89,7 @@ def plot_copying(axes: Axes, copied: Copied) -> None:
     axes.legend(fontsize="small", loc="upper center", ncols=2)
 
 
-def columns(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of the rows that have `key`."""
-    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    return [step for step, _ in found], [value for _, value in found]
-
-
-def write_summary(rows: Rows, by_position: ByPosition, copied: Copied, steps: int, path: Path) -> None:
+def write_summary(runs: Runs, by_position: ByPosition, copied: Copied, steps: int, path: Path) -> None:
     """Write what came out as Markdown tables; the models that copy were trained for `steps` steps."""
     lines = [
         "# Demo",
@@ -103,12 +99,11 @@ def write_summary(rows: Rows, by_position: ByPosition, copied: Copied, steps: in
         "| position encoding | steps | training loss | validation loss | perplexity |",
         "|---|---|---|---|---|",
     ]
-    for name, run in rows.items():
-        last = run[-1]
-        lines.append(
-            f"| {name} | {last['step']} | {last['loss']:.4f} | {last['validation_loss']:.4f} | "
-            f"{math.exp(last['validation_loss']):.2f} |"
-        )
+    for name, run in runs.items():
+        # A loss that was not finite is not among them.
+        loss, validation = ((run.curve(key).last or (0, math.nan))[1] for key in ("loss", "validation_loss"))
+        perplexity = math.exp(min(validation, 700))
+        lines.append(f"| {name} | {run.last['step']} | {loss:.4f} | {validation:.4f} | {perplexity:.2f} |")
     lines += [
         "",
         "One small model, one seed and a few minutes of training: the losses show that both encodings learn, not which",
@@ -123,7 +118,7 @@ def write_summary(rows: Rows, by_position: ByPosition, copied: Copied, steps: in
         f"| position encoding | to token {CONTEXT}: before | after | {CONTEXT + 1} to {EXTENDED:,}: before | after |",
         "|---|---|---|---|---|",
     ]
-    for name in rows:
+    for name in runs:
         means = []
         for early in (True, False):
             for when in ("before", "after"):

@@ -20,10 +20,11 @@ from typing_extensions import TypedDict
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import newest_whole, read_manifest
 from megatron_tape.errors import FileError
-from megatron_tape.io.records import parse_record, read_yaml
+from megatron_tape.io.records import read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED
 from megatron_tape.run.goodput import KEPT, shares, spent, totals
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
+from megatron_tape.run.metrics import last_rows
 from megatron_tape.run.weights_and_biases import read_wandb
 from megatron_tape.text import duration
 
@@ -130,7 +131,7 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
 
 def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     """Return the lines to print."""
-    config, rows, last = _config(run, attempts[-1]), _rows(run / "metrics.jsonl"), attempts[-1]
+    config, rows, last = _config(run, attempts[-1]), last_rows(run / "metrics.jsonl", Row, TAIL_BYTES), attempts[-1]
     total = config.get("train", {}).get("steps")
     step = max(rows[-1]["step"] if rows else 0, last.heartbeat.get("step") or 0)
     lines = [f"{run}: {state.word}{f' ({state.explanation})' if state.explanation else ''}"]
@@ -212,21 +213,6 @@ def _config(run: Path, last: AttemptRecord) -> dict[str, Any]:
         except ValueError as error:
             logger.warning("warning: %s", error)
     return {}
-
-
-def _rows(path: Path) -> list[Row]:
-    """Read the last rows of a file that another process may be writing, however much of its end cannot be read."""
-    rows: list[Row] = []
-    size, tail = path.stat().st_size if path.is_file() else 0, 0
-    while not rows and tail < size:
-        tail = 4 * tail or TAIL_BYTES
-        with open(path, "rb") as file:
-            file.seek(max(0, size - tail))
-            lines = file.read().splitlines(keepends=True)
-        for line in lines:
-            with contextlib.suppress(ValueError):  # the first line read may be cut off, and the last one incomplete
-                rows.append(parse_record(line, Row))
-    return rows
 
 
 def _eta(row: Row, last: AttemptRecord, state: State) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, model_differences
 from megatron_tape.config.schema import ON_VALIDATION_DATA, RunConfig, config_dict, default_of, model_dict
@@ -70,7 +71,19 @@ class Comparison:
     @property
     def metrics(self) -> list[Score]:
         """What all runs have scores of, in the order in which they come; the values are 0."""
-        return list(dict.fromkeys(_without_value(score) for run in self.runs for score in run.scores))
+        return list(self.figures)
+
+    @property
+    def figures(self) -> dict[Score, dict[str, dict[int, float]]]:
+        """The values by metric, variant and seed; found once for the same runs."""
+        key = [id(run) for run in self.runs]
+        if self.__dict__.get("_figures", ([], {}))[0] != key:
+            found: dict[Score, dict[str, dict[int, float]]] = {}
+            for run in self.runs:
+                for score in run.scores:
+                    found.setdefault(_without_value(score), {}).setdefault(run.variant, {})[run.seed] = score.value
+            self.__dict__["_figures"] = key, found
+        return self.__dict__.get("_figures", ([], {}))[1]
 
 
 @dataclass(frozen=True)
@@ -85,12 +98,12 @@ class Row:
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.values.values())
+        return float(np.mean(list(self.values.values())))
 
     @property
     def spread(self) -> float | None:
         """The standard deviation over the seeds; None for a single one."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+        return float(np.std(list(self.values.values()), ddof=1)) if len(self.values) > 1 else None
 
 
 def empty(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
@@ -189,11 +202,7 @@ def _without_value(score: Score) -> Score:
 
 def rows(comparison: Comparison, metric: Score) -> list[Row]:
     """Return what each variant came to in one of the comparison's metrics."""
-    by_variant: dict[str, dict[int, float]] = {}
-    for run in comparison.runs:
-        for score in run.scores:
-            if _without_value(score) == metric:
-                by_variant.setdefault(run.variant, {})[run.seed] = score.value
+    by_variant = comparison.figures.get(metric, {})
     baseline = comparison.baseline
     reference = by_variant.get(baseline, {})
     tests = {}
@@ -205,20 +214,21 @@ def rows(comparison: Comparison, metric: Score) -> list[Row]:
 
 
 def training_scores(
-    config: RunConfig, metrics_rows: list[dict[str, Any]], parameters: int, flops_per_token: int
+    config: RunConfig, speed: float | None, validation_loss: float | None, parameters: int, flops_per_token: int
 ) -> list[Score]:
-    """Return the figures of a training, given the rows of its metrics: loss, time, size and arithmetic."""
+    """Return the figures of a training: loss, time, size and arithmetic.
+
+    `speed` is the median of its tokens per second, and `validation_loss` that of its last step.
+    """
     tokens = config.train.global_batch_size * config.model.seq_length
     teraflops = flops_per_token * config.train.samples_after(config.train.steps) * config.model.seq_length / 1e12
-    speeds = [row["tokens_per_second"] for row in metrics_rows if row.get("tokens_per_second")]
-    last = [row.get("validation_loss") for row in metrics_rows if row["step"] == config.train.steps]
     found = [
         Score("parameters", float(parameters), "neither", task=TRAINING),
         Score("arithmetic", teraflops, "neither", unit="TFLOP", task=TRAINING),
     ]
-    if speeds:
-        seconds = tokens / statistics.median(speeds)
+    if speed:
+        seconds = tokens / speed
         found.insert(0, Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
-    if last and last[0] is not None:
-        found.insert(0, Score("validation loss", last[0], "lower", unit="nats per token", task=TRAINING))
+    if validation_loss is not None:
+        found.insert(0, Score("validation loss", validation_loss, "lower", unit="nats per token", task=TRAINING))
     return found

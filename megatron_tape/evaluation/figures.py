@@ -8,12 +8,13 @@ matplotlib is imported when the first figure is made.
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -39,6 +40,13 @@ ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
 """Of texts upon the cells of a heat map, whose colours are the same on light and dark pages."""
 CELLS_WITH_TEXT = 144
 LONGEST_LABEL = 36
+_LONGEST_TEXT = 80
+MOST_PANELS = 120
+"""Axes that one figure may have: more take minutes to lay out."""
+MOST_MODELS = len(COLORS) * len(MARKERS)
+"""Models that pictures show: as many as look different."""
+# Control characters, lone surrogates, and marks that turn the direction of the text around them.
+_UNSHOWABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 _ORDER: ContextVar[tuple[str, ...]] = ContextVar("order of models", default=())
 DOTS_PER_INCH = 150
 
@@ -95,9 +103,17 @@ def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
     return text[: longest - 1 - tail] + "\N{HORIZONTAL ELLIPSIS}" + text[len(text) - tail :]
 
 
-def plain(text: str) -> str:
-    """Return what makes matplotlib show `text` as it is: dollar signs begin no formula, an underscore hides nothing."""
-    text = text.replace("$", r"\$")
+def clean(text: str, longest: int = 10_000) -> str:
+    """Return a text on one line, shortened, without the characters that neither a page nor a picture can show."""
+    return shorten(_UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text), longest)
+
+
+def plain(text: str, longest: int = _LONGEST_TEXT) -> str:
+    """Return a text as a figure can show it: clean and short, and without the underscore that hides a legend's entry.
+
+    A dollar sign begins no formula in figures of this module (see `new_figure`).
+    """
+    text = clean(text, longest)
     return f" {text}" if text.startswith("_") else text
 
 
@@ -107,11 +123,15 @@ def new_figure(
     """Return a figure and its axes in reading order; `width` and `height` are those of one of them, in inches.
 
     Further arguments are those of `Figure.subplots`, such as `sharey=True`. More than three columns become narrow on a
-    page: put many models into several rows.
+    page: put many models into several rows. Raises ValueError for more than MOST_PANELS axes.
     """
+    if rows * columns > MOST_PANELS:
+        raise ValueError(f"it would have {rows * columns:,} panels, and at most {MOST_PANELS} are drawn")
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["text.parse_math"] = False  # labels come from files, and a stray $ would end the drawing
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **subplots).ravel().tolist()
@@ -137,7 +157,7 @@ def model_panels(labels: Iterable[str], **options: Any) -> tuple[Figure, list[Ax
     labels = list(labels)
     figure, axes = panels(len(labels), **options)
     for one, label in zip(axes, labels):
-        one.set_title(plain(shorten(label)), fontsize=10)
+        one.set_title(plain(label, LONGEST_LABEL), fontsize=10)
     return figure, axes
 
 
@@ -172,6 +192,16 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
     axes.set_xticks(shown, [length_name(length) for length in shown])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("context length (tokens)")
+
+
+def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
+    """Make an axis logarithmic, with plain numbers at its ticks, where matplotlib's own would be formulas."""
+    from matplotlib.ticker import LogFormatter
+
+    getattr(axes, f"set_{which}scale")("log", base=base)
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_formatter(LogFormatter(base))
+    axis.set_minor_formatter(LogFormatter(base))
 
 
 def length_name(length: int) -> str:
@@ -222,14 +252,13 @@ def heat_map(
     if sum(len(str(name)) for name in columns[:: max(1, -(-len(columns) // 12))]) > 44:
         axes.tick_params(axis="x", rotation=45)
     axes.set(xlabel=column_label, ylabel=row_label)
-    for (row, column), value in np.ndenumerate(matrix):
+    for (row, column), value in np.ndenumerate(matrix) if matrix.size <= CELLS_WITH_TEXT else ():
         if np.isnan(value):
-            if matrix.size <= CELLS_WITH_TEXT:
-                axes.text(column, row, "\N{MULTIPLICATION SIGN}", ha="center", va="center", fontsize=8)
-        elif matrix.size <= CELLS_WITH_TEXT:
+            axes.text(column, row, "\N{MULTIPLICATION SIGN}", ha="center", va="center", fontsize=8)
+        else:
             light = sum(np.multiply(image.to_rgba(value)[:3], (0.299, 0.587, 0.114))) > 0.5
             color = ON_LIGHT if light else ON_DARK
-            axes.text(column, row, plain(f"{value:.2f}"), ha="center", va="center", fontsize=8, color=color)
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     if bar is not None:
         drawn = axes.figure.colorbar(image, ax=[axes], label=bar, pad=0.02)
         drawn.outline.set_visible(False)
@@ -239,16 +268,16 @@ def heat_map(
 def save(picture: Picture, path: str | Path) -> None:
     """Write a picture as a PNG file, dark on white, whole or not at all. Raises OSError."""
     content = io.BytesIO()
-    with without_glyph_warnings():
+    with without_warnings():
         picture.figure.savefig(content, format="png", dpi=DOTS_PER_INCH, facecolor="white")
     write_whole(path, [content.getvalue()])
 
 
 @contextmanager
-def without_glyph_warnings():
-    """Say nothing of characters, in somebody's label, that matplotlib's font does not have."""
+def without_warnings():
+    """Say nothing of what is odd in somebody's labels and values, such as characters that no font has."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+")
+        warnings.simplefilter("ignore")
         yield
 
 

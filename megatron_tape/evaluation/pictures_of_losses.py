@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import legend, length_axis, panels, plain, score_curve, styles
+from megatron_tape.evaluation.figures import (
+    MOST_PANELS,
+    legend,
+    length_axis,
+    log_scale,
+    panels,
+    plain,
+    score_curve,
+    styles,
+)
 from megatron_tape.evaluation.results import TaskResult
 
 if TYPE_CHECKING:
@@ -29,6 +38,7 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
         for label, result in results.items()
     }
     groups = list(dict.fromkeys(score.group for scores in found.values() for score in scores))
+    looks = styles(results)
 
     def draw(axes: Axes, group: str) -> list[str]:
         sentences, lengths, values = [], set(), []
@@ -37,13 +47,13 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
             if not rows:
                 continue
             x, y = [row.length for row in rows], [row.value for row in rows]
-            score_curve(axes, styles(results)[label], x, rows)
+            score_curve(axes, looks[label], x, rows)
             lengths |= set(x)
             values += y
             sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))
         length_axis(axes, lengths)
         if 0 < steep * min(values) < max(values):
-            axes.set_yscale("log")
+            log_scale(axes, "y")
         return sentences
 
     return _panels(groups, name, f"{axis.capitalize()} by context length", axis, draw)
@@ -53,6 +63,7 @@ def by_position(results: Results, name: str) -> list[Picture]:
     """Return a picture of the mean losses by position in the first window of every document; none if none has them."""
     found = {label: result.details.get("loss_by_position", {}) for label, result in results.items()}
     groups = list(dict.fromkeys(group for curves in found.values() for group in curves))
+    looks = styles(results)
 
     def draw(axes: Axes, group: str) -> list[str]:
         sentences = []
@@ -61,7 +72,7 @@ def by_position(results: Results, name: str) -> list[Picture]:
                 continue
             x, y = curves[group]["tokens_before"], curves[group]["loss"]
             # Many points: a marker at each would hide the curve.
-            style = {**styles(results)[label], "markevery": max(1, len(x) // 8)}
+            style = {**looks[label], "markevery": max(1, len(x) // 8)}
             axes.plot(x, y, **style)
             ends = [np.mean(part) for part in (y[: max(1, len(y) // 4)], y[-max(1, len(y) // 4) :])]
             sentences.append(f"{label}: {ends[0]:.3f} over the first quarter of positions, {ends[1]:.3f} over the last")
@@ -76,12 +87,12 @@ def _panels(
 ) -> list[Picture]:
     if not groups:
         return []
-    figure, shown = panels(len(groups))
-    described = []
+    figure, shown = panels(min(len(groups), MOST_PANELS))
+    described = [f"The first {MOST_PANELS} of {len(groups):,} panels."] if len(groups) > MOST_PANELS else []
     for axes, group in zip(shown, groups):
         sentences = draw(axes, group)
         axes.set_title(plain(group), fontsize=10)
-        axes.set_ylabel(axis)
+        axes.set_ylabel(plain(axis))
         described.append(f"On {group}: {'; '.join(sentences)}." if group else f"{'; '.join(sentences)}.")
     legend(figure)
     return [Picture(name, f"{title}. {' '.join(described)}", figure)]

@@ -7,16 +7,20 @@ run. A full disk does not stop training: rows wait in memory until they can be w
 
 import json
 import math
+import os
 import re
+import stat
 import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import TypedDict
 
+from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
 from megatron_tape.run.weights_and_biases import WandbRun
@@ -41,7 +45,11 @@ LOSSES = {"train/loss": "loss/train", "validation/loss": "loss/validation"}
 BY_LAYER = "z_by_layer"
 RESTATED_TEXTS = ("configuration", "parameters")  # every attempt writes it at the step it resumes from
 RECENT = 20
-_LAYER = re.compile(r"position/(\w+)/layer_(\d+)")
+_LAYER = re.compile(r"position/(\w+)/layer_([0-9]+)")
+TAIL_LIMIT = 1 << 24
+"""How much of the end of `metrics.jsonl` is searched for rows."""
+LINE_BYTES = 1 << 20
+"""The longest line of `metrics.jsonl` that is read; a row of 126 layers has 13 KB."""
 
 
 class MetricsWriter:
@@ -67,6 +75,7 @@ class MetricsWriter:
 
         Raises:
             OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
+            FileError: if something other than a file has the name of one.
         """
         self.total_steps, self._work, self._wandb = total_steps, work, wandb
         directory = Path(directory)
@@ -168,11 +177,48 @@ class _Row(TypedDict):
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
     """Yield the lines of a file, which need not exist, up to `step`, without one that a killed process cut short."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
+    with suppress(FileNotFoundError):
+        for line in read_lines(path):
             with suppress(ValueError):
                 if parse_record(line, _Row)["step"] <= step:
                     yield line.removesuffix(b"\n") + b"\n"
+
+
+def read_lines(path: Path, longest: int = LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file, each with its end; of one that is too long, its beginning, which is no JSON.
+
+    Raises FileError if it is not a regular file, and OSError.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise FileError(str(path), "is not a regular file", "move it away")
+    with open(path, "rb") as file:
+        while line := file.readline(longest):
+            if len(line) == longest and not line.endswith(b"\n"):
+                rest = line
+                while rest and not rest.endswith(b"\n"):
+                    rest = file.readline(longest)
+                line += rest[-1:]
+            yield line
+
+
+def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
+    """Return the rows of `shape` among the last `tail` bytes of a file, or among more of its end if there are none.
+
+    Of a file that another process may be writing, what cannot be read is left out. One that does not exist, or is not a
+    regular file, has no rows.
+    """
+    rows: list[Any] = []
+    size, seen = path.stat().st_size if path.is_file() else 0, 0
+    while not rows and seen < min(size, TAIL_LIMIT):
+        seen = min(size, 4 * seen or tail)
+        with open(path, "rb") as file:
+            file.seek(size - seen)
+            lines = file.read(seen).split(b"\n")
+        for line in lines:
+            if line and len(line) <= LINE_BYTES:
+                with suppress(ValueError):  # the first line read may be cut off, and the last one incomplete
+                    rows.append(parse_record(line, shape))
+    return rows
 
 
 def _by_tag(values: Mapping[str, float]) -> dict[str, float]:

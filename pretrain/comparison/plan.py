@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
@@ -22,6 +26,7 @@ from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.comparison import NAME, Comparison, FinishedRun
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.evaluation.report.models import METRICS, SETTINGS, read_run
+from megatron_tape.evaluation.results import NAME as RESULTS
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
 from megatron_tape.extension.base import check_command
@@ -31,10 +36,15 @@ from megatron_tape.io.versions import versions_with_commit
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
+from megatron_tape.run.metrics import last_rows
 from pretrain import evaluate, train
 from pretrain.comparison.variants import Variant, parse_variants
 
 MOST_SEEDS = 1000
+
+
+class _Row(TypedDict):
+    step: int
 
 
 @dataclass(frozen=True)
@@ -70,13 +80,10 @@ class PlannedRun:
 
     def share_done(self) -> float:
         """Return how much of its training is done, between 0 and 1."""
-        try:
-            with open(self.directory / METRICS, "rb") as file:
-                file.seek(-min(8192, file.seek(0, 2)), 2)
-                step = json.loads(file.read().splitlines()[-1])["step"]
-            return min(1.0, step / self.config.train.steps)
-        except (OSError, ValueError, IndexError, KeyError, TypeError):
-            return 0.0
+        with suppress(OSError):
+            if rows := last_rows(self.directory / METRICS, _Row, 1 << 16):
+                return min(1.0, max(0, rows[-1]["step"]) / self.config.train.steps)
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -100,13 +107,17 @@ class Plan:
 
         Raises FileError if its programs have left no results.
         """
-        rows = read_run(run.directory).rows
-        scores = comparison.training_scores(
-            run.config, rows, parameter_count(run.config.model), flops_per_token(run.config.model)
-        )
+        trained, model = read_run(run.directory), run.config.model
+        validated = trained.curve("validation_loss").last
+        loss = validated[1] if validated and validated[0] == run.config.train.steps else None
+        speed = trained.curve("tokens_per_second").median
+        scores = comparison.training_scores(run.config, speed, loss, parameter_count(model), flops_per_token(model))
         if run.evaluation is not None:
             newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
             tasks = read_results(newest).tasks
+            missing = [task.name for task in self.tasks if task.name not in tasks]
+            if missing:
+                raise FileError(str(newest / RESULTS), f"lacks {missing[0]}, which was evaluated", "evaluate again")
             scores = [score for task in self.tasks for score in tasks[task.name].scores] + scores
         files = [file for prefix in blend(run.config.data.prefix)[0] for file in dataset_paths(prefix)]
         files += [file for task in self.tasks for file in task.inputs()]
@@ -172,7 +183,8 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
 def parse_seeds(text: str) -> range:
     """Return the seeds that `--seeds` asks for: 1 to N, or A to B if it is A-B. Raises ConfigError."""
     first, _, last = text.partition("-") if "-" in text else ("1", "-", text)
-    wrong = not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last))
+    numbers = re.fullmatch("[0-9]{1,9}", first) and re.fullmatch("[0-9]{1,9}", last)
+    wrong = not (numbers and 1 <= int(first) <= int(last))
     refuse(wrong, "--seeds", f"is {text}", "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9")
     found = range(int(first), int(last) + 1)
     refuse(len(found) > MOST_SEEDS, "--seeds", f"is {text}", f"give at most {MOST_SEEDS}")

@@ -56,7 +56,7 @@ def parse_variants(text: str) -> list[Variant]:
 
 def _parse(text: str) -> Variant:
     refuse(not text, OPTION, "names nothing between two commas", "give encodings such as rope,tape")
-    encoding, *given = re.split(r"\+(?!\d)", text)  # that of 1e+3 is no separator
+    encoding, *given = re.split("\\+(?![0-9])", text)  # that of 1e+3 is no separator
     unknown = encoding not in ENCODINGS
     refuse(unknown, OPTION, f"names {encoding}, which is not an encoding", f"choose from {', '.join(ENCODINGS)}")
     settings: dict[str, str] = {}

@@ -1,10 +1,12 @@
 import base64
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
 from functools import partial
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 from report_cases import CONFIG, results, score, settings, task, write_results, write_run
 
 from megatron_tape.command_line import status_of
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.base import Picture, Task
+from megatron_tape.evaluation.report import models as models_module
 from megatron_tape.evaluation.report import page as page_module
 from megatron_tape.evaluation.report.models import Model, clean, read_models
 from megatron_tape.evaluation.report.page import embedded, page
@@ -570,6 +574,121 @@ def test_models_that_cannot_be_drawn_are_named_and_left_out(tmp_path, monkeypatc
         assert text.startswith(drawn_text)
 
 
+def drawn_texts(parsed):
+    addresses = (attributes["src"] for name, attributes in parsed.elements if name == "img")
+    return [base64.b64decode(address.partition(",")[2]).decode() for address in addresses]
+
+
+ODD = ["$x$ \\frac{", "a\nb " * 20, "\u202e\u05d0\x1b[31m\u65e5\U0001f389 %s {} &<script>"]
+
+
+def test_any_name_is_shown_in_pictures_as_it_is(tmp_path):
+    paths = []
+    for number, name in enumerate([*ODD, "_" + "x" * 100_000]):
+        scores = [score(name, 0.5, "higher", length=length, group=name, unit=name) for length in LENGTHS]
+        losses = [score("perplexity", length**3, length=length, group=name) for length in LENGTHS]
+        tasks = {name: task(scores, notes=[name]), "perplexity": task(losses)}
+        paths.append(write_results(tmp_path / str(number), results(name, tasks)))
+        run = write_run(tmp_path / "runs" / re.sub(r"\s", "_", name)[:100], steps=20)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        text = "".join(json.dumps(row | {f"evaluation/{name}/512": 1.0}) + "\n" for row in rows)
+        (run / "metrics.jsonl").write_text(text)
+        paths.append(run)
+    content = page(read_models(paths))
+    assert "could not be drawn" not in content and len(content) < 2_000_000
+    svgs = drawn_texts(Page(content))
+    assert len(svgs) == 12 and any("$x$ \\frac{" in svg for svg in svgs)
+    assert not any("mathdefault" in svg for svg in svgs)  # numbers at logarithmic axes are no formulas
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, -5.0, 0.0, 5e-324])
+def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, capsys, value):
+    run = write_run(tmp_path / "run", steps=20)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"loss": value, "step": 10**18 + number} for number, row in enumerate(rows)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses = task([score("perplexity", value, length=length) for length in (-5, 0, 2**63 - 1)])
+    parsed = page_of(tmp_path, run, write_results(tmp_path / "x", results(tasks={"perplexity": losses})))
+    assert len(parsed.tables) >= 4 and any(text.startswith("Learning rate") for text in parsed.pictures)
+    if abs(value) > 1e300:
+        sentence = "The picture of training loss by step could not be drawn (ValueError: "
+        assert sentence in parsed.sections["training"] and f"warning: {sentence}" in capsys.readouterr().err
+
+
+def test_what_a_drawing_raises_costs_no_other_picture(capsys):
+    def fail():
+        raise RecursionError
+
+    good = embedded(Picture("x", "good", figures.new_figure()[0]))
+    found = page_module._embedded([("a", fail), ("b", lambda: Picture("x", "good", figures.new_figure()[0]))])
+    assert [one.address for one in found] == ["", good.address]
+    assert found[0].alternative_text == "The picture of a could not be drawn (RecursionError: )."
+
+
+def test_more_panels_than_can_be_laid_out_are_refused():
+    with pytest.raises(ValueError, match="at most 120 are drawn"):
+        figures.panels(5000)
+
+
+def test_of_many_rows_some_are_kept_and_figures_are_of_all(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", interval=1)
+    whole = read_models([run])[0].run.curve("loss")
+    monkeypatch.setattr(models_module, "MOST_POINTS", 16)
+    some = read_models([run])[0].run.curve("loss")
+    for facts in ("count", "total", "last", "lowest", "highest"):
+        assert getattr(some, facts) == getattr(whole, facts)
+    assert (len(whole.values), list(some.steps)) == (300, [1 + 32 * number for number in range(10)])
+    assert len(some.tokens) == len(some.values) == 10
+    assert (some.median, some.recent) == pytest.approx((whole.median, whole.recent), rel=0.1)
+    content = page_of(tmp_path, run)
+    assert content.table("How far each run is")[1][1:3] == ["300", "614,400"]
+
+
+def test_pictures_show_as_many_runs_as_look_different_and_tables_show_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(models_module, "MOST_MODELS", 2)
+    runs = [write_run(tmp_path / name, steps=50) for name in ("a", "b", "c")]
+    before = read_models(runs[2:])[0].run.curve("loss")
+    parsed = page_of(tmp_path, *runs)
+    assert "Pictures show the first 2 of 3 runs." in parsed.sections["training"]
+    assert all("a " in text and "c " not in text for text in parsed.pictures)
+    rows = parsed.table("How far each run is")
+    assert [row[0] for row in rows] == ["run", "a", "b", "c"] and rows[3][3] == f"{before.recent:.4f}"
+    assert not read_models(runs)[2].run.curve("loss").values
+
+
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        (b'{"step": 3, "x": "' + b"y" * 2_000_000 + b'"}', "line 2: it has more than 1,048,576 bytes"),
+        (b"[" * 500_000, "line 2: it is nested too deeply"),
+        (b"\xff\xfe", "line 2: "),
+        (b'{"step": 1e400}', "line 2: "),
+        (b'{"step": true}', "line 2: step is True"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path, line, problem):
+    run = write_run(tmp_path / "run", steps=10)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n" + b'{"step": 4}\n')
+    with pytest.raises(FileError, match=problem) as caught:
+        read_models([run])
+    assert caught.value.subject == str(run / "metrics.jsonl") and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "name, make",
+    [(name, make) for name in ("metrics.jsonl", "config.yaml") for make in (Path.mkdir, os.mkfifo)]
+    + [("results.json", os.mkfifo)],
+)
+def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, name, make):
+    run = write_run(tmp_path / "run", steps=10)
+    (run / name).unlink(missing_ok=True)
+    make(run / name)
+    assert status_of(lambda: report.main([str(run), "--output", str(tmp_path / "report.html")])) == 2
+    error = capsys.readouterr().err
+    assert f"{run / name} " in error and "not a regular file" in error and error.count("\n") == 1
+
+
 def test_a_picture_is_an_image_of_its_own_that_follows_light_and_dark_pages():
     figure, (axes,) = figures.new_figure()
     axes.set_title(figures.plain("a <b> & $c$ \x01"))
@@ -589,7 +708,7 @@ def test_styles_differ_and_survive_any_label():
     assert len({(style["color"], style["marker"]) for style in look.values()}) == len(labels)
     shown = [style["label"] for style in look.values()]
     assert len(set(shown)) == len(labels) and max(map(len, shown)) <= figures.LONGEST_LABEL
-    assert shown[:2] == [" _hidden", r"\$a"]
+    assert shown[:2] == [" _hidden", "$a"]
     with figures.in_order(labels):
         assert figures.styles([labels[3]]) == {labels[3]: look[labels[3]]}
 

@@ -1,6 +1,7 @@
 """`make demo`: its commands and what it shows; and all of it, cut to a few steps, as one of the slow tests."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.evaluation.report.models import read_run
 from pretrain import compare, demo, evaluate
 from pretrain.demo_results import BLANKS, COPYING, write_picture, write_summary
 
@@ -41,16 +43,17 @@ def test_every_command_is_one_that_its_program_accepts(monkeypatch):
 
 
 def test_the_picture_and_the_summary_show_training_extension_and_copying(tmp_path):
-    rows = {
-        name: [{"step": step, "loss": 5.0, "validation_loss": loss, "tokens_per_second": 9.0} for step in (3, 6)]
-        for name, loss in (("TAPE", 4.25), ("RoPE", 4.5))
-    }
+    runs = {}
+    for name, loss in (("TAPE", 4.25), ("RoPE", 4.5)):
+        rows = [{"step": step, "loss": 5.0, "validation_loss": loss, "tokens_per_second": 9.0} for step in (3, 6)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs[name] = read_run(tmp_path)
     losses = {"before": ([64, 512], [4.0, 6.5]), "after": ([64, 512], [3.75, 3.5])}
-    by_position = {when: {name: losses[when] for name in rows} for when in losses}
+    by_position = {when: {name: losses[when] for name in runs} for when in losses}
     copied = {name: {group: place / 4 for group in BLANKS} for place, name in enumerate(COPYING)}
-    write_picture(rows, by_position, copied, tmp_path / "demo.png")
+    write_picture(runs, by_position, copied, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
-    write_summary(rows, by_position, copied, 400, tmp_path / "summary.md")
+    write_summary(runs, by_position, copied, 400, tmp_path / "summary.md")
     lines = (tmp_path / "summary.md").read_text().splitlines()
     assert "| TAPE | 6 | 5.0000 | 4.2500 | 70.11 |" in lines
     assert "| RoPE | 4.0000 | 3.7500 | 6.5000 | 3.5000 |" in lines

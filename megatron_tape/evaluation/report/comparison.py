@@ -8,7 +8,7 @@ from itertools import compress
 
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.comparison import TRAINING, Comparison, Row, rows
-from megatron_tape.evaluation.figures import panels, plain, shorten, styles
+from megatron_tape.evaluation.figures import MOST_MODELS, MOST_PANELS, panels, plain, styles
 from megatron_tape.evaluation.report.models import clean
 from megatron_tape.evaluation.report.scores import DECIMALS_OF_SHARES
 from megatron_tape.evaluation.report.tables import (
@@ -126,22 +126,23 @@ def picture(comparison: Comparison, task: str) -> Picture:
     """Return a picture of a task with a panel for each metric: a point for each seed and a line at the mean."""
     of_task = [metric for metric in comparison.metrics if metric.task == task]
     shown = [metric for metric in of_task if metric.better != "neither"] or of_task
-    labels = comparison.variants
-    figure, drawn = panels(len(shown), 2, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
-    looks, told = styles(labels), []
+    labels, all_variants = comparison.variants[:MOST_MODELS], len(comparison.variants)
+    figure, drawn = panels(min(len(shown), MOST_PANELS), 2, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
+    looks, told, places = styles(labels), [], {label: place for place, label in enumerate(labels)}
     for axes, metric in zip(drawn, shown):
-        found = rows(comparison, metric)
+        found = [row for row in rows(comparison, metric) if row.variant in places]
         for row in found:
-            place, color = labels.index(row.variant), looks[row.variant]["color"]
+            place, color = places[row.variant], looks[row.variant]["color"]
             values, marker = list(row.values.values()), looks[row.variant]["marker"]
             axes.plot(values, [place] * len(values), color=color, marker=marker, linestyle="none", alpha=0.7)
             axes.plot([row.mean] * 2, [place - 0.35, place + 0.35], color=color, linewidth=2)
         axes.set_yticks(range(len(labels)), [_tick(clean(label)) for label in labels], fontsize=8)
         axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_xlabel(plain(shorten(_caption(metric, _BETTER), 60)), fontsize=9)
+        axes.set_xlabel(plain(_caption(metric, _BETTER), 60), fontsize=9)
         means = (f"{clean(row.variant)} {row.mean:.4g}" for row in found)
         told.append(f"{_caption(metric, _BETTER)}: {', '.join(means)}")
-    return Picture(f"comparison-{task}", f"Means over the seeds. {'; '.join(told)}.", figure)
+    part = f" of the first {len(labels)} of {all_variants:,} variants" if all_variants > len(labels) else ""
+    return Picture(f"comparison-{task}", f"Means over the seeds{part}. {'; '.join(told)}.", figure)
 
 
 def _tick(label: str) -> str:
@@ -152,7 +153,7 @@ def _tick(label: str) -> str:
         if len(f"{lines[-1]}+{other}") > _LONGEST_TICK:
             lines.append("")
         lines[-1] += f"+{other}"
-    return "\n".join(plain(shorten(line, _LONGEST_TICK)) for line in lines)
+    return "\n".join(plain(line, _LONGEST_TICK) for line in lines)
 
 
 def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:

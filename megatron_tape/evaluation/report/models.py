@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections import Counter
+import statistics
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,37 +18,105 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from megatron_tape.command_line import Progress
 from megatron_tape.errors import FileError
+from megatron_tape.evaluation.figures import MOST_MODELS, clean
 from megatron_tape.evaluation.results import NAME, EvaluatedModel, Results, TaskResult, read_results
 from megatron_tape.io.records import parse_record, read_yaml
+from megatron_tape.run.metrics import LINE_BYTES, read_lines
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
 Settings = dict[str, dict[str, Any]]
-# Control characters, lone surrogates, and marks that turn the direction of the text around them.
-_UNSHOWABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
+METRICS_READ = ("loss", "validation_loss", "lr", "tokens_per_second", "tflops_per_second")
+"""What is read of a row, besides the phases of a step and what evaluations found."""
+PHASES = ("data", "forward", "backward", "forward_backward", "communication", "optimizer", "save")
+"""In the order of a step."""
+_SECONDS = tuple(f"seconds/{phase}" for phase in PHASES)
+DURING = "evaluation/"
+"""How metrics begin that an evaluation during training found."""
+MOST_CURVES = 200
+"""Metrics of a run that are read."""
+MOST_POINTS = 1 << 14
+"""Points of a metric that are kept: of more, every second, fourth, ... one."""
+LONGEST_LABEL = 200
 
 
 class _Row(TypedDict):
     step: int
 
 
+@dataclass
+class Curve:
+    """What a run has logged of a metric: some of the points, in order, and what is known of all of them."""
+
+    steps: array = field(default_factory=lambda: array("d"))
+    tokens: array | None = field(default_factory=lambda: array("d"))
+    """Tokens of the training so far; None if a row lacks them."""
+    values: array = field(default_factory=lambda: array("d"))
+    count: int = 0
+    total: float = 0.0
+    last: tuple[int, float] | None = None
+    """The last step and its value."""
+    lowest: tuple[float, int] | None = None
+    """The lowest value and its step."""
+    highest: float = -math.inf
+    median: float | None = None
+    recent: float | None = None
+    """The mean over the last twentieth of the points."""
+    _every: int = 1
+
+    def add(self, step: int, tokens: float | None, value: float) -> None:
+        """Add the next point."""
+        if self.count % self._every == 0:
+            self.steps.append(step)
+            self.values.append(value)
+            if tokens is None:
+                self.tokens = None
+            elif self.tokens is not None:
+                self.tokens.append(tokens)
+            if len(self.steps) > MOST_POINTS:
+                self._every *= 2
+                self._keep(slice(None, None, 2))
+        self.count, self.total, self.last = self.count + 1, self.total + value, (step, value)
+        self.highest = max(self.highest, value)
+        if self.lowest is None or value < self.lowest[0]:
+            self.lowest = value, step
+
+    def end(self, drawn: bool) -> None:
+        """Find what depends on all points; if the curve is not `drawn`, forget them."""
+        recent = self.values[-max(1, len(self.values) // 20) :]
+        self.median, self.recent = statistics.median(self.values), sum(recent) / len(recent)
+        if not drawn:
+            self._keep(slice(0))
+
+    def _keep(self, part: slice) -> None:
+        self.steps, self.values = self.steps[part], self.values[part]
+        self.tokens = None if self.tokens is None else self.tokens[part]
+
+
+_NOTHING = Curve()
+
+
 @dataclass(frozen=True)
 class Run:
-    """A training run: its settings, empty if it has not written any, and the rows of its metrics."""
+    """A training run: its settings, empty if it has not written any, and what it has logged."""
 
     path: Path
     settings: Settings
-    rows: list[dict[str, float]]
+    curves: dict[str, Curve] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    """The numbers of the last row; empty if there is none."""
+    drawn: bool = True
+    """Whether pictures show it. Of other runs no points are kept."""
 
     def setting(self, key: str) -> Any:
         """Return the value of a setting such as `train.steps`, None if there is none."""
         section, _, name = key.partition(".")
         return self.settings.get(section, {}).get(name)
 
-    def curve(self, metric: str, by: str = "step") -> tuple[list[float], list[float]]:
-        """Return the steps, or the tokens of the training so far, at which a metric was logged, and its values."""
-        found = [(row[by], row[metric]) for row in self.rows if metric in row]
-        return [place for place, _ in found], [value for _, value in found]
+    def curve(self, metric: str) -> Curve:
+        """Return what is known of a metric; a curve without points if it was never logged."""
+        return self.curves.get(metric, _NOTHING)
 
 
 @dataclass
@@ -94,28 +163,26 @@ def read_models(paths: Iterable[str | Path]) -> list[Model]:
         OSError: if a file cannot be read.
     """
     models: list[Model] = []
+    known: dict[tuple[str, str], list[Model]] = {}
     seen: set[Path] = set()
     runs: list[Run] = []
+    progress = Progress(None)
     for path in map(Path, paths):
-        run, files = _files_of(path)
-        if run is not None and run.path.resolve() not in seen:
-            seen.add(run.path.resolve())
-            runs.append(run)
-            models.append(Model(clean(run.path.resolve().name), run=run, source=run.path.resolve()))
+        is_run, files = _files_of(path)
+        if is_run and (source := path.resolve()) not in seen:
+            seen.add(source)
+            runs.append(read_run(path, len(runs) < MOST_MODELS, progress))
+            models.append(Model(clean(source.name, LONGEST_LABEL), run=runs[-1], source=source))
         for file in files:
             if file.resolve() not in seen:
                 seen.add(file.resolve())
-                _add(models, read_results(file), file)
-    for run in runs:
-        _join(models, run)
+                _add(models, known, read_results(file), file)
+        progress.update(0, lambda _: f"reading {path}")  # noqa: B023
+    progress.end()
+    models = _joined(models, runs)
     for model, label in zip(models, distinct([(m.label, m.step, m.source) for m in models])):
         model.label = label
     return models
-
-
-def clean(text: str) -> str:
-    """Return a text on one line without the characters that neither a page nor a picture can show."""
-    return " ".join(_UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text).split())
 
 
 def distinct(models: Sequence[tuple[str, int | None, Path]]) -> list[str]:
@@ -139,48 +206,75 @@ def distinct(models: Sequence[tuple[str, int | None, Path]]) -> list[str]:
     return labels
 
 
-def _files_of(path: Path) -> tuple[Run | None, list[Path]]:
+def _files_of(path: Path) -> tuple[bool, list[Path]]:
+    """Return whether a path is a run, and the results files in it."""
     if not path.exists():
         raise FileError(str(path), "does not exist", f"give a run, a {NAME}, or a directory that holds one")
-    if path.is_file():
-        return None, [path]
-    files = [path / NAME] if (path / NAME).is_file() else []
-    if any((path / name).is_file() for name in (METRICS, SETTINGS)):
-        return read_run(path), files + sorted(path.glob(f"evaluation/*/{NAME}"))
+    if not path.is_dir():
+        return False, [path]
+    files = [path / NAME] if (path / NAME).exists() else []
+    if any((path / name).exists() for name in (METRICS, SETTINGS)):
+        return True, files + sorted(path.glob(f"evaluation/*/{NAME}"))
     if not files:
         fix = "give a training run, or the directory into which pretrain.evaluate wrote"
         raise FileError(str(path), f"holds neither {METRICS} nor {NAME}", fix)
-    return None, files
+    return False, files
 
 
-def read_run(path: Path) -> Run:
-    """Read a run's settings and metrics, as far as they are written; FileError or OSError for damaged files."""
-    settings = read_yaml(path / SETTINGS, Settings) if (path / SETTINGS).is_file() else {}
-    file, rows = path / METRICS, []
-    lines = file.read_bytes().split(b"\n") if file.is_file() else [b""]
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last line's end is still being written
+def read_run(path: Path, drawn: bool = True, progress: Progress | None = None) -> Run:
+    """Read a run's settings and metrics, as far as they are written; FileError or OSError for damaged files.
+
+    `drawn` says whether pictures will show it (see `Run.drawn`).
+    """
+    settings = read_yaml(path / SETTINGS, Settings) if (path / SETTINGS).exists() else {}
+    file, curves, row = path / METRICS, defaultdict(Curve), {}
+    for number, line in enumerate(read_lines(file) if file.exists() else (), 1):
+        if not line.endswith(b"\n"):
+            break  # it is still being written
         try:
+            if len(line) > LINE_BYTES:
+                raise ValueError(f"it has more than {LINE_BYTES:,} bytes")
             row = parse_record(line, _Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
-        rows.append({key: value for key, value in row.items() if _is_number(value)})
-    return Run(path, settings, rows)
+        row = {key: value for key, value in row.items() if _is_number(value)}
+        _add_row(curves, row)
+        if progress is not None and number % 1000 == 0:
+            progress.update(0, lambda _: f"reading {file}: {number:,} rows")  # noqa: B023
+    for curve in curves.values():
+        curve.end(drawn)
+    return Run(path, settings, dict(curves), row, drawn)
+
+
+def _add_row(curves: defaultdict[str, Curve], row: dict[str, float]) -> None:
+    step, tokens = row["step"], row.get("tokens")
+    for key in METRICS_READ:
+        if key in row:
+            curves[key].add(step, tokens, row[key])
+    if not row.keys().isdisjoint(_SECONDS):
+        for key in _SECONDS:
+            curves[key].add(step, tokens, row.get(key, 0.0))
+    for key, value in row.items():
+        if key.startswith(DURING) and (key in curves or len(curves) < MOST_CURVES):
+            curves[key].add(step, tokens, value)
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _add(models: list[Model], results: Results, file: Path) -> None:
-    label = clean(results.label)
-    tasks = {clean(name): replace(task, examples={}) for name, task in results.tasks.items()}
-    for model in models:
-        same = model.evaluated is not None and (model.label, model.evaluated.digest) == (label, results.model.digest)
-        if same and all(_comparable(model.tasks[name], tasks[name]) for name in tasks.keys() & model.tasks.keys()):
+def _add(models: list[Model], known: dict[tuple[str, str], list[Model]], results: Results, file: Path) -> None:
+    """Add results to the model of their label and weights; `known` has the models by these."""
+    label = clean(results.label, LONGEST_LABEL)
+    tasks = {clean(name, LONGEST_LABEL): replace(task, examples={}) for name, task in results.tasks.items()}
+    alike = known.setdefault((label, results.model.digest), [])
+    for model in alike:
+        if all(_comparable(model.tasks[name], tasks[name]) for name in tasks.keys() & model.tasks.keys()):
             break
     else:
         model = Model(label, evaluated=results.model, source=file.resolve().parent)
         models.append(model)
+        alike.append(model)
     for name, task in tasks.items():
         if results.created >= model.created.get(name, 0.0):
             model.tasks[name], model.created[name] = task, results.created
@@ -190,17 +284,18 @@ def _comparable(one: TaskResult, other: TaskResult) -> bool:
     return (one.settings, one.data, one.dtype) == (other.settings, other.data, other.dtype)
 
 
-def _join(models: list[Model], run: Run) -> None:
-    """Give a run to the newest of the evaluated models that it made, if there are any."""
-    root = run.path.resolve()
-    made = [model for model in models if model.evaluated is not None and model.run is None and _made(root, model)]
-    if made:
-        newest = max(made, key=lambda model: model.step or 0)
-        newest.run = run
-        models[:] = [model for model in models if model.run is not run or model is newest]
-
-
-def _made(root: Path, model: Model) -> bool:
-    # The path comes from a file: it is compared, and not looked up.
-    weights = Path(os.path.abspath(model.evaluated.path))
-    return root in (*model.source.parents, weights, *weights.parents)
+def _joined(models: list[Model], runs: Iterable[Run]) -> list[Model]:
+    """Return the models after each run was given to the newest of the evaluated models that it made, if there are any."""
+    made: dict[Path, list[Model]] = {}
+    for model in models:
+        if model.evaluated is not None:
+            # The path of the weights comes from a file: it is compared, and not looked up.
+            weights = Path(os.path.abspath(model.evaluated.path))
+            for place in dict.fromkeys((*model.source.parents, weights, *weights.parents)):
+                made.setdefault(place, []).append(model)
+    given = set()
+    for run in runs:
+        if own := [model for model in made.get(run.path.resolve(), ()) if model.run is None]:
+            max(own, key=lambda model: model.step or 0).run = run
+            given.add(id(run))
+    return [model for model in models if model.evaluated is not None or id(model.run) not in given]

@@ -6,17 +6,19 @@ import base64
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.base import Drawing, Picture
 from megatron_tape.evaluation.comparison import Comparison
-from megatron_tape.evaluation.figures import COLORS, in_order, without_glyph_warnings
+from megatron_tape.evaluation.figures import COLORS, MOST_MODELS, in_order, without_warnings
 from megatron_tape.evaluation.report import comparison as comparing
 from megatron_tape.evaluation.report.differences import comparability, setting_tables, token_differences
 from megatron_tape.evaluation.report.models import Model, clean
@@ -24,12 +26,19 @@ from megatron_tape.evaluation.report.published import published_tables
 from megatron_tape.evaluation.report.scores import draw_scores, score_tables
 from megatron_tape.evaluation.report.tables import Table, enumerated, heading, task_names, task_title
 from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, phases, spikes, time_lines
-from megatron_tape.evaluation.report.training_curves import curves, evaluation_seconds, runs_table, training_speeds
+from megatron_tape.evaluation.report.training_curves import (
+    curves,
+    evaluation_seconds,
+    runs_table,
+    training_speeds,
+)
 from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks import TASKS
 
 HERE = Path(__file__).parent
 PIXELS_PER_INCH = 96
+MOST_TASKS = 50
+"""Tasks of a comparison that are drawn."""
 _VARIABLES = {
     **{color: f"series-{index}" for index, color in enumerate(COLORS)},
     **{"#000000": "ink", "#ffffff": "paper", "#b0b0b0": "rule", "#cccccc": "rule"},
@@ -41,7 +50,10 @@ _ILLEGAL_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uff
 
 @dataclass(frozen=True)
 class EmbeddedPicture:
-    """A picture as an address that holds all of it, and its natural width in pixels of the page."""
+    """A picture as an address that holds all of it, and its natural width in pixels of the page.
+
+    Without an address it is a picture that could not be drawn, and its text says so.
+    """
 
     address: str
     width: int
@@ -58,6 +70,8 @@ class Part:
     notes: list[tuple[str, str]] = field(default_factory=list)
     """Sentences, and the models that they are about, or nothing if they are about all."""
     warnings: list[str] = field(default_factory=list)
+    id: str = ""
+    """Of its heading, which its section gives it."""
 
 
 @dataclass
@@ -69,6 +83,12 @@ class Section:
     introduction: str = ""
     parts: list[Part] = field(default_factory=list)
 
+    def numbered(self) -> Section:
+        """Give the parts their ids, and return the section."""
+        for number, part in enumerate(self.parts, 1):
+            part.id = f"{self.id}-{number}"
+        return self
+
 
 def page(models: Sequence[Model], comparisons: Sequence[Comparison] = (), missing: Sequence[str] = ()) -> str:
     """Return the HTML file about these models, whose labels all differ, and about comparisons of variants.
@@ -77,7 +97,7 @@ def page(models: Sequence[Model], comparisons: Sequence[Comparison] = (), missin
     """
     compared = [_comparison(comparison, number, missing) for number, comparison in enumerate(comparisons, 1)]
     sections = [_scores, _training, _time_spent, _tasks, _settings, _speeds, _published]
-    with in_order([model.label for model in models]):
+    with in_order([model.label for model in models]), without_warnings():
         made = [*compared, *(section(models) for section in sections)]
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -87,7 +107,7 @@ def page(models: Sequence[Model], comparisons: Sequence[Comparison] = (), missin
         title=f"{enumerated(labels[:4])}{' and others' if len(labels) > 4 else ''}",
         models=models,
         facts=[_facts(model) for model in models],
-        sections=[section for section in made if section.parts],
+        sections=[section.numbered() for section in made if section.parts],
         colors=len(COLORS),
         script=Markup(_own("page.js")),
         style=Markup(_own("colors.css") + _own("page.css")),
@@ -104,7 +124,7 @@ def embedded(picture: Picture) -> EmbeddedPicture:
 
     content = io.StringIO()
     # Texts as texts take fonts of the browser; ids depend on the picture only.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}), without_glyph_warnings():
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}), without_warnings():
         picture.figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
     svg = _ILLEGAL_IN_XML.sub("\N{REPLACEMENT CHARACTER}", content.getvalue())
     svg = re.sub(r'style="[^"]*"', _with_variables, svg)
@@ -113,6 +133,19 @@ def embedded(picture: Picture) -> EmbeddedPicture:
     address = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
     width = round(picture.figure.get_figwidth() * PIXELS_PER_INCH)
     return EmbeddedPicture(address, width, clean(picture.alternative_text))
+
+
+def _embedded(drawings: Iterable[Drawing]) -> list[EmbeddedPicture]:
+    """Return the pictures of drawings; one that cannot be drawn, as values and texts of files decide, is a sentence."""
+    found = []
+    for shows, draw in drawings:
+        try:
+            found.append(embedded(draw()))
+        except Exception as error:
+            sentence = clean(f"The picture of {shows} could not be drawn ({type(error).__name__}: {error}).", 300)
+            print(f"warning: {sentence}", file=sys.stderr)
+            found.append(EmbeddedPicture("", 0, sentence))
+    return found
 
 
 def _with_variables(style: re.Match) -> str:
@@ -142,10 +175,11 @@ def _comparison(comparison: Comparison, number: int, missing: Sequence[str]) -> 
     notes = [(note, "") for note in comparing.notes(comparison, missing)]
     about = Part(warnings=comparing.warnings(comparison), notes=notes)
     parts = [about]
-    with in_order(comparison.variants):
-        for task in comparing.tasks_of(comparison):
-            picture = embedded(comparing.picture(comparison, task))
-            parts.append(Part(heading(clean(task)), comparing.metric_tables(comparison, task), [picture]))
+    with in_order(comparison.variants), without_warnings():
+        for number_of_task, task in enumerate(comparing.tasks_of(comparison)):
+            drawings = [(clean(task), partial(comparing.picture, comparison, task))][: number_of_task < MOST_TASKS]
+            tables = comparing.metric_tables(comparison, task)
+            parts.append(Part(heading(clean(task)), tables, _embedded(drawings)))
     return Section(f"comparison-{number}", "Comparison" if number == 1 else f"Comparison {number}", parts=parts)
 
 
@@ -165,13 +199,16 @@ def _scores(models: Sequence[Model]) -> Section:
 
 def _training(models: Sequence[Model]) -> Section:
     table = runs_table(models)
-    parts = [Part(tables=[table], pictures=list(map(embedded, curves(models))))] if table is not None else []
-    return Section("training", "Training", parts=parts)
+    parts = [Part(tables=[table], pictures=_embedded(curves(models)))] if table is not None else []
+    runs = [model.run for model in models if model.run is not None]
+    drawn = sum(run.drawn for run in runs)
+    introduction = "" if drawn == len(runs) else f"Pictures show the first {drawn} of {len(runs):,} runs."
+    return Section("training", "Training", introduction, parts)
 
 
 def _time_spent(models: Sequence[Model]) -> Section:
     runs = attempts_of(models)
-    pictures = list(map(embedded, [*phases(models), *time_lines(runs)]))
+    pictures = _embedded([*phases(models), *time_lines(runs)])
     tables = [table for table in [goodput(runs), spikes(models)] if table is not None]
     return Section(
         "time", "Where the time went", parts=[Part(tables=tables, pictures=pictures)] if pictures or tables else []
@@ -184,11 +221,15 @@ def _tasks(models: Sequence[Model]) -> Section:
         results = {model.label: model.tasks[task] for model in models if task in model.tasks}
         part = Part(heading(task))
         pictures: list[Picture] = []
+        shown = dict(islice(results.items(), MOST_MODELS))
         if task in TASKS:
-            pictures, part.warnings = _drawn_by(task, results)
+            pictures, part.warnings = _drawn_by(task, shown)
         else:
             part.warnings.append(f"This version does not know the task {task}, and shows only its scores.")
-        part.pictures = list(map(embedded, pictures or draw_scores(task, results)))
+        if len(shown) < len(results):
+            part.warnings.append(f"Pictures show the first {len(shown)} of {len(results):,} models.")
+        drawings = [(picture.name, lambda picture=picture: picture) for picture in pictures]
+        part.pictures = _embedded(drawings or draw_scores(task, shown))
         if part.pictures and (tokens := token_differences(models, task)):
             part.warnings.append(tokens)
         about: dict[str, list[str]] = {}

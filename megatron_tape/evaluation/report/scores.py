@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
-from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.base import Drawing, Picture
 from megatron_tape.evaluation.pictures_of_losses import by_length
 from megatron_tape.evaluation.report.models import Model, clean
 from megatron_tape.evaluation.report.tables import (
@@ -26,6 +28,8 @@ Kind = tuple[str, str, str]
 Place = tuple[str, int | None]
 """The group and length that a row is about."""
 DECIMALS_OF_SHARES = 3
+_MOST_DRAWN = 50
+"""Metrics of a task that are drawn."""
 
 
 def score_tables(models: Sequence[Model], task: str, comparable: Callable[[Score], bool]) -> list[Table]:
@@ -137,14 +141,16 @@ def _named(task: str, metric: str, unit: str) -> str:
     return f"{name} ({unit})" if unit and unit != name else name
 
 
-def draw_scores(task: str, results: Mapping[str, TaskResult]) -> list[Picture]:
-    """Return a picture for each metric of a task that has scores at several lengths, as `Task.draw` returns them."""
+def draw_scores(task: str, results: Mapping[str, TaskResult]) -> Iterator[Drawing]:
+    """Yield a drawing for each metric of a task that has scores at several lengths."""
     lengths: dict[tuple[str, str], set[int]] = {}
     for score in (score for result in results.values() for score in result.scores if score.length is not None):
         lengths.setdefault((score.metric, score.unit), set()).add(score.length)
-    return [
-        picture
-        for (metric, unit), several in lengths.items()
-        if len(several) > 1
-        for picture in by_length(dict(results), metric, "scores", clean(_named(task, metric, unit)))
-    ]
+    for metric, unit in islice((kind for kind, several in lengths.items() if len(several) > 1), _MOST_DRAWN):
+        name = clean(_named(task, metric, unit))
+        yield name, partial(_by_length, dict(results), metric, name)
+
+
+def _by_length(results: dict[str, TaskResult], metric: str, name: str) -> Picture:
+    (picture,) = by_length(results, metric, "scores", name)
+    return picture

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 
-from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import COLORS, legend, new_figure, panels, plain, shorten
-from megatron_tape.evaluation.report.models import Model, Run
+from megatron_tape.evaluation.base import Drawing, Picture
+from megatron_tape.evaluation.figures import COLORS, MOST_MODELS, legend, new_figure, panels, plain
+from megatron_tape.evaluation.report.models import PHASES, Curve, Model, Run
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number
 from megatron_tape.evaluation.report.training_curves import thinned
 from megatron_tape.run.goodput import BETWEEN, KINDS, START, Spent, spent, totals
 from megatron_tape.run.judging import read_attempts
 from megatron_tape.text import counted, duration
 
-PHASES = ("data", "forward", "backward", "forward_backward", "communication", "optimizer", "save")
-"""In the order of a step."""
 BAR = (START, *(kind for kind in KINDS if kind not in (START, BETWEEN)))
 """Kinds of time as an attempt's bar shows them."""
 MOST_ATTEMPTS = 60
@@ -24,33 +24,34 @@ MOST_SPIKES = 20
 _UNITS = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
-def phases(models: Sequence[Model]) -> list[Picture]:
-    """Return a picture of the seconds of a step by phase, with a panel for each run that has logged them twice."""
-    found = {model.label: curves for model in models if model.run is not None and (curves := _phases(model.run))}
-    if not found:
-        return []
+def phases(models: Sequence[Model]) -> Iterator[Drawing]:
+    """Yield the drawing of the seconds of a step by phase, with a panel for each run that has logged them twice."""
+    runs = {model.label: model.run for model in models if model.run is not None and model.run.drawn}
+    if found := {label: curves for label, run in runs.items() if (curves := _phases(run))}:
+        yield "seconds of a step", partial(_draw_phases, found)
+
+
+def _draw_phases(found: dict[str, dict[str, Curve]]) -> Picture:
     figure, shown = panels(len(found), width=4.6)
     means = []
-    for axes, (label, (steps, curves)) in zip(shown, found.items()):
-        parts = {phase: thinned(steps, values) for phase, values in curves.items()}
+    for axes, (label, curves) in zip(shown, found.items()):
+        parts = {phase: thinned(curve.steps, curve.values) for phase, curve in curves.items()}
         colors = [COLORS[PHASES.index(phase)] for phase in parts]
         names = [phase.replace("_", " and ") for phase in parts]
         x = next(iter(parts.values()))[0]
         axes.stackplot(x, [y for _, y in parts.values()], colors=colors, labels=names, linewidth=0)
         axes.set(xlabel="step", ylabel="seconds of a step")
-        axes.set_title(plain(shorten(label)), fontsize=10)
-        of_phases = [f"{name} {sum(values) / len(values):.3g}" for name, values in zip(names, curves.values())]
+        axes.set_title(plain(label), fontsize=10)
+        of_phases = [f"{name} {curve.total / curve.count:.3g}" for name, curve in zip(names, curves.values())]
         means.append(f"{label}: {enumerated(of_phases)}")
     legend(figure)
-    return [Picture("phases", f"Seconds of a step by phase, on rank 0; means of {'; '.join(means)}.", figure)]
+    return Picture("phases", f"Seconds of a step by phase, on rank 0; means of {'; '.join(means)}.", figure)
 
 
-def _phases(run: Run) -> tuple[list[float], dict[str, list[float]]] | None:
-    """Return the steps at which phases were logged, and the seconds of each phase, 0 where a row has none."""
-    rows = [row for row in run.rows if any(f"seconds/{phase}" in row for phase in PHASES)]
-    curves = {phase: [row.get(f"seconds/{phase}", 0.0) for row in rows] for phase in PHASES}
-    curves = {phase: values for phase, values in curves.items() if any(values)}
-    return ([row["step"] for row in rows], curves) if len(rows) > 1 and curves else None
+def _phases(run: Run) -> dict[str, Curve]:
+    """Return the seconds of each phase, 0 where a row has none of it but of others; nothing of a single row."""
+    curves = {phase: run.curve(f"seconds/{phase}") for phase in PHASES}
+    return {phase: curve for phase, curve in curves.items() if curve.count > 1 and any(curve.values)}
 
 
 def attempts_of(models: Sequence[Model]) -> dict[str, list[Spent]]:
@@ -89,24 +90,26 @@ def spikes(models: Sequence[Model]) -> Table | None:
     return Table("Spikes (train.spikes)", columns, rows) if rows else None
 
 
-def time_lines(runs: dict[str, list[Spent]]) -> list[Picture]:
-    """Return a picture of each run's attempts on a time line; a bar's colours are shares, not moments."""
-    pictures = []
-    for label, attempts in runs.items():
-        shown, begin = attempts[-MOST_ATTEMPTS:], attempts[0].started
-        size, unit = next((size, unit) for size, unit in _UNITS if attempts[-1].ended - begin >= size or size == 1)
-        figure, (axes,) = new_figure(width=9.2, height=1.4 + 0.22 * len(shown))
-        numbers = [str(attempt.number) for attempt in shown]
-        left = [(attempt.started - begin) / size for attempt in shown]
-        for kind in BAR:
-            widths = [attempt.seconds[kind] / size for attempt in shown]
-            if any(widths):
-                axes.barh(numbers, widths, left=left, color=COLORS[KINDS.index(kind)], label=kind, height=0.7)
-                left = [place + width for place, width in zip(left, widths)]
-        axes.invert_yaxis()
-        axes.set(xlabel=f"{unit} since the first attempt began", ylabel="attempt")
-        axes.set_title(plain(shorten(label)), fontsize=10)
-        legend(figure)
-        ends = [f"{one.number} from {duration(one.started - begin)} to {duration(one.ended - begin)}" for one in shown]
-        pictures.append(Picture("attempts", f"Attempts of {label} on a time line: {enumerated(ends)}.", figure))
-    return pictures
+def time_lines(runs: Mapping[str, list[Spent]]) -> Iterator[Drawing]:
+    """Yield the drawing of each run's attempts on a time line; a bar's colours are shares, not moments."""
+    for label, attempts in islice(runs.items(), MOST_MODELS):
+        yield f"attempts of {label}", partial(_time_line, label, attempts)
+
+
+def _time_line(label: str, attempts: Sequence[Spent]) -> Picture:
+    shown, begin = attempts[-MOST_ATTEMPTS:], attempts[0].started
+    size, unit = next((size, unit) for size, unit in _UNITS if attempts[-1].ended - begin >= size or size == 1)
+    figure, (axes,) = new_figure(width=9.2, height=1.4 + 0.22 * len(shown))
+    numbers = [str(attempt.number) for attempt in shown]
+    left = [(attempt.started - begin) / size for attempt in shown]
+    for kind in BAR:
+        widths = [attempt.seconds[kind] / size for attempt in shown]
+        if any(widths):
+            axes.barh(numbers, widths, left=left, color=COLORS[KINDS.index(kind)], label=kind, height=0.7)
+            left = [place + width for place, width in zip(left, widths)]
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{unit} since the first attempt began", ylabel="attempt")
+    axes.set_title(plain(label), fontsize=10)
+    legend(figure)
+    ends = [f"{one.number} from {duration(one.started - begin)} to {duration(one.ended - begin)}" for one in shown]
+    return Picture("attempts", f"Attempts of {label} on a time line: {enumerated(ends)}.", figure)

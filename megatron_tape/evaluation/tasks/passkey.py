@@ -137,11 +137,11 @@ class Passkey(Task):
             said.append(_described(label, details))
         maps = Picture("passkey", "Passkey retrieval by depth and length. " + " ".join(said), figure)
         figure, (one,) = figures.new_figure(width=6.4, height=3.8)
-        everywhere, said = set(), []
+        everywhere, said, looks = set(), [], figures.styles(results)
         for label, result in results.items():
             scores = [score for score in result.scores if score.metric == "accuracy"]
             lengths = [score.length for score in scores]
-            figures.score_curve(one, figures.styles(results)[label], lengths, scores)
+            figures.score_curve(one, looks[label], lengths, scores)
             everywhere.update(lengths)
             said.append(f"{label}: " + ", ".join(f"{score.value:.2f} at {score.length:,}" for score in scores) + ".")
         figures.length_axis(one, everywhere)

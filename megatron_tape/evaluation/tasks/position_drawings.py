@@ -11,17 +11,19 @@ from megatron_tape.evaluation.figures import (
     COLOR_MAP,
     heat_map,
     legend,
+    log_scale,
     model_panels,
     new_figure,
     plain,
     score_curve,
     shades,
-    shorten,
     styles,
 )
 from megatron_tape.evaluation.results import Score, TaskResult
 
 _CURVES = 6
+_MOST_TOKENS = 4096
+"""Of an attention map."""
 
 
 def draw(results: dict[str, TaskResult]) -> list[Picture]:
@@ -76,7 +78,7 @@ def _similarities(results: dict[str, TaskResult]) -> Picture:
         _layer_curves(axes, details["distances"], details["similarity"])
         # What layer 0 reads are RoPE's phases themselves.
         axes.plot(details["distances"], details["similarity"][0], color="0.5", linestyle="--", label="RoPE")
-        axes.set_xscale("log", base=2)
+        log_scale(axes, "x", 2)
         axes.set(xlabel="distance of two tokens", ylabel="similarity of their states", ylim=(0, 1.02))
     legend(figure)
     text = "Similarity of the states of two tokens by their distance, one curve per layer beside RoPE's, for "
@@ -126,6 +128,8 @@ def _maps(index: int, label: str, result: TaskResult) -> Picture:
     figure, axes = new_figure(2, len(shown), width=3, height=3)
     for axis, (kind, one) in zip(axes, [(kind, one) for kind in ("state", "phases") for one in shown]):
         size = len(one[kind])
+        if size > _MOST_TOKENS:
+            raise ValueError(f"a map has {size:,} tokens, and at most {_MOST_TOKENS:,} are drawn")
         weights = np.full((size, size), np.nan)
         for row, seen in enumerate(one[kind]):
             weights[row, : len(seen)] = seen
@@ -135,7 +139,7 @@ def _maps(index: int, label: str, result: TaskResult) -> Picture:
         name = "its state" if kind == "state" else "RoPE's phases"
         axis.set_title(f"layer {one['layer']}, head {one['head']}: {name}", fontsize=9)
         axis.set(xlabel="key", ylabel="query")
-    figure.suptitle(plain(shorten(label)), fontsize=10)
+    figure.suptitle(plain(label), fontsize=10)
     heads = ", ".join(f"head {one['head']} of layer {one['layer']}" for one in shown)
     text = (
         f"Attention maps of {label}, with its position state above and with RoPE's phases in its place below: {heads}."

@@ -276,7 +276,7 @@ def _interval(resampled: np.ndarray, count: int) -> Interval:
 
 
 def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], label: str) -> list[Picture]:
-    from megatron_tape.evaluation.figures import legend, new_figure, styles
+    from megatron_tape.evaluation.figures import legend, new_figure, plain, styles
 
     drawn = {model: [score for score in result.scores if score.metric in metrics] for model, result in results.items()}
     groups = list(dict.fromkeys(score.group or "SCROLLS" for scores in drawn.values() for score in scores))
@@ -290,7 +290,7 @@ def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], lab
         spread = list(zip(*(score.error_bar for score in drawn[model])))
         axes.bar(at, values, width * 0.9, yerr=spread or None, color=style["color"], label=style["label"], capsize=2)
         said.append(f"{model}: " + ", ".join(f"{s.group or 'SCROLLS'} {s.value:.3g}" for s in drawn[model]))
-    axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
+    axes.set_xticks(range(len(groups)), list(map(plain, groups)), rotation=20, ha="right")
     axes.set_ylabel(label)
     legend(figure)
     return [Picture(name, f"Bars of the {label} by dataset. {'; '.join(said)}.", figure)]

@@ -128,7 +128,7 @@ class Variants(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.figures import legend, new_figure, score_curve, styles
+        from megatron_tape.evaluation.figures import legend, new_figure, plain, score_curve, styles
 
         names = list(dict.fromkeys(score.group for result in results.values() for score in result.scores))
         if not names:
@@ -140,7 +140,7 @@ class Variants(SyntheticTask):
             places = [names.index(score.group) + 0.12 * (number - (len(results) - 1) / 2) for score in shown]
             score_curve(axes, {**looks[label], "linestyle": "none"}, places, shown)
             told.append(f"{label}: " + ", ".join(f"{score.value:.1%} {score.group}" for score in shown))
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(range(len(names)), list(map(plain, names)))
         axes.set(ylim=(-0.03, 1.03), xlim=(-0.5, len(names) - 0.5), ylabel="accuracy")
         title = cls.name.replace("_", " ")
         axes.set_title(f"{title}: share of right answers", fontsize=10)
