@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.command_line import refusing, say_refusal
+from megatron_tape.command_line import refusing, say_refusal, unforeseen
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import (
     EXIT_REFUSED,
@@ -84,8 +84,8 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         if is_rank_0:
             watch.record_end(REFUSED, str(error))
         return EXIT_REFUSED
-    except OSError as error:
-        message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
+    except (OSError, MemoryError) as error:
+        message = unforeseen(error) or f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
         watch.record_end(FAILED, message)
         print(f"error (rank {rank}): {message}", file=sys.stderr)
         return 1
@@ -111,12 +111,13 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
-        message = str(error) if foreseen else f"{type(error).__name__}: {error}"
+        sentence = str(error) if foreseen else unforeseen(error)
+        message = sentence or f"{type(error).__name__}: {error}"
         # Recorded first: when this rank's collectives end, other ranks fail only as a consequence.
         bad_nodes = error.subjects if isinstance(error, NodeError) else ()
         watch.record_end(outcome, message, None if foreseen else error, bad_nodes)
         _abort_process_groups()
-        if not foreseen:
+        if sentence is None:
             raise
         print(f"error{'' if is_rank_0 else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
         if isinstance(error, StaleAttempt) and not isinstance(error, RunVanished):

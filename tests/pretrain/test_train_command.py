@@ -354,6 +354,20 @@ def test_an_error_is_recorded_and_then_the_process_groups_are_aborted(run, monke
     assert run("--train.steps=3") == 0
 
 
+@pytest.mark.parametrize("error", [MemoryError("cannot allocate 8 TiB"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_memory_that_runs_out_is_a_sentence_and_its_place_is_recorded(run, monkeypatch, capfd, error):
+    def fail(self, *args):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "train_step", fail)
+        assert run() == 1
+    reported = capfd.readouterr().err
+    assert f"error: memory ran out ({error}); use smaller" in reported and "Traceback" not in reported
+    (attempt,) = read_attempts(run.folder)
+    assert attempt.outcome == "failed" and str(error) in attempt.message and "in fail" in attempt.detail
+
+
 @pytest.fixture
 def wrong_kernel(monkeypatch):
     """The fused kernel of attention returns wrong numbers."""
