@@ -100,14 +100,15 @@ def _main(argv: list[str] | None) -> int:
         message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
         command_line.say(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}")
         return 1
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for every command
+    except BaseException as error:
+        if (sentence := command_line.unforeseen(error)) is None:
             raise
-        reason = str(error).split(". ")[0]
-        command_line.say(
-            f"error (rank {rank}): the GPU's memory is too small ({reason}); choose shorter lengths, a smaller "
-            "batch_size or --dtype bf16, and run the command again to continue"
-        )
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for every command
+            sentence = (
+                f"the GPU's memory is too small ({str(error).split('. ')[0]}); choose shorter lengths, a smaller "
+            )
+            sentence += "batch_size or --dtype bf16, and run the command again to continue"
+        command_line.say(f"error (rank {rank}): {sentence}")
         return 1
     return 0
 

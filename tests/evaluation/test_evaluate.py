@@ -445,14 +445,23 @@ def test_the_first_process_gets_values_from_the_others_and_not_from_their_files(
     assert [1, 2] in [value.get("pair") for value in result.examples.values()], "as JSON gives it back"
 
 
-def test_a_gpu_that_is_too_small_ends_in_one_sentence(llama, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+            "the GPU's memory is too small (CUDA out of memory); choose shorter",
+        ),
+        (MemoryError("Unable to allocate 8 TiB"), "memory ran out (Unable to allocate 8 TiB); use smaller"),
+    ],
+)
+def test_memory_that_runs_out_is_one_sentence(llama, tmp_path, monkeypatch, capsys, error, sentence):
     def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+        raise error
 
     monkeypatch.setattr(Toy, "evaluate", fails)
     assert run("--model", llama, "--output", tmp_path) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error (rank 0): the GPU's memory is too small (CUDA out of memory); choose shorter"), error
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error (rank 0): {sentence}")
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path):
