@@ -13,12 +13,15 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from megatron_tape import command_line
-from megatron_tape.errors import FileError
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.evaluation.base import HuggingFaceModel, Task, Unit
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import (
@@ -31,9 +34,14 @@ from megatron_tape.evaluation.results import (
     read_results,
     write_results,
 )
-from megatron_tape.io.files import digest, remove
+from megatron_tape.io.files import digest, open_to_append, remove
+from megatron_tape.io.records import RECORD_BYTES, parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit
+from megatron_tape.run.metrics import read_lines
 from megatron_tape.text import counted
+
+PART_BYTES = RECORD_BYTES
+"""The longest line of a file of parts that is read."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,11 @@ def _check_same_model(output: Path, results: Results, planned: Planned) -> None:
         raise FileError(str(output / NAME), problem, "choose another --output")
 
 
+class _Part(TypedDict):
+    key: str
+    value: dict[str, Any]
+
+
 class Parts:
     """The values of a task's units that are known so far, in a directory that only grows."""
 
@@ -113,12 +126,10 @@ class Parts:
         """Return the values by the units' keys; a line that a killed process left unfinished is ignored."""
         values = {}
         for file in sorted(self.directory.glob("*.jsonl")):
-            for line in file.read_bytes().splitlines():
-                try:
-                    part = json.loads(line)
+            for line in read_lines(file, PART_BYTES):
+                with suppress(ValueError):
+                    part = parse_record(line, _Part)
                     values[part["key"]] = part["value"]
-                except (ValueError, TypeError, KeyError):
-                    continue
         return values
 
     def append(self, rank: int, key: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +140,7 @@ class Parts:
         self.directory.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"key": key, "value": value}, allow_nan=False)
         # An unfinished line of a killed process must not swallow this one.
-        with open(self.directory / f"rank-{rank:05d}.jsonl", "ab") as file:
+        with open_to_append(self.directory / f"rank-{rank:05d}.jsonl") as file:
             file.write(f"\n{line}\n".encode())
         return json.loads(line)["value"]
 
@@ -165,7 +176,14 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     for part in gathered:
         values |= part
     examples = {unit.key: values[unit.key] for unit in units}
-    summary = task.summarize(examples, model.info)
+    try:
+        summary = task.summarize(examples, model.info)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UserError) or not done:
+            raise
+        # What this evaluation has found itself has the right shape.
+        problem = f"holds values that {task.name} cannot use ({type(error).__name__}: {error})"
+        raise FileError(str(parts.directory), problem, "remove it, and evaluate again") from error
     return TaskResult(
         settings=asdict(task.settings),
         data=planned.data,
@@ -218,13 +236,21 @@ def record(output: Path, label: str, model: EvaluatedModel, planned: Planned, re
 
 
 def draw(output: Path, task: Task, results: Results) -> list[Path]:
-    """Draw the pictures of one task's results into the output directory; return their files."""
+    """Draw the pictures of one task's results into the output directory; return their files.
+
+    Pictures that cannot be drawn, as the values of a broken model may not, cost a warning. Raises OSError.
+    """
     from megatron_tape.evaluation.figures import save
 
     files = []
-    for picture in task.draw({results.label: results.tasks[task.name]}):
-        files.append(output / f"{picture.name}.png")
-        save(picture, files[-1])
+    try:
+        for picture in task.draw({results.label: results.tasks[task.name]}):
+            save(picture, output / f"{picture.name}.png")
+            files.append(output / f"{picture.name}.png")
+    except OSError:
+        raise
+    except Exception as error:
+        command_line.say(f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}: {error})")
     return files
 
 

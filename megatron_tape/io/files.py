@@ -132,9 +132,12 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def open_to_append(path: str | Path) -> IO[bytes]:
-    """Open a file to append bytes to it, and create it if it does not exist. Raises FileError if it is a link."""
-    return os.fdopen(_open_or_create(path, os.O_WRONLY | os.O_APPEND, of_others=True), "ab", buffering=0)
+def open_to_append(path: str | Path, buffering: int = -1) -> IO[bytes]:
+    """Open a file to append bytes to it, and create it if it does not exist.
+
+    `buffering` is that of `open`. Raises FileError if the path is a link or not a regular file.
+    """
+    return os.fdopen(_open_or_create(path, os.O_WRONLY | os.O_APPEND, of_others=True), "ab", buffering)
 
 
 def _open_or_create(path: str | Path, flags: int, of_others: bool = False) -> int:

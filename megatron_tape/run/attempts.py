@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt, UserError
-from megatron_tape.io.files import remove, sync_directory, write_whole
+from megatron_tape.io.files import open_to_append, remove, sync_directory, write_whole
 from megatron_tape.io.records import read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
@@ -226,10 +226,8 @@ class Attempt:
 
     def record_spike(self, spike: Spike) -> None:
         """Add a line to `spikes.jsonl`."""
-        # Without O_NONBLOCK, a FIFO of that name would wait for a reader.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-        with open(os.open(self.directory / SPIKES, flags, 0o666), "a", encoding="utf-8") as file:
-            file.write(json.dumps(spike) + "\n")
+        with open_to_append(self.directory / SPIKES) as file:
+            file.write(f"{json.dumps(spike)}\n".encode())
 
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()

@@ -14,10 +14,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -26,7 +28,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.plugins.image import metadata as images
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_tape.io.files import SUFFIX, write_whole
+from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class RecordFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = open_to_append(path, buffering=0)
         self._waiting = b""
         self._failing = False
 
@@ -47,7 +49,7 @@ class RecordFile:
         self._waiting += record
         try:
             while self._waiting:
-                self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             if not self._failing:
                 logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)
@@ -60,20 +62,19 @@ class RecordFile:
     def sync(self) -> None:
         """Flush what was written to disk, if the disk allows it."""
         with suppress(OSError):
-            os.fsync(self._descriptor)
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Try once more to write what waits, and log a warning about what is lost."""
-        if self._descriptor < 0:
+        if self._file.closed:
             return
         self.append(b"")
         if self._waiting:
             logger.warning("%s is closed without its last %d bytes", self._path, len(self._waiting))
         try:
-            os.close(self._descriptor)
+            self._file.close()
         except OSError as error:
             logger.warning("%s may lack its last records (%s)", self._path, error)
-        self._descriptor = -1
 
 
 def rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None = None) -> None:
@@ -102,7 +103,8 @@ class EventFile(RecordFile):
         """Open the file; a TensorBoard that is already running drops what it has read from `first_step` on."""
         directory.mkdir(parents=True, exist_ok=True)
         # The clocks of two machines may differ, and TensorBoard must not read this file before an earlier attempt's.
-        taken = [int(number) for path in event_files(directory) for number in re.findall(r"tfevents\.(\d+)", path.name)]
+        names = [path.name for path in event_files(directory)]
+        taken = [int(number) for name in names for number in re.findall(r"tfevents\.([0-9]{1,10})\.", name)]
         seconds = max([int(time.time()), *(number + 1 for number in taken)])
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.0"
         super().__init__(directory / name)
@@ -136,7 +138,7 @@ class EventFile(RecordFile):
 
 def event_files(directory: Path) -> list[Path]:
     """Return the event files of a folder, which need not exist, in the order TensorBoard reads them."""
-    return sorted(directory.glob("events.out.tfevents.*"))
+    return sorted(path for path in directory.glob("events.out.tfevents.*") if path.is_file())
 
 
 def keep_events(
@@ -158,12 +160,18 @@ def keep_events(
         return event.step < last_step or tags.isdisjoint(value.tag for value in event.summary.value)
 
     for path in event_files(directory):
-        events = map(Event.FromString, RawEventFileLoader(str(path)).Load())  # up to the first truncated or damaged one
-        kept = [_framed(event.SerializeToString()) for event in events if stays(event)]
-        if len(kept) < 2:  # only the file version
+        kept = (_framed(event.SerializeToString()) for event in _events(path) if stays(event))
+        first = list(islice(kept, 2))
+        if len(first) < 2:  # only the file version
             path.unlink()
         else:
-            rewrite(path, kept, staging)
+            rewrite(path, chain(first, kept), staging)
+
+
+def _events(path: Path) -> Iterator[Event]:
+    """Yield the events of a file up to the first one that is truncated or damaged."""
+    with suppress(DecodeError, MemoryError, OverflowError):  # the latter where it names a length that it does not have
+        yield from map(Event.FromString, RawEventFileLoader(str(path)).Load())
 
 
 def _framed(data: bytes) -> bytes:

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megatron_tape.errors import FileError
+from megatron_tape.io.files import open_to_append
 from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.run.attempts import (
     HUNG,
@@ -197,14 +199,14 @@ class Watch:
 
     def _hang(self) -> None:
         where = f"{self._facts['stage']} (step {self._facts['step']})"
-        with contextlib.suppress(OSError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        with contextlib.suppress(OSError, FileError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:
             file.write(f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}, while {where}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             # One file for all ranks of a node, to which each adds its stack in one piece.
             path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
-            with open(path, "ab", buffering=0) as stacks:
+            with open_to_append(path, buffering=0) as stacks:
                 stacks.write(f"{file.read()}\n".encode())
                 os.fsync(stacks.fileno())
         with contextlib.suppress(Exception):  # whatever torch meets there, the rank has to end

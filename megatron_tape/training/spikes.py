@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tape.config.stages import Stage, stage_at
 from megatron_tape.config.steering import SpikeSettings
-from megatron_tape.errors import TrainingStopped
+from megatron_tape.errors import FileError, TrainingStopped
 from megatron_tape.run.attempts import Spike
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
@@ -99,7 +99,7 @@ class SpikeHook(Hook):
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
             spike: Spike = {"step": step, "loss": loss, "grad_norm": norm, "action": action, "number": number}
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, FileError):
                 trainer.watch.attempt.record_spike(spike)
         message = "spike at step %d (%s): loss %.4g, gradient norm %.4g; the medians before are %.4g and %.4g"
         logger.warning(message, step, action, loss, norm, *map(median, self._spikes.values))

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_tape.io.files import open_to_append
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name(0) if n else '')"
@@ -28,7 +30,7 @@ class Programs:
         gpu = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]} if self._gpus else {"OMP_NUM_THREADS": "1"}
         code = f"import sys; sys.path = {sys.path}; from {module} import main; sys.exit(main(sys.argv[1:]))"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
+        with open_to_append(log) as output:
             return subprocess.Popen(
                 [sys.executable, "-u", "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,

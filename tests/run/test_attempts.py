@@ -11,7 +11,7 @@ import pytest
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
-from megatron_tape.errors import CheckpointError, StaleAttempt
+from megatron_tape.errors import CheckpointError, FileError, StaleAttempt
 from megatron_tape.io.files import digest
 from megatron_tape.run import watch as watching
 from megatron_tape.run.attempts import Attempt, RunVanished, stop_reason
@@ -135,7 +135,7 @@ def test_pipes_in_place_of_records_do_not_hold_up_an_attempt(run):
     assert record.stop_reason == "a request to stop" and record.outcome is None
     first.request_stop("asked to")
     assert stop_reason(first.directory) == "asked to"
-    with pytest.raises(OSError):
+    with pytest.raises(FileError, match="is not a regular file"):
         first.record_spike({"step": 1, "loss": 1.0, "grad_norm": 1.0, "action": "warn", "number": 1})
 
 
