@@ -14,7 +14,7 @@ from launch import run_group
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.checkpoint.directories import digest, list_checkpoints
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.to_transformers import export
@@ -206,6 +206,50 @@ def test_a_broken_or_foreign_checkpoint_is_refused_in_one_sentence(trained, tmp_
     with changed_state(source, tmp_path) as (step, state):
         DAMAGES[refusal](next(step.glob("tensors-tp01-*")), state["config"])
     refused(tmp_path, refusal, "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
+
+
+FIRST = "tensors-tp00-dp00000.safetensors"
+NORM, MATRIX = "weight/gpt.decoder.final_layernorm.weight", "weight/gpt.decoder.layers.0.mlp.linear_fc2.weight"
+
+
+def in_header(before, after):
+    """Change the header of the file of tensors, whose length stays."""
+    assert len(before) == len(after)
+
+    def damage(step, index, sharded):
+        content = (step / FIRST).read_bytes()
+        assert content.count(before.encode()) == 1
+        (step / FIRST).write_bytes(content.replace(before.encode(), after.encode()))
+
+    return damage
+
+
+def cut(dim, stride):
+    return lambda step, index, sharded: sharded.update({MATRIX.removeprefix("weight/"): {"dim": dim, "stride": stride}})
+
+
+LIES = {
+    f"holds {MATRIX} as (48, 32)": in_header(
+        f'{MATRIX}":{{"dtype":"F32","shape":[32,48]', f'{MATRIX}":{{"dtype":"F32","shape":[48,32]'
+    ),
+    f"holds {NORM} as (32,), torch.int32": in_header(f'{NORM}":{{"dtype":"F32"', f'{NORM}":{{"dtype":"I32"'),
+    f"holds no {NORM} that can be read": in_header(NORM, NORM.replace("norm", "mron")),
+    "that can be read: Error while deserializing": lambda step, *_: (step / FIRST).write_bytes(b"x" * 300_000),
+    "linear_fc2.weight is cut in a way that it cannot be: {'dim': 1, 'stride': 7}": cut(1, 7),
+}
+
+
+@pytest.mark.parametrize("refusal", LIES)
+def test_a_checkpoint_whose_files_contradict_each_other_is_refused(exports, tmp_path, refusal):
+    with changed_state(exports["rope"].checkpoint, tmp_path) as (step, state):
+        index = json.loads((step / "index.json").read_text())
+        LIES[refusal](step, index, state["sharded"])
+        (step / "index.json").write_text(json.dumps(index))
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"] = {path.name: digest(path) for path in step.iterdir() if path.name != "manifest.json"}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    command = ["to-hf", "--checkpoint", step, "--output", tmp_path / "out", "--tokenizer", "none"]
+    refused(tmp_path, refusal, *command)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -25,6 +25,7 @@ from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
 from megatron_tape.position import model_config
 
+_ANOTHER = "choose another step"
 _WEIGHT, _AVERAGE = f"weight/{WRAPPED}", f"{AVERAGE}/{WRAPPED}"
 
 
@@ -45,9 +46,13 @@ class SavedWeights:
     """Whether the weights are averages of those of many steps."""
 
     @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(self.model, self.extension)
+
+    @cached_property
     def trained(self) -> list[str]:
         frozen = {name.removeprefix(WRAPPED) for name in self.state.get("frozen", ())}
-        return [name for name in parameter_shapes(self.model, self.extension) if name not in frozen]
+        return [name for name in self._shapes if name not in frozen]
 
     @cached_property
     def _lora(self) -> dict[str, dict[str, str]]:
@@ -67,6 +72,8 @@ class SavedWeights:
     def read(self, name: str) -> Tensor:
         """Return the whole fp32 parameter that Megatron calls `name`.
 
+        Raises CheckpointError if its file does not hold it, or with another shape or type than the model's.
+
         Files are opened for one parameter and closed again: pages of a file that stays open stay in memory.
         """
         if self.source is not None and name not in self.files[0]:
@@ -74,9 +81,18 @@ class SavedWeights:
         parts = []
         for files in self.files:
             path, key = files[name]
-            with safe_open(path, "pt") as file:
-                parts.append(file.get_tensor(key))
-        cut = self.state["sharded"].get(WRAPPED + name)
+            try:
+                with safe_open(path, "pt") as file:
+                    parts.append(file.get_tensor(key))
+            except SafetensorError as error:
+                raise CheckpointError(str(path), f"holds no {key} that can be read: {error}", _ANOTHER) from None
+            cut = self.state["sharded"].get(WRAPPED + name)
+            shape = list(parts[-1].shape)
+            if cut is not None and cut["dim"] < len(shape):
+                shape[cut["dim"]] *= len(self.files)
+            if tuple(shape) != self._shapes[name] or parts[-1].dtype is not torch.float32:
+                problem = f"holds {key} as {tuple(parts[-1].shape)}, {parts[-1].dtype}, which is not its model's"
+                raise CheckpointError(str(path), problem, _ANOTHER)
         if cut is None:
             return parts[0]
         how = SimpleNamespace(tensor_model_parallel=True, partition_dim=cut["dim"], partition_stride=cut["stride"])
@@ -143,8 +159,10 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
                 raise CheckpointError(str(saved.path), f"{where} is not one that this model has")
             shape = list(found[name])
             cut = saved.state["sharded"].get(WRAPPED + name)
-            if cut and cut["dim"] < len(shape):
+            if cut:
+                if not 0 <= cut["dim"] < len(shape) or cut["stride"] < 1 or shape[cut["dim"]] % cut["stride"]:
+                    raise CheckpointError(str(saved.path), f"{where} is cut in a way that it cannot be: {cut}")
                 shape[cut["dim"]] *= len(shapes)
-            if tuple(shape) != expected[name] or (cut and cut["dim"] >= len(shape)):
+            if tuple(shape) != expected[name]:
                 problem = f"{where} has shape {tuple(shape)} instead of {expected[name]}"
                 raise CheckpointError(str(saved.path), problem)
