@@ -28,18 +28,20 @@ _OTHER_MAPS = 8192
 
 
 def check_descriptors(config: RunConfig) -> None:
-    """Raise the limit of open files for this process and its children; ConfigError if the run's data needs more.
+    """Raise the limit of open files for this process and its children; ConfigError if the run needs more.
 
     Every process that opens the data calls this, since limits may differ between nodes.
     """
     stages = _stages(config)
     keys = ("data.prefix", "data.stages") if len(stages) > 1 else ("data.prefix",)
     count, needed = len(prefixes_of(stages)), files_to_map(config)
+    others = _OTHERS + _OF_EACH_WORKER * config.data.num_workers
     if not count:
-        return
+        fix = "start the run where more are"
+        return refuse_more_files("data.num_workers", f"is {config.data.num_workers}", 0, fix, others)
     named = f"{'and data.stages name' if len(stages) > 1 else 'names'} {counted(count, 'dataset')}"
     fix = "merge datasets with tools/merge_datasets.py"
-    refuse_more_files(keys, named, needed, fix, _OTHERS + _OF_EACH_WORKER * config.data.num_workers)
+    refuse_more_files(keys, named, needed, fix, others)
     with contextlib.suppress(OSError):
         limit = int(MAX_MAP_COUNT.read_text())
         problem = f"{named} with {needed:,} files to map, but vm.max_map_count is {limit:,}"

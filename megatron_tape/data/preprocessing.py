@@ -17,13 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import token_dtype
 from megatron_tape.data.origins import Origin
 from megatron_tape.data.raw_chunks import Chunk, FilePart, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer, record_of
+from megatron_tape.errors import refuse
 
 CHUNKS_IN_FLIGHT = 3
+MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,10 @@ def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_
     """Yield the documents of `parts`, in order, encoded by `workers` processes.
 
     A file that cannot be read to its end becomes a problem of a chunk without documents. Raises ChildProcessError when
-    a worker dies.
+    a worker dies, and UserError for more workers than this process can have.
     """
+    refuse(workers > MOST_WORKERS, "--workers", f"is {workers:,}", f"give at most {MOST_WORKERS:,}")
+    refuse_more_files("--workers", f"is {workers:,}", 2 * workers, "give fewer", others=24)
     executor = ProcessPoolExecutor(
         workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoding,)
     )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from megatron_tape.errors import UserError, refuse
 from megatron_tape.evaluation.base import Unit
 from megatron_tape.parallel.addresses import check_master_address
-from megatron_tape.parallel.launcher import rank_and_size
+from megatron_tape.parallel.launcher import rank_and_size, refusing_few_files
 
 T = TypeVar("T")
 
@@ -33,7 +33,8 @@ class Ranks:
             import torch.distributed as dist
 
             # Ranks wait for each other at the end of a task, whose units may take hours.
-            dist.init_process_group("gloo", timeout=timedelta(days=7))
+            with ranks.alone(), refusing_few_files():
+                dist.init_process_group("gloo", timeout=timedelta(days=7))
         return ranks
 
     def share(self, value: Any) -> Any:

@@ -167,9 +167,10 @@ def initialize_distributed(
     prepare_cpu()
     device = _own_device()
     limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
-    if not dist.is_initialized():
-        _join_processes("nccl" if device.type == "cuda" else "gloo", limit)
-    groups = _megatron_groups(sizes)
+    with launcher.refusing_few_files():
+        if not dist.is_initialized():
+            _join_processes("nccl" if device.type == "cuda" else "gloo", limit)
+        groups = _megatron_groups(sizes)
     # Megatron would give groups 30 minutes, torch 10 or 30; groups that are kept have those of an earlier call.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(limit, group)

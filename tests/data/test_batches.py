@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from configurations import make
 from datasets_for_tests import EOD, write_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -20,6 +21,7 @@ from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
 from megatron_tape.config.stages import stages_of
 from megatron_tape.data import batches, descriptors, plan
 from megatron_tape.data.batches import build_batches, documents_from_tokens
+from megatron_tape.data.preprocessing import encode_files
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.position import replaced
@@ -128,6 +130,17 @@ def test_a_blend_that_needs_more_files_than_are_allowed_is_refused(build, monkey
     assert refusal.value.key == "data.prefix"
     with pytest.raises(ConfigError, match="^data.prefix and data.stages name 301 datasets, "):
         build(many, stages=stage)
+
+
+def test_without_datasets_libraries_and_workers_need_files_too(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    data = DataConfig(generator={"task": "selective_copy"}, num_workers=2)
+    generated = dataclasses.replace(make(), data=data)
+    with pytest.raises(ConfigError, match="^data.num_workers is 2, .* needs 288 file descriptors, but only 64 are"):
+        descriptors.check_descriptors(generated)
+    with pytest.raises(ConfigError, match="^--workers is 21, .* needs 66 file descriptors"):
+        next(encode_files([], None, 21, 1))
 
 
 def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
