@@ -26,7 +26,7 @@ from megatron_tape import command_line
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
+from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, refuse
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.parallel.addresses import check_master_address, gloo_address, out_of_reach
@@ -40,6 +40,7 @@ from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from megatron_tape.text import counted
 
 MIB = 2**20
+DAY = 86400
 LEAST_SPEED = 0.7
 SHOWN = 20
 """How many problems are reported in words; all bad nodes are recorded."""
@@ -66,13 +67,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
     patience = "seconds that a rank may take to answer after rank 0 has imported torch, and again for the all-reduce"
     add("--timeout", type=float, default=300, help=f"{patience} (default: %(default)s)")
-    share = f"a GPU or link below this share of the median makes its node a bad one (default: {LEAST_SPEED} on GPUs)"
-    add("--least-speed", type=float, metavar="SHARE", help=share)
+    slow = f"a GPU or link below this share of the median makes its node a bad one (default: {LEAST_SPEED} on GPUs)"
+    add("--least-speed", type=float, metavar="SHARE", help=slow)
     anyway = "start although the estimate says that the GPUs are too small"
     add("--no-memory-check", action="store_true", help=anyway)
     with command_line.refusing():
         check_launched()
         options, rest = parser.parse_known_args(argv)
+        refuse(options.gpus < 0, "--gpus", f"is {options.gpus}", "give 0 or more")
+        refuse(not 0 < options.timeout <= DAY, "--timeout", f"is {options.timeout:g}", f"give 1 to {DAY} seconds")
+        share = options.least_speed
+        refuse(share is not None and not 0 <= share <= 1, "--least-speed", f"is {share}", "give a number from 0 to 1")
         config = parse_run_config(rest, with_base_settings)
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory, on_other_node=rank != 0)

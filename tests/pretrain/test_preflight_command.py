@@ -96,6 +96,18 @@ def test_a_mistake_in_the_configuration_stops_the_job(start):
     assert status == 1 and record.outcome == "refused" and "train.global_batch_size 3" in record.message
 
 
+@pytest.mark.parametrize(
+    "option, values",
+    [("--timeout", ["nan", "inf", "1e30", "0", "-1"]), ("--gpus", ["-1"]), ("--least-speed", ["nan", "-1", "2"])],
+)
+def test_options_that_cannot_be_are_refused(option, values, capfd, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    for value in values:
+        with pytest.raises(SystemExit) as stop:
+            preflight.main([f"{option}={value}"])
+        assert stop.value.code == 2 and f"error: {option} is " in capfd.readouterr().err
+
+
 COUNTED = """
 import json, os, sys
 opened = []
