@@ -31,12 +31,13 @@ COPYING_STEPS = 400
 def main() -> int:
     """Run the stages one after another; return the exit status."""
     parser = command_line.Parser(description=__doc__)
-    parser.add_argument("--processes", type=int, help="data-parallel processes (default: 2, or 1 on one core or GPU)")
+    whole = command_line.whole_number
+    parser.add_argument("--processes", type=whole, help="data-parallel processes (default: 2, or 1 on one core or GPU)")
     directory = Path("runs/demo")
     parser.add_argument(
         "--directory", type=Path, default=directory, help="where everything goes (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, help="training steps, with a quicker evaluation (default: the recipes')")
+    parser.add_argument("--steps", type=whole, help="training steps, with a quicker evaluation (default: the recipes')")
     arguments = parser.parse_args()
     arguments.processes = arguments.processes or min(2, len(find_gpus()[0]) or os.cpu_count() or 1)
     leave_gpus_out(arguments.processes)

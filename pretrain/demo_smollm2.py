@@ -99,9 +99,10 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     directory = Path("runs/demo_smollm2")
     add("--directory", type=Path, default=directory, help="where everything goes (default: %(default)s)")
-    add("--steps", type=int, help="training steps of each method (default: the recipes', about ten minutes each)")
-    add("--processes", type=int, default=2, help="data-parallel processes (default: %(default)s)")
-    add("--documents", type=int, default=16, help="documents held out that are compared (default: %(default)s)")
+    whole = command_line.whole_number
+    add("--steps", type=whole, help="training steps of each method (default: the recipes', about ten minutes each)")
+    add("--processes", type=whole, default=2, help="data-parallel processes (default: %(default)s)")
+    add("--documents", type=whole, default=16, help="documents held out that are compared (default: %(default)s)")
     add(
         "--ruler-samples",
         type=int,

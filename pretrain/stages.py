@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         except command_line.Interrupted as interruption:
             if interruption.number != signal.SIGINT:
                 process.send_signal(interruption.number)
-            process.wait(timeout=30)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
             raise
 
 

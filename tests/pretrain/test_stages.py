@@ -2,7 +2,12 @@
 
 import os
 import subprocess
+import sys
 
+import pytest
+
+from megatron_tape.errors import ConfigError
+from pretrain import demo, demo_smollm2
 from pretrain.stages import launcher
 
 NAMELESS = """
@@ -22,3 +27,13 @@ def test_processes_start_where_the_name_of_the_machine_does_not_resolve(tmp_path
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "127.0.0.1\n"), done.stderr
+
+
+@pytest.mark.parametrize("program", [demo, demo_smollm2])
+@pytest.mark.parametrize("option", ["--processes", "--steps"])
+def test_a_demo_of_no_processes_or_steps_is_refused(program, option, monkeypatch, tmp_path):
+    for value in ("0", "-1", "²"):
+        monkeypatch.setattr(sys, "argv", ["demo", f"--directory={tmp_path}/runs", f"{option}={value}"])
+        with pytest.raises(ConfigError, match=f"argument {option}: '{value}' is not a whole number"):
+            program.main()
+    assert not list(tmp_path.iterdir())
