@@ -184,6 +184,8 @@ class Watch:
                     # Not assigned unless there is one: a signal may come while the file system answers.
                     if reason := stop_reason(self._attempt.directory):
                         self.stop = self.stop or reason
+                    elif not self._attempt.directory.is_dir():  # checkpoints may be elsewhere, where one can be saved
+                        self.stop = self.stop or f"the loss of {self._attempt.directory}"
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
                         self._beat()

@@ -127,6 +127,25 @@ def test_a_directory_that_vanishes_is_not_taken_for_a_newer_attempt(run, removed
     assert f"ends: {run.parent / removed} has vanished" in str(caught.value)
 
 
+def test_a_run_without_its_records_is_stopped_while_it_can_save(run, monkeypatch):
+    attempt = Attempt.claim(run, run.parent / "elsewhere", {})
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.01)
+    looked = threading.Event()
+    monkeypatch.setattr(watching, "stop_reason", lambda folder: looked.set() or stop_reason(folder))
+    with contextlib.closing(watching.Watch(None)) as watch:
+        watch.attach(attempt, 0)
+        assert looked.wait(10) and watch.stop is None
+        run.rename(run.with_name("moved"))
+        wait_for(lambda: watch.stop == f"the loss of {attempt.directory}")
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_pipes_in_place_of_records_do_not_hold_up_an_attempt(run):
     first = claim(run)
     for name in ("stop", "spikes.jsonl", "heartbeat.json", "verdict.json", "rank-00000.json"):
