@@ -12,6 +12,10 @@ KINDS = (KEPT, REPEATED, SAVES, EVALUATION, START, STALLS, BETWEEN, OTHER)
 """Kinds of time, in the order in which they are shown."""
 
 
+LONGEST = 1e11
+"""Seconds: no clock that is right shows more, and no attempt takes longer."""
+
+
 @dataclass(frozen=True)
 class Spent:
     """How an attempt spent its time."""
@@ -29,7 +33,7 @@ def spent(attempts: Sequence[AttemptRecord]) -> list[Spent]:
 
     Steps after the one from which a later attempt continued are repeated. Seconds of steps are divided evenly.
     """
-    attempts = [attempt for attempt in attempts if "started" in attempt.facts]
+    attempts = [attempt for attempt in attempts if abs(attempt.facts.get("started", LONGEST)) < LONGEST]
     found: list[Spent] = []
     next_start = oldest = float("inf")
     """When the attempt after this one began, and the first step from which any later one continued."""
@@ -44,7 +48,7 @@ def spent(attempts: Sequence[AttemptRecord]) -> list[Spent]:
 def _spent(attempt: AttemptRecord, next_start: float, oldest: float) -> Spent:
     started, beat = attempt.facts["started"], attempt.heartbeat
     ended = attempt.ended if attempt.ended is not None else beat.get("time", started)
-    ended = max(started, min(ended, next_start))
+    ended = max(started, min(ended, next_start, started + LONGEST))
     seconds = dict.fromkeys(KINDS, 0.0)
     idle, limit = max(0.0, ended - max(started, beat.get("since", ended))), beat.get("hang_timeout")
     stalled = attempt.outcome == HUNG or (limit is not None and idle > limit)
@@ -58,7 +62,7 @@ def _spent(attempt: AttemptRecord, next_start: float, oldest: float) -> Spent:
     if not stalled:
         stages[beat["stage"]] = stages.get(beat["stage"], 0.0) + idle
     for stage, duration in stages.items():
-        seconds[_kind(stage)] += duration
+        seconds[_kind(stage)] += min(max(0.0, duration), LONGEST)
     first, last = beat.get("from_step", 0), beat.get("step") or 0
     kept = max(0, min(last, oldest) - first) / (last - first) if last > first else 0
     seconds |= {KEPT: kept * seconds[KEPT], REPEATED: seconds[REPEATED] + (1 - kept) * seconds[KEPT]}

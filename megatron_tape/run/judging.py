@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import checkpointed_step
-from megatron_tape.errors import CheckpointError
+from megatron_tape.errors import CheckpointError, FileError
 from megatron_tape.io.records import RECORD_BYTES, parse_record, read_record, read_small
 from megatron_tape.run.attempts import (
     FAILED,
@@ -100,7 +100,9 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
     The decision rests on what the run recorded, since a launcher's exit codes are unreliable after signals.
     """
     attempts = read_attempts(run_directory)
-    attempt = next(record for record in attempts if record.number == number)
+    attempt = next((record for record in attempts if record.number == number), None)
+    if attempt is None:
+        raise FileError(str(Path(run_directory) / "attempts"), f"holds no attempt {number}")
     if attempt.outcome == FINISHED:
         return "done", attempt.message
     if attempt.outcome == REFUSED:

@@ -1,5 +1,6 @@
 """What became of a run's time, by the records that attempts leave."""
 
+import math
 import time
 
 import pytest
@@ -76,6 +77,24 @@ def test_a_killed_attempt_ended_with_its_last_heartbeat_or_when_the_next_one_beg
     first, second, third = spent(read_attempts(tmp_path))
     assert (first.ended, second.ended, third.ended) == (25, 80, 80)
     assert totals(tmp_path) == {KEPT: 10.0 + 5 + 10 + 20, START: 20.0, BETWEEN: 15.0}
+
+
+@pytest.mark.parametrize("odd", [1e308, -1e308])
+@pytest.mark.parametrize("key", ["time", "since", "began", "stages", "started", "ended"])
+def test_times_that_no_clock_shows_leave_numbers(tmp_path, key, odd):
+    beat = {"since": 20, "time": 25, "began": 10, "from_step": 0, "step": 4, "stages": {"training": 9, "saving": 1}}
+    started, ended = odd if key == "started" else 0, odd if key == "ended" else 40
+    beat |= {"stages": dict.fromkeys(("training", "saving"), odd)} if key == "stages" else {key: odd}
+    record(
+        tmp_path,
+        1,
+        started,
+        ended,
+        **{name: beat[name] for name in ("time", *beat) if name not in ("started", "ended")},
+    )
+    record(tmp_path, 2, 50, 60, since=55)
+    found = totals_of(spent(read_attempts(tmp_path)))
+    assert all(math.isfinite(seconds) for seconds in found.values()) and math.isfinite(sum(found.values()))
 
 
 def test_a_run_without_records_of_time_has_no_shares(tmp_path):
