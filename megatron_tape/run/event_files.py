@@ -49,7 +49,7 @@ class RecordFile:
         self._waiting += record
         try:
             while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+                self._waiting = self._waiting[os.write(self._file.fileno(), self._waiting) :]
         except OSError as error:
             if not self._failing:
                 logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)

@@ -1,6 +1,7 @@
 """`python -m pretrain.status`: one word for every situation, and the exit status that goes with it."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -230,3 +231,11 @@ def test_text_that_a_terminal_cannot_show_is_escaped(run):
     write_record(run / "attempts" / "000001" / "attempt.json", facts)
     done = subprocess.run([sys.executable, "-m", "pretrain.status", str(run)], capture_output=True, text=True)
     assert "\\ud800" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_metrics_that_are_no_file_are_left_out(run, capsys, make):
+    (run / "metrics.jsonl").unlink()
+    make(run / "metrics.jsonl")
+    assert status.main([str(run)]) == 0
+    assert "step        12" in capsys.readouterr().out

@@ -5,15 +5,20 @@ import json
 import logging
 import math
 import os
+import stat
+import struct
 import sys
 import time
 
 import PIL.Image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from megatron_tape.config.schema import TrainConfig
-from megatron_tape.run.metrics import MetricsWriter
+from megatron_tape.errors import FileError
+from megatron_tape.run.event_files import _framed
+from megatron_tape.run.metrics import LINE_BYTES, MetricsWriter, read_lines
 
 SCALARS = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.0, "tflops_per_second": 1.5}
 
@@ -364,3 +369,41 @@ def test_starting_on_a_full_disk_names_the_file_and_leaves_it(tmp_path, monkeypa
         plain(tmp_path, resume_step=2)
     assert steps(tmp_path) == [1, 2, 3]
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_or_left_alone(tmp_path, make):
+    (tmp_path / "tensorboard").mkdir()
+    other = tmp_path / "tensorboard" / "events.out.tfevents.\u0661.x"
+    make(other)
+    write(tmp_path, [1], tensorboard=True)
+    assert stat.S_IFMT(other.stat().st_mode) != stat.S_IFREG
+    (tmp_path / "metrics.jsonl").unlink()
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(FileError, match="metrics.jsonl is not a regular file"):
+        plain(tmp_path)
+
+
+def test_rows_and_events_that_cannot_be_used_are_left_out(tmp_path):
+    write(tmp_path, [1, 2], tensorboard=True)
+    long, path = b'{"step": 1, "x": "' + b"y" * (3 << 20) + b'"}\n', tmp_path / "metrics.jsonl"
+    path.write_bytes(long + b"[" * 100_000 + b"\n" + path.read_bytes() + long + b'{"step": 3}')
+    lengths = []
+    for line in read_lines(path):
+        lengths.append(len(line))
+        assert line.endswith(b"\n") or line == b'{"step": 3}'
+    assert len(lengths) == 6 and max(lengths) == LINE_BYTES + 1
+    with open(event_file(tmp_path), "ab") as file:
+        file.write(_framed(b"\xff" * 9))
+    write(tmp_path, [4], tensorboard=True, resume_step=3)
+    kept = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert kept == [1, 2, 3, 4] and [step for step, _ in curve(tmp_path)] == [1, 2, 4]
+
+
+def test_an_event_that_says_it_has_more_bytes_than_there_are_ends_its_file(tmp_path):
+    write(tmp_path, [1, 2], tensorboard=True)
+    header = struct.pack("<Q", 1 << 62)
+    with open(event_file(tmp_path), "ab") as file:
+        file.write(header + struct.pack("<I", masked_crc32c(header)) + b"abc")
+    write(tmp_path, [3], tensorboard=True, resume_step=2)
+    assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
