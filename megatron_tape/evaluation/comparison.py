@@ -183,6 +183,7 @@ def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = Fal
     # What else is watched changes no result, but the loss on the validation split is one.
     now = config.train.evaluations
     was = saved.get("train", {}).get("evaluations", now)
+    was = was if isinstance(was, (list, tuple)) and all(isinstance(name, str) for name in was) else ()
     if ON_VALIDATION_DATA & set(was) != ON_VALIDATION_DATA & set(now):
         found.append(f"train.evaluations: was {json.dumps(was)}, is now {json.dumps(now)}")
     return found

@@ -166,7 +166,8 @@ def check_trained_on(task: str, source: Source) -> None:
     data = _training_data(source)
     learned = "text, as it has a tokenizer" if source.info.has_tokenizer else None
     if learned is None and data:
-        trained_on = (data.get("generator") or {}).get("task", "other data")
+        generator = data.get("generator")
+        trained_on = generator.get("task", "other data") if isinstance(generator, dict) else "other data"
         learned = None if trained_on == task else trained_on
     problem = f"is for models that were trained on it, but {source.path} was trained on {learned}"
     fix = f"give a model that was trained with data.generator: {{task: {task}}}"
@@ -184,7 +185,8 @@ def note_on_training(task: str, source: Source) -> list[str]:
 
 
 def _training_data(source: Source) -> dict[str, Any]:
-    data = source.run["settings"].get("data", {}) if source.run else {}
+    data = source.run["settings"].get("data") if source.run else None
+    data = data if isinstance(data, dict) else {}
     return {key: data[key] for key in ("prefix", "generator", "examples") if data.get(key)}
 
 

@@ -16,12 +16,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Strict, TypeAdapter, ValidationError
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.records import RECORD_BYTES, read_record, write_record
+from megatron_tape.io.records import RECORD_BYTES, parse_record, read_small, write_record
 from megatron_tape.text import counted
 
 FORMAT = 1
 NAME = "results.json"
-_BYTES = 1 << 30
+_BYTES = 1 << 28
+MOST_MEMORY = 1_500_000_000
+"""Bytes that the values of a file may take, by estimate."""
+MOST_LEVELS = 64
 Number = Annotated[float, Strict()]
 Whole = Annotated[int, Strict()]
 """Of a file neither texts nor truth values are taken for numbers."""
@@ -143,11 +146,30 @@ def read_results(path: str | Path) -> Results:
 def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> Any:
     """Read a JSON file as an object of a dataclass. Raises OSError, or FileError for another or a damaged file."""
     try:
-        return TypeAdapter(kind).validate_python(read_record(file, dict[str, Any], limit))
+        content = read_small(file, limit)
+        # JSON such as [{},{},... takes 30 times its size in memory.
+        if len(content) + 70 * sum(map(content.count, (b"{", b"["))) + 32 * content.count(b",") > MOST_MEMORY:
+            raise ValueError("it holds too many values")
+        value = parse_record(content, dict[str, Any])
+        _check_depth(value)
+    except ValueError as error:
+        raise FileError(str(file), f"cannot be used: {error}") from None
+    try:
+        return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError if a JSON value is nested more deeply than what reads it can follow."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inside = (part for one in level for part in (one.values() if isinstance(one, dict) else one))
+        level = [part for part in inside if isinstance(part, (dict, list))]
+    if level:
+        raise ValueError("it is nested too deeply")
 
 
 def write_results(directory: Path, results: Results) -> None:

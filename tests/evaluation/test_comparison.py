@@ -57,6 +57,18 @@ def test_means_spreads_and_differences_are_over_the_seeds():
     assert nope.difference.count == 2 and nope.difference.mean == pytest.approx(-0.25)
 
 
+def test_huge_values_cost_no_table():
+    made = comparison({name: {1: value, 2: 1.5e308} for name, value in (("$\\frac{$", 1.7e308), ("tape", -1.7e308))})
+    assert "inf" in markdown(made) and all("frac" in content for content in (markdown(made), page([], [made])))
+
+
+def test_figures_follow_the_runs():
+    made = comparison({"rope": {1: 0.5}})
+    assert list(made.figures.values()) == [{"rope": {1: 0.5}}] and made.figures is made.figures
+    made.runs.append(run("tape", 1, score(0.7)))
+    assert list(made.figures.values()) == [{"rope": {1: 0.5}, "tape": {1: 0.7}}]
+
+
 def test_a_baseline_is_chosen_and_may_be_missing():
     assert [row.difference is None for row in rows_of(comparison(baseline="tape"))] == [False, True, False]
     assert all(row.difference is None for row in rows_of(comparison(baseline="fox")))

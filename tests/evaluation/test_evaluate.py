@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ma
 from megatron_tape.command_line import Interrupted
 from megatron_tape.config.schema import config_dict
 from megatron_tape.data.tokenizer import load_tokenizer
-from megatron_tape.errors import EXIT_RESTART, ConfigError
+from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
 from megatron_tape.evaluation import model_source, tasks
 from megatron_tape.evaluation.base import ModelInfo, Summary, Task, Unit
 from megatron_tape.evaluation.model_source import find_model
@@ -468,6 +468,46 @@ def test_values_that_are_not_finite_are_refused(tmp_path):
     with pytest.raises(ValueError):
         Parts(tmp_path).append(0, "unit", {"loss": float("nan")})
     assert not Parts(tmp_path).read()
+
+
+def test_parts_that_cannot_be_used_are_left_out(tmp_path):
+    Parts(tmp_path).append(0, "unit", {"loss": 1.0})
+    with open(tmp_path / "rank-00000.jsonl", "ab") as file:
+        for line in (
+            "[" * 100_000,
+            '{"key": 1, "value": {}}',
+            '{"key": "b", "value": 3}',
+            "\udcff",
+            "[]",
+            '{"key": []}',
+        ):
+            file.write(line.encode("utf-8", "surrogateescape") + b"\n")
+    assert Parts(tmp_path).read() == {"unit": {"loss": 1.0}}
+    os.mkfifo(tmp_path / "rank-00001.jsonl")
+    with pytest.raises(FileError, match="rank-00001.jsonl is not a regular file"):
+        Parts(tmp_path).read()
+
+
+def test_parts_of_another_shape_are_named(llama, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TOY_FAILS_AT", "2")
+    assert run("--model", llama, "--output", tmp_path) == 130
+    (part,) = (tmp_path / "parts").glob("toy-*/*.jsonl")
+    part.write_text(part.read_text().replace('"loss"', '"gain"'))
+    monkeypatch.delenv("TOY_FAILS_AT")
+    assert run("--model", llama, "--output", tmp_path) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{part.parent} holds values that toy cannot use (KeyError: 'loss'); remove it" in error
+
+
+def test_a_picture_that_cannot_be_drawn_costs_a_warning(llama, tmp_path, monkeypatch, capsys):
+    def fail(cls, results):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(Toy, "draw", classmethod(fail))
+    assert run("--model", llama, "--output", tmp_path) == 0
+    error = capsys.readouterr().err
+    assert "warning: not all pictures of toy could be drawn (OverflowError: too large)" in error
+    assert (tmp_path / "results.json").is_file()
 
 
 def main(folder, model, output):

@@ -176,6 +176,13 @@ def test_results_before_are_read_and_a_planted_loss_is_named(model, folder, tmp_
     assert change.value == now - 1 and change.high < 0
     assert [picture.name for picture in LmEval.draw({"after": shown})] == ["lm_eval", "lm_eval-changes"]
 
+    (tmp_path / "odd").mkdir()
+    for key, odd in (("metrics", {"acc,none": 1}), ("values", {"acc,none": ["1"]}), ("documents", 3), ("name", None)):
+        other = replace(result, settings={"num_fewshot": None}, examples={"x": {"outcomes": [{**outcome, key: odd}]}})
+        write_results(tmp_path / "odd", lm_eval=other)
+        with pytest.raises(ConfigError, match="whose results of lm_eval are not whole"):
+            LmEval(settings(folder, before=str(tmp_path / "odd"))).check(info())
+
     with pytest.raises(ConfigError, match="whose num_fewshot is null and here is 2"):
         LmEval(settings(folder, before=str(tmp_path), num_fewshot=2)).check(info())
     with pytest.raises(ConfigError, match="has none of the tasks write_word; it has next_word"):

@@ -38,6 +38,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "hay").write_bytes(b"word " * 600 + b"\n\xff\xfe")
     (tmp_path / "few").write_bytes(b"word " * 9)
+    (tmp_path / "odd.json").write_text("{}")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 30)
     for name in ("damaged.idx", "damaged.bin"):
         (tmp_path / name).write_bytes(b"abc")
 
@@ -124,6 +127,11 @@ def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key)
         ("perplexity", {"data": "damaged"}, "damaged", "its header is damaged"),
         ("ruler", {"haystack": "hay"}, "hay:2", "UTF-8"),
         ("ruler", {"haystack": "few"}, "few", "9 words"),
+        ("ruler", {"haystack": "sparse"}, "sparse", "larger than 67,108,864 bytes"),
+        ("ruler", {"squad": "hay"}, "hay", "is not JSON"),
+        ("ruler", {"squad": "sparse"}, "sparse", "larger than 67,108,864 bytes"),
+        ("ruler", {"squad": "odd.json"}, "odd.json", "data is missing"),
+        ("ruler", {"hotpotqa": "odd.json"}, "odd.json", "is an object"),
     ],
 )
 def test_bad_data_is_refused_by_its_file(task, settings, subject, said):

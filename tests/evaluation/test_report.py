@@ -1,5 +1,6 @@
 import base64
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -444,6 +445,8 @@ def test_the_time_of_runs_is_shown_by_phase_by_attempt_and_as_shares(tmp_path):
         (json.dumps(results(tasks={"x": task([score(value="one")])})).encode(), "tasks.x.scores.0.value: "),
         (json.dumps(results(tasks={"x": task([]) | {"seconds": "inf"}})).encode(), "tasks.x.seconds: "),
         (json.dumps(results()).replace("10.0", "NaN").encode(), "NaN is not a finite number"),
+        (json.dumps(results(config=functools.reduce(lambda x, _: [x], range(99), 1))).encode(), "nested too deeply"),
+        (b'{"x": [' + b"{}," * 16_000_000 + b"{}]}", "results.json cannot be used: it holds too many values"),
     ],
 )
 def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(tmp_path, capsys, content, sentence):
@@ -579,7 +582,7 @@ def drawn_texts(parsed):
     return [base64.b64decode(address.partition(",")[2]).decode() for address in addresses]
 
 
-ODD = ["$x$ \\frac{", "a\nb " * 20, "\u202e\u05d0\x1b[31m\u65e5\U0001f389 %s {} &<script>"]
+ODD = ["$\\frac{$", "a\nb " * 20, "\u202e\u05d0\x1b[31m\u65e5\U0001f389 %s {} &<script>"]
 
 
 def test_any_name_is_shown_in_pictures_as_it_is(tmp_path):
@@ -597,7 +600,7 @@ def test_any_name_is_shown_in_pictures_as_it_is(tmp_path):
     content = page(read_models(paths))
     assert "could not be drawn" not in content and len(content) < 2_000_000
     svgs = drawn_texts(Page(content))
-    assert len(svgs) == 12 and any("$x$ \\frac{" in svg for svg in svgs)
+    assert len(svgs) == 12 and any("$\\frac{$" in svg for svg in svgs)
     assert not any("mathdefault" in svg for svg in svgs)  # numbers at logarithmic axes are no formulas
 
 

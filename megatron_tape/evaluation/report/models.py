@@ -285,7 +285,7 @@ def _comparable(one: TaskResult, other: TaskResult) -> bool:
 
 
 def _joined(models: list[Model], runs: Iterable[Run]) -> list[Model]:
-    """Return the models after each run was given to the newest of the evaluated models that it made, if there are any."""
+    """Give each run to the newest of the evaluated models that it made, if there are any; return the models."""
     made: dict[Path, list[Model]] = {}
     for model in models:
         if model.evaluated is not None:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.statistics import NORMAL_QUANTILE, Interval, wilson
 from megatron_tape.evaluation.tasks.lm_eval_changes import changes, described, metric_name
+from megatron_tape.io.records import check_shape
 
 _FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
 CHANGE = ", change"
@@ -40,6 +43,26 @@ class LmEvalSettings:
     before: PathText | None = None
     """Results (a results.json, or the directory with it) of the same tasks, such as of the model before an extension;
     the differences are shown."""
+
+
+class _Metric(TypedDict):
+    value: float
+    error: float | None
+    higher_is_better: bool
+
+
+class _Outcome(TypedDict):
+    name: str
+    metrics: dict[str, _Metric]
+    documents: list[str]
+    values: dict[str, list[float]]
+
+
+class _Value(TypedDict):
+    """What is compared of the value of a unit in results before."""
+
+    max_length: int | None
+    outcomes: list[_Outcome]
 
 
 class LmEval(Task):
@@ -156,9 +179,11 @@ class LmEval(Task):
         problem = f"is {given}, whose num_fewshot is {shown(then)} and here is {shown(now)}"
         refuse(then != now, (key, self.key("num_fewshot")), problem, "evaluate with the same one")
         try:
-            outcomes = _outcomes(found.examples)
-        except (KeyError, TypeError):
-            raise ConfigError(key, f"is {given}, whose results of lm_eval are not whole", "evaluate again") from None
+            check_shape(found.examples, dict[str, _Value], f"{self.name}.examples")
+        except ValueError as error:
+            problem = f"is {given}, whose results of lm_eval are not whole: {error}"
+            raise ConfigError(key, problem, "evaluate again") from None
+        outcomes = _outcomes(found.examples)
         common = set(found.examples) & set(self.settings.tasks)
         problem = f"is {given}, which has none of the tasks {', '.join(self.settings.tasks)}"
         refuse(not common, (key, self.key("tasks")), problem, f"it has {', '.join(found.examples)}")

@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
@@ -14,6 +17,7 @@ from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, 
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
+from megatron_tape.io.records import RECORD_BYTES, read_record, read_small
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 """Tasks that hide their needles in essays."""
@@ -27,6 +31,41 @@ OFFLINE = tuple(task for task in TASKS if task not in ESSAYS and task not in QUE
 """Tasks that need no data."""
 THRESHOLD = 0.856
 """What Llama-2-7B-chat scored at 4K in RULER's paper; the longest length above it is a model's effective one."""
+
+
+class _Answer(TypedDict):
+    text: str
+
+
+class _Question(TypedDict):
+    question: str
+    is_impossible: bool
+    answers: list[_Answer]
+
+
+class _Paragraph(TypedDict):
+    context: str
+    qas: list[_Question]
+
+
+class _Article(TypedDict):
+    paragraphs: list[_Paragraph]
+
+
+class _Squad(TypedDict):
+    """What is read of SQuAD's file."""
+
+    data: list[_Article]
+
+
+class _Hotpot(TypedDict):
+    """What is read of a question of HotpotQA's file; a context is a title and its sentences."""
+
+    question: str
+    answer: str
+    context: list[Annotated[list[str | list[str]], Field(min_length=2, max_length=2)]]
+
+
 _CHECKED = 8192
 """Up to this length every task is tried before any runs; longer ones are never too short."""
 
@@ -85,6 +124,9 @@ class Ruler(Task):
             refuse(file is not None and not Path(file).is_file(), self.key(name), problem, "give one")
         if settings.haystack is not None:
             _check_text(Path(settings.haystack))
+        for name, shape in (("squad", _Squad), ("hotpotqa", list[_Hotpot])):
+            if getattr(settings, name) is not None:
+                read_record(getattr(settings, name), shape)
         self._lengths(info)
 
     def inputs(self) -> list[Path]:
@@ -297,9 +339,13 @@ def _longest(lengths: Sequence[int], curve: Sequence[float], least: float, name:
 def _check_text(file: Path) -> None:
     """Raise FileError if a haystack is no text, or has hardly any."""
     try:
-        words = file.read_text(encoding="utf-8").split()
+        content = read_small(file, RECORD_BYTES)
+    except ValueError as error:
+        raise FileError(str(file), f"cannot be used: {error}", "give a shorter text file") from None
+    try:
+        words = content.decode().split()
     except UnicodeDecodeError as error:
-        line = file.read_bytes()[: error.start].count(b"\n") + 1
+        line = content[: error.start].count(b"\n") + 1
         raise FileError(f"{file}:{line}", "is not UTF-8 text", "give a text file in UTF-8") from None
     if len(words) < 500:
         raise FileError(str(file), f"has {len(words)} words", "give a text of at least 500")

@@ -227,7 +227,7 @@ def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
         if not answers or (not task.startswith("qa_") and not all(answer in text for answer in answers)):
             raise TooShort("its samples lack their answers")
         if task == "fwe":
-            ranks = Counter(word for word in re.findall(r"\b[a-z]{6}\b", text[text.index("coded words. ") :]))
+            ranks = Counter(word for word in re.findall(r"\b[a-z]{6}\b", text.partition("coded words. ")[2]))
             first = ranks.most_common(4)
             if len(first) < 4 or {word for word, _ in first[:3]} != set(answers) or first[2][1] == first[3][1]:
                 raise TooShort("no three of its words are the most frequent ones")
@@ -259,7 +259,7 @@ def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[st
         name = "squad" if "SQuAD" in url else "hotpotqa"
         file = getattr(sources, name)
         if file is not None:
-            return json.loads(Path(file).read_text(encoding="utf-8"))
+            return json.loads(Path(file).read_bytes())
         try:
             return original(url)
         except Exception as error:
