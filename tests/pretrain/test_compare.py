@@ -79,7 +79,7 @@ def plan_of(recipe, output, *others, **changes):
         ("rope,tape+seq_length=8", (), "data.generator"),
         ("rope,tape+num_query_groups=3", (), "model.num_query_groups"),
         (VARIANTS, ("--baseline", "nope"), "--baseline"),
-        *((VARIANTS, ("--seeds", text), "--seeds") for text in ("0", "3-2", "x", "1-2-3", "1-")),
+        *((VARIANTS, ("--seeds", text), "--seeds") for text in ("0", "3-2", "x", "1-2-3", "1-", "\u0663", "9" * 5000)),
         (VARIANTS, ("--train.stepz", "3"), "train.stepz"),
         (VARIANTS, ("--fast",), "--fast"),
         (VARIANTS, ("--checkpoint.directory", "x"), "checkpoint.directory"),
@@ -262,6 +262,11 @@ def test_the_share_of_a_run_that_is_done_counts_its_steps(recipe, tmp_path):
     (run.directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
     assert run.share_done() == 0.75
     (run.directory / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    assert run.share_done() == 0.25
+    (run.directory / "metrics.jsonl").write_text("[" * 10_000 + '\n{"step": true}\n{"step": -3}\n{"step')
+    assert run.share_done() == 0
+    (run.directory / "metrics.jsonl").unlink()
+    os.mkfifo(run.directory / "metrics.jsonl")
     assert run.share_done() == 0
 
 

@@ -46,6 +46,8 @@ def test_a_trace_that_the_recipe_asks_for_is_left_out(recipe):
     "given, said",
     [
         (["--widths", "2"], "--widths is 2; give at least two different whole numbers, such as 1,2,4"),
+        (["--widths", "1,\u0662"], "--widths is 1,\u0662; give"),
+        (["--widths", "1," + "9" * 5000], "give at least two different whole numbers"),
         (["--optimizer.mup_base", "{hidden_size: 16}"], "optimizer.mup_base is set"),
         (["--optimizer.kind", "muon"], "at 1 times the width: optimizer.mup_base"),
     ],
