@@ -19,11 +19,11 @@ import os
 
 from megatron_tape import command_line
 from megatron_tape.data import shards
-from megatron_tape.data.documents import FORMATS, Problems, find_inputs
+from megatron_tape.data.documents import FORMATS, Problems, document_bytes_option, find_inputs
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.preprocessing import Encoding, encode_files
-from megatron_tape.data.raw_chunks import FilePart
+from megatron_tape.data.raw_chunks import FilePart, TooLarge
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError
 
@@ -37,7 +37,7 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:
         raise FileError(arguments.tokenizer, "has no end-of-document token", "leave out --append-eod")
-    encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod)
+    encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
     if arguments.shard is not None:
         write_shard(shards.Shard.parse(arguments.shard), paths, encoding, arguments)
         return
@@ -88,7 +88,9 @@ def write(
     try:
         for chunk in encode_files(parts, encoding, arguments.workers, arguments.chunk_bytes):
             if arguments.on_error == "stop" and (bad := chunk.problems.first()):
-                fix = "repair it, or pass --on-error skip to leave such documents out"
+                is_large = bad[1] == str(TooLarge(arguments.max_document_bytes))
+                repair = "split it, raise --max-document-bytes" if is_large else "repair it"
+                fix = f"{repair}, or pass --on-error skip to leave such documents out"
                 raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
             problems.merge(chunk.problems)
             writer.add(chunk.tokens, chunk.lengths)
@@ -126,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shard", metavar="I/N", help="make only part I (from 0) of N; see below")
     size = "bytes given to a worker at a time (default: %(default)s)"
     add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
+    document_bytes_option(result)
     return result
 
 

@@ -12,10 +12,10 @@ import heapq
 import io
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_tape import command_line
-from megatron_tape.data.documents import FORMATS, find_inputs, read_texts
+from megatron_tape.data.documents import FORMATS, document_bytes_option, find_inputs, read_texts
 from megatron_tape.errors import ConfigError
 from megatron_tape.io.files import atomic_output
 
@@ -30,7 +30,8 @@ def main() -> None:
         raise ConfigError("--max-bytes", f"is {arguments.max_bytes}", "give 1000 or more")
     paths = find_inputs(arguments.input)
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
-        texts = sample_texts(paths, arguments.text_key, arguments.max_bytes, arguments.seed)
+        found = read_texts(paths, arguments.text_key, document_bytes=arguments.max_document_bytes)
+        texts = sample_texts(found, arguments.max_bytes, arguments.seed)
         if not texts:
             raise ConfigError("--input", "holds no document", "check it")
         size = sum(len(text.encode("utf-8")) for text in texts)
@@ -40,8 +41,8 @@ def main() -> None:
     command_line.say(f"wrote {arguments.output}")
 
 
-def sample_texts(paths: list[str], text_key: str, max_bytes: int, seed: int) -> list[str]:
-    """Return random documents of at most `max_bytes` UTF-8 bytes together, in the order of the input.
+def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int) -> list[str]:
+    """Return random documents, as `read_texts` yields them, of at most `max_bytes` UTF-8 bytes together, in order.
 
     Every document draws a random number, and the documents with the smallest numbers are kept. This takes one pass over
     inputs of any size and memory for `max_bytes`. If a single document is longer, its beginning is used.
@@ -51,7 +52,7 @@ def sample_texts(paths: list[str], text_key: str, max_bytes: int, seed: int) -> 
     size = 0
     # A document whose number exceeds that of one already dropped cannot be among the smallest `max_bytes`.
     limit = 1.0
-    for order, (text, position) in enumerate(read_texts(paths, text_key)):
+    for order, (text, position) in enumerate(documents):
         if len(text.encode("utf-8")) > max_bytes:
             text = text[: max_bytes // 4]
         key, length = draw.random(), len(text.encode("utf-8"))
@@ -125,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-bytes", type=int, default=10_000_000, help="train on random documents of this size (default: 10 MB)")
     add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an existing output")
+    document_bytes_option(result)
     return result
 
 

@@ -1,5 +1,6 @@
 """Find files of documents, and parse the texts in them with place and reason for every bad one."""
 
+import argparse
 import glob
 import json
 import os
@@ -10,7 +11,16 @@ from decimal import Decimal
 from typing import Any
 
 from megatron_tape import command_line
-from megatron_tape.data.raw_chunks import Chunk, FilePart, Place, UnreadableFile, is_text_file, read_chunks
+from megatron_tape.data.raw_chunks import (
+    DOCUMENT_BYTES,
+    Chunk,
+    FilePart,
+    Place,
+    TooLarge,
+    UnreadableFile,
+    is_text_file,
+    read_chunks,
+)
 from megatron_tape.errors import FileError
 
 FORMATS = """input formats, by the ending of the file's name:
@@ -76,13 +86,25 @@ def find_inputs(patterns: list[str]) -> list[str]:
     return list(files.values())
 
 
+def document_bytes_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that bounds a document, and with it memory."""
+    parser.add_argument(
+        "--max-document-bytes",
+        type=command_line.whole_number,
+        default=DOCUMENT_BYTES,
+        metavar="N",
+        help="a larger line of JSON, row or .txt, decompressed, is a bad document; tokenizing takes up to 150 bytes of "
+        "memory for each byte in every worker (default: %(default)s)",
+    )
+
+
 def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[list[str], list[int], Problems]:
     """Return the texts of a chunk, the line or row number of each, and what is wrong with the others.
 
     An empty text is a problem, too, unless `keep_empty`. A blank line is no document.
     """
     problems, texts, numbers = Problems(), [], []
-    lines = chunk.unit == "line"
+    lines = isinstance(chunk.payload, bytes)
     for number, raw in enumerate(_split_lines(chunk.payload) if lines else chunk.payload, start=chunk.first):
         if lines and not raw.strip():
             continue
@@ -95,12 +117,14 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
     return texts, numbers, problems
 
 
-def read_texts(paths: list[str], text_key: str, keep_empty: bool = False) -> Iterator[tuple[str, int]]:
+def read_texts(
+    paths: list[str], text_key: str, keep_empty: bool = False, document_bytes: int = DOCUMENT_BYTES
+) -> Iterator[tuple[str, int]]:
     """Yield every text with how many bytes of the inputs have been read; raises FileError at the first bad one.
 
-    An empty text is a bad one, unless `keep_empty`.
+    An empty text is a bad one, unless `keep_empty`, and so is one of more than `document_bytes`.
     """
-    for chunk in read_chunks([FilePart(path) for path in paths], text_key, chunk_bytes=1 << 18):
+    for chunk in read_chunks([FilePart(path) for path in paths], text_key, 1 << 18, document_bytes):
         if isinstance(chunk, UnreadableFile):
             raise chunk
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
@@ -172,9 +196,11 @@ def _other_keys(chunk: Chunk, text_key: str) -> str:
     return "others"
 
 
-def _parse_text(raw: bytes | None) -> tuple[str, str | None]:
+def _parse_text(raw: bytes | None | TooLarge) -> tuple[str, str | None]:
     if raw is None:
         return "", "no text (null)"
+    if isinstance(raw, TooLarge):
+        return "", str(raw)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:

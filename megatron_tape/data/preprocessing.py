@@ -21,11 +21,12 @@ from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import token_dtype
 from megatron_tape.data.origins import Origin
-from megatron_tape.data.raw_chunks import Chunk, FilePart, UnreadableFile, read_chunks
+from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, FilePart, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer, record_of
-from megatron_tape.errors import refuse
+from megatron_tape.errors import FileError, refuse
 
 CHUNKS_IN_FLIGHT = 3
+_LESS_MEMORY = "use fewer --workers, or lower --max-document-bytes"
 MOST_WORKERS = 1024
 
 
@@ -36,6 +37,8 @@ class Encoding:
     tokenizer: Tokenizer
     text_key: str
     append_eod: bool
+    document_bytes: int = DOCUMENT_BYTES
+    """The most bytes that a document may have, as `read_chunks` counts them."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -63,11 +66,11 @@ class EncodedChunk:
 
 
 def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
-    """Parse and tokenize a chunk."""
+    """Parse and tokenize a chunk. Raises FileError, which names the document, if the tokenizer cannot encode one."""
     texts, numbers, problems = parse_chunk(chunk, encoding.text_key)
     end = np.array([encoding.tokenizer.eod] if encoding.append_eod else [], dtype=np.int32)
     parts, lengths = [np.empty(0, np.int32)], []
-    for ids, number in zip(encoding.tokenizer.encode_batch(texts), numbers):
+    for ids, number in zip(_encode(encoding.tokenizer, texts, numbers, chunk), numbers):
         if len(ids):
             parts += (ids, end)
             lengths.append(len(ids) + len(end))
@@ -82,11 +85,23 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     )
 
 
+def _encode(tokenizer: Tokenizer, texts: list[str], numbers: list[int], chunk: Chunk) -> list[np.ndarray]:
+    try:
+        return tokenizer.encode_batch(texts)
+    except FileError:
+        for text, number in zip(texts, numbers):
+            try:
+                tokenizer.encode_batch([text])
+            except FileError as error:
+                raise error.at(str(chunk.place(number))) from None
+        raise
+
+
 def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
     """Yield the documents of `parts`, in order, encoded by `workers` processes.
 
     A file that cannot be read to its end becomes a problem of a chunk without documents. Raises ChildProcessError when
-    a worker dies, and UserError for more workers than this process can have.
+    a worker dies or lacks memory, and UserError for more workers than this process can have.
     """
     refuse(workers > MOST_WORKERS, "--workers", f"is {workers:,}", f"give at most {MOST_WORKERS:,}")
     refuse_more_files("--workers", f"is {workers:,}", 2 * workers, "give fewer", others=24)
@@ -97,16 +112,15 @@ def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_
         # Fork the workers before this process starts any thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
-        for chunk in read_chunks(parts, encoding.text_key, chunk_bytes):
+        for chunk in read_chunks(parts, encoding.text_key, chunk_bytes, encoding.document_bytes):
             pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 yield _result(pending.popleft())
         while pending:
             yield _result(pending.popleft())
     except BrokenProcessPool:
-        raise ChildProcessError(
-            "a worker process died; the kernel may have killed it for lack of memory; use fewer --workers"
-        ) from None
+        problem = "a worker process died; the kernel may have killed it for lack of memory"
+        raise ChildProcessError(f"{problem}; {_LESS_MEMORY}") from None
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -141,4 +155,8 @@ def _exit_with_parent() -> None:
 
 
 def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
-    return encode_chunk(chunk, _encoding)
+    try:
+        return encode_chunk(chunk, _encoding)
+    except MemoryError:
+        problem = f"a worker process lacks memory for the documents from {chunk.place(chunk.first)} on"
+        raise ChildProcessError(f"{problem}; {_LESS_MEMORY}") from None

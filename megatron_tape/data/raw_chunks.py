@@ -10,11 +10,16 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megatron_tape.errors import FileError
 
-_COMPRESSED_BLOCK = 1 << 16
+DOCUMENT_BYTES = 16_000_000
+"""The most bytes that a document may have by default. Tokenizing takes up to 150 bytes of memory for each."""
+_COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 11}
+"""Bytes that are decompressed at once, to at most 64 MiB: gzip makes up to a thousand of one, and zstd 32,768."""
+_PARQUET_BUFFER = 1 << 20
+_PARQUET_ROWS = 64
 
 
 class UnreadableFile(FileError):
@@ -39,8 +44,18 @@ class FilePart:
 
 
 @dataclass(frozen=True)
+class TooLarge:
+    """A document of more than `limit` bytes, whose content is not kept."""
+
+    limit: int
+
+    def __str__(self) -> str:
+        return f"more than {self.limit:,} bytes in one document"
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """Some consecutive documents of a file, unparsed: whole lines, or a list of raw texts.
+    """Some consecutive documents of a file, unparsed: whole lines as bytes, or a list of raw texts and TooLarge.
 
     `first` is the number, from 1, of the first line or row; lines are counted from byte `offset` of the file. `unit`
     is what the file counts: "line", "row", or "" for a file that is one document. `position` is how many bytes of the
@@ -50,7 +65,7 @@ class Chunk:
     path: str
     unit: str
     first: int
-    payload: bytes | list[bytes | None]
+    payload: bytes | list[bytes | None | TooLarge]
     position: int = 0
     offset: int = 0
 
@@ -94,15 +109,20 @@ def is_cuttable(path: str) -> bool:
     return path.endswith((".jsonl", ".json"))
 
 
-def read_chunks(parts: list[FilePart], text_key: str, chunk_bytes: int) -> Iterator[Chunk | UnreadableFile]:
+def read_chunks(
+    parts: list[FilePart], text_key: str, chunk_bytes: int, document_bytes: int = DOCUMENT_BYTES
+) -> Iterator[Chunk | UnreadableFile]:
     """Yield the documents of `parts` in order, in chunks of about `chunk_bytes`.
 
-    A file that ends too early or cannot be decompressed yields its whole lines, then an UnreadableFile.
+    A document of more than `document_bytes`, counted as it is stored when decompressed, such as a line of JSON, yields
+    TooLarge in its place. A file that ends too early or cannot be decompressed yields its whole lines, then an
+    UnreadableFile.
     """
     position = 0
+    chunk_bytes = min(chunk_bytes, max(document_bytes, 1 << 16))
     for part in parts:
         try:
-            yield from _read_file(part, text_key, chunk_bytes, position)
+            yield from _read_file(part, text_key, chunk_bytes, document_bytes, position)
         except UnreadableFile as error:
             yield error
         except OSError as error:
@@ -144,11 +164,11 @@ def lines_before(path: str, offset: int) -> int:
     return lines
 
 
-def _read_file(part: FilePart, text_key: str, chunk_bytes: int, position: int) -> Iterator[Chunk]:
+def _read_file(part: FilePart, text_key: str, chunk_bytes: int, document_bytes: int, position: int) -> Iterator[Chunk]:
     path = part.path
     kind = text_format(path)
     if kind == ".parquet":
-        yield from _read_parquet(path, text_key, chunk_bytes, position)
+        yield from _read_parquet(path, text_key, chunk_bytes, document_bytes, position)
         return
     with open(path, "rb") as opened:
         begin, limit = 0, None
@@ -159,10 +179,15 @@ def _read_file(part: FilePart, text_key: str, chunk_bytes: int, position: int) -
         file = _Counted(opened, limit)
         blocks = _decompress(file, path, chunk_bytes)
         if kind == ".txt":
-            yield Chunk(path, "", 1, [b"".join(blocks).removeprefix(codecs.BOM_UTF8)], position + file.count)
+            text = _whole_text(blocks, document_bytes)
+            yield Chunk(path, "", 1, [text], position + file.count)
             return
         number = 1
-        for payload in _whole_lines(blocks, chunk_bytes):
+        for payload in _whole_lines(blocks, chunk_bytes, document_bytes):
+            if isinstance(payload, TooLarge):
+                yield Chunk(path, "line", number, [payload], position + file.count, begin)
+                number += 1
+                continue
             if begin == 0 and number == 1:
                 payload = payload.removeprefix(codecs.BOM_UTF8)
             yield Chunk(path, "line", number, payload, position + file.count, begin)
@@ -177,7 +202,7 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
         return
     new, broken = _decompressor(path)
     stream, unfinished = new(), True  # an empty file is one that was cut off
-    while data := file.read(_COMPRESSED_BLOCK):
+    while data := file.read(_COMPRESSED_BLOCK[Path(path).suffix]):
         while data:
             # Files may consist of several compressed streams, as `cat a.gz b.gz` makes them.
             if stream.eof:
@@ -208,53 +233,120 @@ def _decompressor(path: str) -> tuple:
     return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
 
 
-def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
-    """Cut a byte stream into chunks that end with a line; a cut-off stream loses its unfinished line."""
+def _whole_text(blocks: Iterator[bytes], document_bytes: int) -> bytes | TooLarge:
+    """Return a file of one document; of one that is too large no more is read than is needed to know that."""
     parts, size = [], 0
+    for block in blocks:
+        parts.append(block)
+        size += len(block)
+        if size > document_bytes + len(codecs.BOM_UTF8):
+            break
+    text = b"".join(parts).removeprefix(codecs.BOM_UTF8)
+    return text if len(text) <= document_bytes else TooLarge(document_bytes)
+
+
+def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int) -> Iterator[bytes | TooLarge]:
+    """Cut a byte stream into chunks that end with a line, and TooLarge for a longer line than may be.
+
+    A cut-off stream loses its unfinished line.
+    """
+    whole, line = [], []  # parts of whole lines, and of the unfinished one after them
+    size = length = 0
+    is_too_large = False
     try:
         for block in blocks:
-            end = block.rfind(b"\n") + 1 if size + len(block) >= chunk_bytes else 0
+            end = block.rfind(b"\n") + 1
+            if is_too_large:
+                if not end:
+                    continue
+                start = block.index(b"\n") + 1
+                block, end, is_too_large = block[start:], end - start, False
             if end:
-                yield b"".join((*parts, block[:end]))
-                block, parts, size = block[end:], [], 0
-            if block:
-                parts.append(block)
-                size += len(block)
+                whole += (*line, block[:end])
+                size, line, length = size + length + end, [], 0
+            if end < len(block):
+                line.append(block[end:])
+                length += len(block) - end
+            is_too_large = length > document_bytes
+            if whole and (is_too_large or size + length >= chunk_bytes):
+                yield from _bounded(b"".join(whole), document_bytes)
+                whole, size = [], 0
+            if is_too_large:
+                yield TooLarge(document_bytes)
+                line, length = [], 0
     except UnreadableFile:
-        rest = b"".join(parts)
-        if end := rest.rfind(b"\n") + 1:
-            yield rest[:end]
+        yield from _bounded(b"".join(whole), document_bytes)
         raise
-    if parts:
-        yield b"".join(parts)
+    yield from _bounded(b"".join((*whole, *line)), document_bytes)
 
 
-def _read_parquet(path: str, text_key: str, chunk_bytes: int, position: int) -> Iterator[Chunk]:
+def _bounded(lines: bytes, document_bytes: int) -> Iterator[bytes | TooLarge]:
+    """Yield whole lines, with TooLarge in the place of those of more than `document_bytes`."""
+    start = position = 0
+    while len(lines) - position > document_bytes:
+        end = lines.find(b"\n", position)
+        end = len(lines) if end < 0 else end
+        if end - position > document_bytes:
+            if start < position:
+                yield lines[start:position]
+            yield TooLarge(document_bytes)
+            start = end + 1
+        position = end + 1
+    if start < len(lines):
+        yield lines[start:]
+
+
+def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: int, position: int) -> Iterator[Chunk]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_key not in names:
-                raise UnreadableFile(path, f"has no column {text_key!r}, only {names}", "choose another text key")
-            column = file.schema_arrow.field(text_key).type
-            values = column.value_type if pyarrow.types.is_dictionary(column) else column
-            if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-                problem = f"holds {column} in its column {text_key!r}, not strings"
-                raise UnreadableFile(path, problem, "choose another text key")
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_PARQUET_BUFFER) as file:
+            _check_column(path, file.schema_arrow, text_key)
             row, rows = 1, max(file.metadata.num_rows, 1)
             texts, size = [], 0
-            for batch in file.iter_batches(batch_size=64, columns=[text_key], use_threads=False):
-                # As bytes, so that invalid UTF-8 in one row is an error of that row only.
-                for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                    texts.append(text)
-                    size += len(text or b"")
-                if size >= chunk_bytes:
+            for text in _parquet_texts(file, text_key, document_bytes):
+                texts.append(text)
+                size += len(text) if isinstance(text, bytes) else 0
+                if size >= chunk_bytes or len(texts) >= chunk_bytes:
                     reached = position + os.path.getsize(path) * (row + len(texts)) // rows
                     yield Chunk(path, "row", row, texts, reached)
                     row, texts, size = row + len(texts), [], 0
             if texts:
                 yield Chunk(path, "row", row, texts, position + os.path.getsize(path))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UnreadableFile(path, f"has damaged parquet data ({' '.join(str(error).split())})") from error
+    except UnreadableFile:
+        raise
+    # pyarrow raises plain ValueError and TypeError for names and types that it cannot represent.
+    except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        raise UnreadableFile(path, f"cannot be read as parquet ({' '.join(str(error).split())[:200]})") from error
+
+
+def _check_column(path: str, schema: Any, text_key: str) -> None:
+    """Raise UnreadableFile unless a parquet file has one column of strings with this name."""
+    import pyarrow
+
+    names, fix = schema.names, "choose another text key"
+    if text_key not in names:
+        others = f"only {names[:10]}{' and more' * (len(names) > 10)}" if names else "nor any other"
+        raise UnreadableFile(path, f"has no column {text_key!r}, {others}", fix)
+    if names.count(text_key) > 1:
+        raise UnreadableFile(path, f"has {names.count(text_key)} columns {text_key!r}", "rename all but one of them")
+    column = schema.field(text_key).type
+    values = column.value_type if pyarrow.types.is_dictionary(column) else column
+    if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        raise UnreadableFile(path, f"holds {column} in its column {text_key!r}, not strings", fix)
+
+
+def _parquet_texts(file: Any, text_key: str, document_bytes: int) -> Iterator[bytes | None | TooLarge]:
+    """Yield the rows of a column of strings as bytes, so that invalid UTF-8 in one row is an error of that row only."""
+    import pyarrow
+
+    for group in range(file.num_row_groups):
+        # A row group may hold one string that all of its rows repeat, and every row of a batch is a copy.
+        count = 16 * document_bytes // max(file.metadata.row_group(group).total_byte_size, 1)
+        options = {"batch_size": min(max(count, 4), _PARQUET_ROWS), "use_threads": False}
+        for batch in file.iter_batches(row_groups=[group], columns=[text_key], **options):
+            for value in batch.column(text_key).cast(pyarrow.large_binary()):
+                raw = value.as_buffer()
+                large = raw is not None and raw.size > document_bytes
+                yield TooLarge(document_bytes) if large else None if raw is None else raw.to_pybytes()

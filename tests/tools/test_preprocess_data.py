@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -230,6 +231,88 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     assert "has no column 'body', only ['text']" in error
 
 
+def large_in(path, texts):
+    """Write texts, in the format of the path's name, of which the third is one that compresses well."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(pa.table({"text": texts}), path)
+    else:
+        path.write_bytes({".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(lines))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.zst", "a.parquet"])
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
+def test_documents_that_are_too_large_are_bad_ones(preprocess, tmp_path, name, chunk_bytes):
+    large_in(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
+    place = f"{tmp_path}/{name}" + (" row " if name.endswith("parquet") else ":")
+    error = preprocess(tmp_path / name, "--max-document-bytes", 100_000, code=2).stderr
+    problem = f"error: {place}3 cannot be used: more than 100,000 bytes in one document; split it, raise --max-docu"
+    assert problem in error
+    options = ["--max-document-bytes", 100_000, "--on-error", "skip", "--chunk-bytes", chunk_bytes]
+    report = preprocess(tmp_path / name, *options).stderr
+    assert f"skipped 2: more than 100,000 bytes in one document ({place}3, {place}5)" in report
+    assert len(IndexedDataset(str(tmp_path / "out"))) == 3
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 9, 1 << 18])
+def test_the_largest_document_is_exact(tmp_path, chunk_bytes):
+    lines = [b"1" * length for length in (3, 10, 11, 10, 12, 40, 1)]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    found = raw_chunks.read_chunks([FilePart(str(tmp_path / "a.jsonl"))], "text", chunk_bytes, 10)
+    large = [chunk.first for chunk in found if isinstance(chunk.payload, list)]
+    assert large == [3, 5, 6]
+    for size, kept in ((10, True), (11, False)):
+        (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"x" * size)
+        (chunk,) = raw_chunks.read_chunks([FilePart(str(tmp_path / "a.txt"))], "text", chunk_bytes, 10)
+        assert (chunk.payload == [b"x" * size]) == kept
+
+
+def test_what_is_too_large_takes_little_memory(tmp_path):
+    with open(tmp_path / "a.txt", "wb") as file:
+        file.truncate(1 << 40)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", 1) as file:
+        for _ in range(160):
+            file.write(b"a" * (1 << 20))
+        file.write(b'\n{"text": "after"}\n')
+    tracemalloc.start()
+    for name, count in (("a.txt", 1), ("a.jsonl.gz", 2)):
+        assert len(list(raw_chunks.read_chunks([FilePart(str(tmp_path / name))], "text", 1 << 18, 1 << 16))) == count
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 27
+
+
+def test_the_largest_document_belongs_to_the_origin_where_documents_are_skipped(preprocess, corpus, tmp_path):
+    preprocess(corpus, "--shard", "0/2", "--on-error", "skip")
+    error = preprocess(corpus, "--shard", "0/2", "--on-error", "skip", "--max-document-bytes", 10**6, code=2).stderr
+    assert "was made differently (max_document_bytes 16000000 instead of 1000000)" in error
+
+
+@pytest.mark.parametrize("number", [1, 70])
+def test_a_document_that_the_tokenizer_cannot_encode_is_named(preprocess, tmp_path, number):
+    content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str())
+    # The library panics where such an expression matches at the beginning.
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(?=b)"}, "content": "xx"}
+    content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    write_lines(tmp_path / "a.jsonl", ["a"] * (number - 1) + ["b", "a"])
+    arguments = [tmp_path / "a.jsonl", "--tokenizer", tmp_path / "tokenizer.json", "--on-error", "skip"]
+    error = preprocess(*arguments, code=2).stderr
+    assert f"error: {tmp_path}/a.jsonl:{number}: {tmp_path}/tokenizer.json cannot encode a text (" in error
+    assert "Traceback" not in error and files_in(tmp_path) == ["a.jsonl", "tokenizer.json"]
+
+
+def test_a_worker_without_memory_names_the_documents(monkeypatch, tmp_path):
+    def fails(self, texts):
+        raise MemoryError
+
+    write_lines(tmp_path / "a.jsonl", ["a"])
+    monkeypatch.setattr(Characters, "encode_batch", fails)
+    encoding = preprocessing.Encoding(Characters(), "text", True)
+    with pytest.raises(ChildProcessError, match=r"lacks memory for the documents from .*a\.jsonl:1 on; use fewer"):
+        list(preprocessing.encode_files([FilePart(str(tmp_path / "a.jsonl"))], encoding, 1, 1))
+
+
 def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").touch()
@@ -351,7 +434,7 @@ class Characters:
 def test_no_more_chunks_are_read_than_may_be_in_flight(monkeypatch, workers):
     read = 0
 
-    def endless(paths, text_key, chunk_bytes):
+    def endless(paths, text_key, chunk_bytes, document_bytes):
         nonlocal read
         for read in itertools.count(1):
             yield Chunk("endless", "line", read, b'{"text": "%d"}\n' % read)
