@@ -42,12 +42,14 @@ def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
         command_line.say(f"{prefix} is complete already and has no shards; nothing to do")
         return
     origin = _common_origin([shard.prefix(prefix) for shard in found])
+    whole = set(found)
     everyone = [shards.Shard(index, found[0].count) for index in range(found[0].count)]
     if shards.is_made(prefix, origin, arguments.overwrite):
         command_line.say(f"{prefix} is complete already")
     else:
-        if missing := [str(shard.index) for shard in everyone if shard not in found]:
-            problem = f"lacks {len(missing)} of its {len(everyone)} shards: {', '.join(missing)}"
+        if missing := [str(shard.index) for shard in everyone if shard not in whole]:
+            named = ", ".join(missing[:10]) + ", ..." * (len(missing) > 10)
+            problem = f"lacks {len(missing):,} of its {len(everyone):,} shards: {named}"
             fix = f"make them with tools/preprocess_data.py --shard {missing[0]}/{len(everyone)}"
             raise FileError(prefix, problem, fix)
         merge([shard.prefix(prefix) for shard in everyone], prefix, overwrite=True, origin=origin)

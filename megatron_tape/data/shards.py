@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_tape.config.values import shown
 from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
 from megatron_tape.data.origins import read_origin
 from megatron_tape.data.preprocessing import Encoding
@@ -36,9 +37,9 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> "Shard":
         """Return the shard that a text such as "3/8" names; raises ConfigError for other texts."""
-        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
         if not match or int(match[1]) >= int(match[2]):
-            raise ConfigError("--shard", f"is {text!r}", "give I/N with I from 0 to N - 1, such as 0/8")
+            raise ConfigError("--shard", f"is {shown(text)}", "give I/N with I from 0 to N - 1, such as 0/8")
         return cls(int(match[1]), int(match[2]))
 
     def prefix(self, prefix: str) -> str:
@@ -70,8 +71,11 @@ def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
     """
     found = []
     for path in glob.glob(f"{glob.escape(prefix)}.shard-*-of-*.idx"):
-        if match := re.fullmatch(r"\.shard-(\d{5,})-of-(\d{5,})\.idx", path[len(prefix) :]):
-            found.append(Shard(int(match[1]), int(match[2])))
+        if match := re.fullmatch(r"\.shard-([0-9]{5,6})-of-([0-9]{5,6})\.idx", path[len(prefix) :]):
+            shard = Shard(int(match[1]), int(match[2]))
+            # shard-000000-of-000008 would be the same shard as shard-00000-of-00008.
+            if shard.index < shard.count and path == f"{shard.prefix(prefix)}.idx":
+                found.append(shard)
     counts = sorted({shard.count for shard in found} if count is None else {count})
     if len(counts) > 1:
         numbers = " and of ".join(map(str, counts))
@@ -94,6 +98,7 @@ def describe_origin(paths: list[str], encoding: Encoding, on_error: str) -> dict
         **encoding.origin,
         "text_key": encoding.text_key,
         "on_error": on_error,
+        **({"max_document_bytes": encoding.document_bytes} if on_error == "skip" else {}),
         "cut": _CUT_VERSION,
         "inputs": inputs,
     }

@@ -15,7 +15,8 @@ from megatron_tape.data import raw_chunks
 from megatron_tape.data.documents import parse_chunk
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.raw_chunks import FilePart, read_chunks
-from megatron_tape.data.shards import Shard, read_origin
+from megatron_tape.data.shards import Shard, find_shards, read_origin
+from megatron_tape.errors import ConfigError
 
 
 @pytest.fixture
@@ -246,6 +247,20 @@ def test_user_errors_are_one_sentence(preprocess, run_tool, two_shards, tmp_path
         "belong to --shards": ["--input", tmp_path / "out", "--output-prefix", tmp_path / "b", "--remove-shards"],
     }.items():
         assert message in run_tool("merge_datasets", *options, code=2).stderr
+
+
+@pytest.mark.parametrize("text", ["\u0660/\u0664", "\u00b2/3", "1/1", "0/9999999999", "9" * 5000 + "/1"])
+def test_shards_that_do_not_exist_are_refused(text):
+    with pytest.raises(ConfigError, match="--shard is .*give I/N") as caught:
+        Shard.parse(text)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["\u0660\u0660\u0660\u0660\u0660-of-00002", "000000-of-000002", "00002-of-00002"])
+def test_files_that_are_named_almost_like_shards_are_none(tmp_path, name):
+    (tmp_path / "out.shard-00000-of-00002.idx").touch()
+    (tmp_path / f"out.shard-{name}.idx").touch()
+    assert find_shards(str(tmp_path / "out")) == [Shard(0, 2)]
 
 
 def test_any_datasets_of_one_token_type_are_merged_in_the_order_given(run_tool, tmp_path):
