@@ -156,7 +156,7 @@ def _imported_by(run: Path, source: Path) -> Base | None:
     except (OSError, ValueError, KeyError):
         return None
     imported = run / IMPORTED
-    if extended is None or Path(extended) != source or not (imported / MANIFEST).is_file():
+    if not isinstance(extended, str) or Path(extended) != source or not (imported / MANIFEST).is_file():
         return None
     return replace(_from_checkpoint(find_checkpoint(imported, deep=False)), is_import_of_run=True)
 

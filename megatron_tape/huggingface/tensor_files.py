@@ -1,15 +1,26 @@
 """Weights that are made and written one at a time, so that no more than one of them is ever in memory."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_tape import command_line
+from megatron_tape.errors import UserError
+
+_MOST_ELEMENTS = 1 << 45
 
 
 def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors without memory, which announce a file's contents to `write_safetensors`."""
+    """Return tensors without memory, which announce a file's contents to `write_safetensors`.
+
+    Raises UserError for one that no machine can hold.
+    """
+    for name, shape in shapes.items():
+        if math.prod(shape) > _MOST_ELEMENTS:
+            problem = f"would have the shape {tuple(shape)}, more numbers than any machine can hold"
+            raise UserError(name, problem, "give settings that belong to the weights")
     return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 

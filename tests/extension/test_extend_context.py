@@ -372,7 +372,7 @@ def damaged(folder, bases, name):
         ("weights", [], "is not a complete safetensors file"),
         ("settings", [], "config.json cannot be used"),
         ("family", [], "model_type is 'gpt2'"),
-        ("widths", [], "gate_proj.weight with the shape (48, 32), but its config.json requires (64, 32)"),
+        ("widths", [], "gate_proj.weight the shape (48, 32), but its settings require (64, 32)"),
         ("deeper", [], "lacks the parameter model.layers.3.input_layernorm.weight; give the config.json that belongs"),
         ("pickle", [], "is a pickle, which may run code"),
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "encodes text in another way than that of extension.from"),
@@ -598,3 +598,9 @@ def test_an_extension_may_widen_the_range_of_random_positions_alone():
         other = make(**{"model__position_encoding": "randpe"} | changes)
         with pytest.raises(ConfigError, match="is another model than these settings describe"):
             check_base(other, Base(Path("somewhere"), base.model, None))
+
+
+def test_a_run_whose_settings_name_no_model_has_imported_none(tmp_path):
+    (tmp_path / "config.yaml").write_text("extension: {from: 3}\n")
+    with pytest.raises(ConfigError, match="which is not a directory"):
+        find_base(str(tmp_path / "gone"), str(tmp_path))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
-from megatron_tape.huggingface.imports import config_json, from_transformers
+from megatron_tape.huggingface.imports import config_json, from_transformers, new_checkpoint
 from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 
@@ -483,3 +483,37 @@ def test_what_cannot_be_written_or_fit_is_known_before_the_weights_are_read(tmp_
     monkeypatch.setattr(from_transformers, "open_directory", lambda *_: pytest.fail("the weights were opened"))
     with pytest.raises(FileError, match="imported exists"):
         import_model(tmp_path / "source", tmp_path / "imported")
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", "", "\n", "\ud800", "\0", "x" * 300, "/etc/passwd"])
+def test_an_index_of_weights_names_files_next_to_it_alone(tmp_path, name):
+    write_source(tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": name}}
+    (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps(index))
+    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
+    refused(tmp_path, "is not an index of weights", *command)
+
+
+def test_a_header_that_no_model_has_is_not_read(tmp_path):
+    write_source(tmp_path / "source")
+    path, size = tmp_path / "source" / "model.safetensors", 90 << 20
+    path.write_bytes(size.to_bytes(8, "little") + b"{")
+    os.truncate(path, 100 << 20)
+    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
+    refused(tmp_path, "has a header of 94,371,840 bytes", *command)
+
+
+def test_shapes_are_compared_before_anything_is_written_or_made(tmp_path, monkeypatch):
+    write_source(tmp_path / "source", "llama1")
+    change_config(tmp_path / "source", {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16})
+    monkeypatch.setattr(new_checkpoint, "atomic_directory", lambda *arguments: pytest.fail("it began to write"))
+    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
+    refused(tmp_path, "q_proj.weight the shape (32, 32), but its settings require (4294967296, 32)", *command)
+
+
+def test_a_new_position_mlp_has_a_width_that_memory_can_hold(tmp_path):
+    write_source(tmp_path / "source", "llama1")
+    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
+    for width in ("0", "-1", str(10**12)):
+        refused(tmp_path, f"--position-mlp-size is {width}", *command, f"--position-mlp-size={width}")

@@ -103,6 +103,7 @@ def test_released_pickles_need_permission(tmp_path):
         ({"num_hidden_layers": 1}, "model.layers.1"),
         ({"intermediate_size": 48}, "mlp"),
         ({"vocab_size": 60}, "settings require"),
+        ({"position_size": 2**60}, "more numbers than any machine can hold"),
     ],
 )
 def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, refusal):
@@ -112,3 +113,19 @@ def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, refu
     with pytest.raises(ValueError, match=refusal):
         import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    "name, tensor, refusal",
+    [
+        ("self_attn.rotary_emb.init_L", torch.ones(3), "init_L 1, 1, 1, which cannot"),
+        ("self_attn.rotary_emb.other", torch.ones(3), "rotary_emb.other, which a model"),
+        ("post_attention_linear.weight", torch.ones(3), "post_attention_linear.weight has the shape"),
+    ],
+)
+def test_released_weights_of_no_model_are_refused_by_name(tmp_path, name, tensor, refusal):
+    _, weights, _ = write_released(tmp_path, "adape")
+    (key,) = [key for key in weights if key.startswith("model.layers.0.") and key.endswith(name)] or [None]
+    save_file(weights | {key or f"model.layers.0.{name}": tensor}, tmp_path / "model.safetensors")
+    command = ["from-released", "--config", tmp_path / "config.json", "--weights", tmp_path / "model.safetensors"]
+    refused(tmp_path, refusal, *command, "--output", tmp_path / "out")

@@ -25,6 +25,8 @@ _MOST_LAYERS = 10_000
 """As many as `model.num_layers` may be."""
 _MOST_PADDING = 1 << 16
 """The largest multiple that a vocabulary is padded to; a larger one would add gigabytes of rows."""
+_MOST_WIDTH = 1 << 16
+"""The largest width of a new position MLP; usual ones have some hundreds."""
 ENCODED = "encoded_tape"
 """The kind of exports whose positional encoding lies in files of its own."""
 
@@ -258,7 +260,9 @@ def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str)
 
 
 def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
-    kind = settings["model_type"]
+    kind, width = settings["model_type"], changes.position_mlp_size
+    if width is not None and not 1 <= width <= _MOST_WIDTH:
+        raise UserError("--position-mlp-size", f"is {width}", f"give 1 to {_MOST_WIDTH:,}")
     if kind == "tape" and encoding != "tape":
         problem = f"describes a TAPE model, which cannot become {encoding}"
         raise FileError(str(path), problem, "import it as tape")

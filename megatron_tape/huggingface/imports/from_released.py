@@ -60,10 +60,11 @@ def import_released(
     with errors_of_settings(Path(config)):
         model = _model(settings, Path(config), vocab_multiple, token_mixing)
     released = open_files([Path(weights)], allow_pickle)
-    found = {float(released[key]) for key in released if key.endswith(_THRESHOLD)}
-    if thresholds := found - {FireSettings.fire_threshold}:
-        problem = f"has FIRE's init_L {thresholds.pop():g}, which cannot be imported"
-        raise FileError(str(weights), problem, f"{FireSettings.fire_threshold:g} can")
+    for key in (key for key in released if key.endswith(_THRESHOLD)):
+        found = released[key].flatten()[:10].tolist()
+        if found != [FireSettings.fire_threshold]:
+            problem = f"has FIRE's init_L {', '.join(f'{value:g}' for value in found)}, which cannot be imported"
+            raise FileError(str(weights), problem, f"{FireSettings.fire_threshold:g} can")
     source = _renamed(released)
     # Nothing reads the position state after the last layer, so its update is left out.
     unread = f"model.layers.{model.num_layers - 1}.position."
@@ -84,12 +85,20 @@ def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
     for key in released:
         if key.startswith(prefix):
             plain = key.removeprefix(prefix)
-            for name in from_released({plain: torch.empty(1, 1, device="meta")}):
-                sources[name] = plain, key
+            try:
+                names = from_released({plain: torch.empty(1, 1, device="meta")})
+            except (KeyError, ValueError):  # which is not a name of that code
+                names = [plain]
+            sources |= dict.fromkeys(names, (plain, key))
 
     def read(name: str) -> Tensor:
         plain, key = sources[name]
-        return from_released({plain: released[key]})[name]
+        tensor = released[key]
+        try:
+            return from_released({plain: tensor})[name]
+        except (IndexError, RuntimeError):
+            problem = f"has the shape {tuple(tensor.shape)}, which it has in no model"
+            raise FileError(key, problem, "give the config.json that belongs to the weights") from None
 
     return LazyTensors(sources, read)
 

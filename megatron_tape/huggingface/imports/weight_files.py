@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_FILE = re.compile(r"[\w.-]{1,200}")
+_HEADER_BYTES = 32 << 20
+"""The largest header of a safetensors file that is read: more than 200,000 tensors, whatever their names."""
 _MISMATCH = "give the config.json that belongs to the weights, or fetch them again"
 
 
@@ -39,10 +43,12 @@ class _Index(TypedDict):
 
 
 class LazyTensors(Mapping):
-    """Tensors by name, each of which `read` makes when it is accessed."""
+    """Tensors by name, each of which `read` makes when it is accessed; `shapes` are those known without reading one."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]):
-        self._names, self._read = dict.fromkeys(names), read
+    def __init__(
+        self, names: Iterable[str], read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
+    ):
+        self._names, self._read, self.shapes = dict.fromkeys(names), read, shapes or {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
@@ -62,17 +68,18 @@ class _Safetensors(LazyTensors):
 
     def __init__(self, paths: list[Path]):
         self._files: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
+            _check_header(path)
             try:
                 with safe_open(path, "np") as file:  # reads names and shapes only
                     for name in file.keys():
                         self._files[name] = path
-                        self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                        shapes[name] = tuple(file.get_slice(name).get_shape())
             except SafetensorError as error:
                 problem = f"is not a complete safetensors file ({error})"
                 raise FileError(str(path), problem, "download or write it again") from None
-        super().__init__(self._files, self._tensor)
+        super().__init__(self._files, self._tensor, shapes)
 
     def _tensor(self, name: str) -> Tensor:
         try:
@@ -80,6 +87,15 @@ class _Safetensors(LazyTensors):
                 return file.get_tensor(name)
         except SafetensorError as error:
             raise FileError(str(self._files[name]), f"holds {name}, which cannot be read: {error}") from None
+
+
+def _check_header(path: Path) -> None:
+    """Raise FileError if the header of a safetensors file is longer than any model's."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if _HEADER_BYTES < size <= path.stat().st_size:
+        problem = f"has a header of {size:,} bytes, and at most {_HEADER_BYTES:,} are read"
+        raise FileError(str(path), problem, "write the weights into several files")
 
 
 def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
@@ -108,8 +124,9 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         return open_files([first], allow_pickle)
     places = read_record(first, _Index)["weight_map"]
     files = sorted(set(places.values()))
-    if any(Path(name).name != name for name in files):
-        raise FileError(str(first), "is not an index of weights: it names files in other directories")
+    if wrong := [name for name in files if not _FILE.fullmatch(name) or name.strip(".") == ""]:
+        problem = f"is not an index of weights: {wrong[0]!r:.100} is not the name of a file next to it"
+        raise FileError(str(first), problem)
     for name in files:
         if not (directory / name).is_file():
             raise FileError(str(directory), f"is incomplete: {name}, which its index names, is missing")
@@ -126,13 +143,21 @@ def check_names(names: Collection[str], model: ModelConfig, origin: str, unread:
     If the embeddings are tied, the output layer may be there as well.
     """
     expected = whole_shapes(model)
-    if missing := [name for name in expected if name not in names]:
-        raise FileError(origin, f"lacks the parameter {missing[0]}", _MISMATCH)
+    if missing := next((name for name in expected if name not in names), None):
+        raise FileError(origin, f"lacks the parameter {missing}", _MISMATCH)
     for name in sorted(names):
         # Older programs also saved rotary frequencies, which follow from the settings.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == OUTPUT):
             raise FileError(origin, f"holds {name}, which a model with its settings does not have", _MISMATCH)
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, origin: str) -> None:
+    """Raise FileError if one of these `shapes` is not that of the weight of its name in `model`, unpadded."""
+    for name, shape in whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size)).items():
+        if shapes.get(name, shape) != shape:
+            problem = f"gives {name} the shape {shapes[name]}, but its settings require {shape}"
+            raise FileError(origin, problem, _MISMATCH)
 
 
 def check_directory(directory: Path, model: ModelConfig) -> None:
@@ -142,10 +167,7 @@ def check_directory(directory: Path, model: ModelConfig) -> None:
     """
     weights = open_directory(directory, allow_pickle=False)
     check_names(weights, model, str(directory))
-    for name, shape in whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size)).items():
-        if weights.shapes[name] != shape:
-            problem = f"holds {name} with the shape {weights.shapes[name]}, but its config.json requires {shape}"
-            raise FileError(str(directory), problem, _MISMATCH)
+    check_shapes(weights.shapes, model, str(directory))
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
