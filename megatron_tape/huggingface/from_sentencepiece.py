@@ -23,6 +23,8 @@ _NEVER = -1e9
 """Score of a piece that is never used for text, even if the text contains its name."""
 # Code points that stand for no character, and before and after which a grapheme ends.
 _RULE_END, _CHARACTER_END, _END, _PLACEHOLDERS = "\U000e0ffe", "\U000e0fff", "\U000e0ffd", range(0xE0200, 0xE0FF0)
+_RULE_BYTES, _RULE_LENGTH = 4 << 20, 100
+"""The most bytes that all rules, and the sequence of one, may have; those of SentencePiece have 250,000 and 12."""
 _MOST_REPLACED = 50
 """Sequences that are replaced one by one: those of writing systems that are too new for the library's NFC."""
 _ANY = r"[\s\S]"
@@ -202,14 +204,20 @@ def _alternatives(sequences: Collection[str]) -> list[str]:
 def _sequences(rules: bytes) -> tuple[dict[str, str], bool]:
     """Return the rules for several characters but those for jamo, and whether there are such.
 
-    The bytes are a trie as the library Darts-clone stores it, and the values, each with a zero at its end.
+    The bytes are a trie as the library Darts-clone stores it, and the values, each with a zero at its end. Raises
+    ValueError, struct.error or IndexError for others.
     """
+    if len(rules) > _RULE_BYTES:
+        raise ValueError(f"its rules have {len(rules):,} bytes, and at most {_RULE_BYTES:,} are read")
     size = struct.unpack("<I", rules[:4])[0]
     units, texts = struct.unpack(f"<{size // 4}I", rules[4 : 4 + size]), rules[4 + size :]
     leading = {chr(code).encode() for code in range(0x1100, 0xFFDD) if _in_class(chr(code), _LEADING)}
-    found, hangul, open_nodes = {}, False, [(_offset(units[0]), b"")]
+    found, hangul, open_nodes, visits = {}, False, [(_offset(units[0]), b"")], 0
     while open_nodes:
         base, key = open_nodes.pop()
+        visits += 1
+        if visits > 4 * len(units) or len(key) > _RULE_LENGTH:
+            raise ValueError("its rules do not end")
         if key in leading:
             hangul = True
             continue

@@ -6,7 +6,7 @@ written, it is checked on real text that both give the same ids. The `transforme
 
 import json
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_tape.data.tokenizer import (
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
     Tokenizer,
+    library_errors,
     load_tokenizer,
     write_files,
 )
@@ -37,6 +38,7 @@ _NAMED = (
 )
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 _MAP = "special_tokens_map.json"
+_SHOWN = 10
 _GIVE = f"give an exact tokenizer.json with --tokenizer, or {WITHOUT}"
 _QWENS_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -85,14 +87,15 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
     warnings: list[str] = []
     files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
     own = _settings(tokenizer.files, CONFIG, source)
-    if TOKENIZER_JSON in files:
-        library, special, settings = _of_hugging_face(tokenizer, own, context)
-    else:
-        library, special, settings = _of_sentencepiece(tokenizer, own, source, context, warnings)
-        files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
-    named, missing = _named_tokens(own | _unless_in(own, _settings(tokenizer.files, _MAP, source)), library)
+    with library_errors(source, "cannot be converted", _GIVE):
+        if TOKENIZER_JSON in files:
+            library, special, settings = _of_hugging_face(tokenizer, own, context)
+        else:
+            library, special, settings = _of_sentencepiece(tokenizer, own, source, context, warnings)
+            files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
+        named, missing = _named_tokens(own | _unless_in(own, _settings(tokenizer.files, _MAP, source)), library)
     if missing:
-        tokens = ", ".join(missing)
+        tokens = _some(missing)
         warnings.append(f"{source} names special tokens that it does not have, which the export leaves out: {tokens}")
     settings |= _unless_in({"eos_token", "bos_token"}, named)
     special["pad"] = library.token_to_id(_content(named["pad_token"])) if "pad_token" in named else special.get("pad")
@@ -135,7 +138,7 @@ def _named_tokens(settings: dict[str, Any], library: Any) -> tuple[dict[str, Any
         text = _content(token)
         known = isinstance(text, str) and library.token_to_id(text) is not None
         if not known:
-            missing.append(repr(text))
+            missing.append(f"{text!r:.100}")
         return known
 
     named: dict[str, Any] = {}
@@ -152,19 +155,19 @@ def _named_tokens(settings: dict[str, Any], library: Any) -> tuple[dict[str, Any
 
 def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
     """Return `generation_config.json` without ids that the tokenizer does not have."""
-    settings, dropped = _settings(tokenizer.files, GENERATION, source), []
+    settings, dropped, end = _settings(tokenizer.files, GENERATION, source), [], tokenizer.vocab_size
     for key, value in list(settings.items()):
         if not key.endswith("_token_id") or value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        good = [index for index in ids if type(index) is int and 0 <= index < tokenizer.vocab_size]
-        dropped += [f"{key} {index}" for index in ids if index not in good]
+        good = [index for index in ids if type(index) is int and index in range(end)]
+        dropped += [f"{key} {index!r:.40}" for index in ids if type(index) is not int or index not in range(end)]
         if not good:
             del settings[key]
         elif isinstance(value, list):
             settings[key] = good
     if dropped:
-        ids = ", ".join(dropped)
+        ids = _some(dropped)
         warnings.append(f"{GENERATION} of {source} names ids that do not exist, which the export leaves out: {ids}")
     return settings
 
@@ -174,6 +177,12 @@ def _settings(files: dict[str, bytes], name: str, source: str) -> dict[str, Any]
         return parse_record(files.get(name, b"{}"), dict[str, Any])
     except ValueError as error:
         raise FileError(f"{name} of {source}", f"cannot be used: {error}", "save it again, or remove it") from None
+
+
+def _some(texts: Sequence[str]) -> str:
+    """Return texts for a message, of which there may be too many."""
+    rest = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def _json(settings: dict[str, Any]) -> bytes:
