@@ -264,3 +264,15 @@ def test_an_adapters_base_is_a_string_of_its_code(exports, tmp_path):
     write_adapter_card(tmp_path, "adapter", open_weights(exports["rope"].checkpoint), "fp32", base)
     (code,) = re.findall(r"```python\n(.*?)\n```", (tmp_path / "README.md").read_text(), re.S)
     assert ast.parse(code).body[2].value.args[0].value == base
+
+
+def test_metrics_of_layers_that_the_model_lacks_are_not_drawn(exports, tmp_path):
+    step = tmp_path / "run" / "checkpoints" / "step-00000000"
+    shutil.copytree(exports["tape"].checkpoint, step)
+    rows = [{"step": 0, "position/update_norm/layer_01": 0.5, f"position/update_norm/layer_{1000}": 1.0}]
+    rows += [{"step": 0, "loss": 2.0}, {"step": 0, f"position/update_norm/layer_{'9' * 5000}": 1.0}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (step.parents[1] / "metrics.jsonl").write_text("x" * (9 << 20) + "\n" + lines)
+    export(step, tmp_path / "out", tokenizer="none")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "![Bars by layer: update 0, 0.5](positions.png)" in card and "| Training loss | 2.0000 | 0 |" in card

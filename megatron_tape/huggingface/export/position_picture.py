@@ -9,7 +9,7 @@ from megatron_tape.position import encoding_of
 
 PICTURE = "positions.png"
 """The picture's file beside README.md."""
-_LOGGED = re.compile(r"position/update_norm/layer_(\d+)")
+_LOGGED = re.compile(r"position/update_norm/layer_(\d{1,9})")
 _COLORS = ("#1670fa", "#df6e08")
 
 
@@ -22,7 +22,9 @@ def position_section(saved: SavedWeights, logged: dict[str, tuple[int, float]]) 
     if not any(map(any, matrices.values())):
         text = "TAPE's matrices are zero, as at their start, so positions are those of RoPE until the model is trained."
         return text, None
+    layers = range(saved.model.num_layers)
     updates = {int(found[1]): value for name, value in logged.items() if (found := _LOGGED.fullmatch(name))}
+    updates = {layer: value for layer, value in updates.items() if layer in layers}
     if updates:
         step = max(step for step, _ in updates.values())
         bars = {"update": [updates[layer][1] if layer in updates else 0.0 for layer in range(max(updates) + 1)]}

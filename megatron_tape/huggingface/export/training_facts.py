@@ -19,6 +19,7 @@ from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.text import counted
 
 _METRICS = "metrics.jsonl"
+_LINE, _MOST_METRICS = 8 << 20, 50_000
 _LOSSES = {"loss": "Training loss", "validation_loss": "Validation loss"}
 _LOSSES_OF_AVERAGE = {"validation_loss_average": "Validation loss"}
 
@@ -40,13 +41,14 @@ def last_logged(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
         return {}
     found: dict[str, tuple[int, float]] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        while line := file.readline(_LINE):
             try:
                 row = parse_record(line, _Row)
             except ValueError:  # a line that a killed process left unfinished
                 continue
             if (step := row["step"]) <= state["step"]:
-                found |= {k: (step, v) for k, v in row.items() if type(v) in (int, float) and isfinite(v)}
+                rows = row.items() if len(found) < _MOST_METRICS else [(k, v) for k, v in row.items() if k in found]
+                found |= {k: (step, v) for k, v in rows if type(v) in (int, float) and isfinite(v)}
     return found
 
 
@@ -86,7 +88,7 @@ def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
             start["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
         return _table(start | _trained(saved, without) | _settings(state, config))
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        problem = f"holds settings that no run can have had ({type(error).__name__}: {error})"
+        problem = f"holds settings that no run can have had ({type(error).__name__}: {str(error):.200})"
         raise CheckpointError(str(saved.path / STATE), problem, "choose another step") from None
 
 
