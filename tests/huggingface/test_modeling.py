@@ -166,3 +166,8 @@ def test_transformers_may_add_to_the_tensor_parallel_plan_which_is_not_saved(tmp
     config.base_model_tp_plan = {**config.base_model_tp_plan, "embed_tokens": "added"}
     config.save_pretrained(tmp_path)
     assert "embed_tokens" not in TapeConfig.from_pretrained(tmp_path).base_model_tp_plan
+
+
+def test_rotary_settings_of_single_types_of_layers_are_refused():
+    with pytest.raises(ValueError, match="rope_parameters has settings for full_attention"):
+        TapeConfig(rope_parameters={"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}})

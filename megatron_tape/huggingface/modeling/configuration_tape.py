@@ -109,6 +109,8 @@ class TapeConfig(DecoderConfig):
         position_state_precision: str = "bf16",
         **kwargs,
     ):
+        if nested := [name for name, value in (rope_parameters or {}).items() if isinstance(value, dict)]:
+            raise ValueError(f"rope_parameters has settings for {nested[0]}; give the settings once, for all layers")
         self.rope_parameters = rope_parameters
         self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
         self.gate_input = gate_input
