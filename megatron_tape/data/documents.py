@@ -4,6 +4,7 @@ import argparse
 import glob
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ def find_inputs(patterns: list[str]) -> list[str]:
     """Return the files that paths and glob patterns name: in the order of the patterns, sorted within each.
 
     A file that is named again is left out, with a warning if it has another name there. Raises FileError when a
-    pattern matches no file or a file's format is unknown.
+    pattern matches no file, or a file is a device or of an unknown format.
     """
     files: dict[tuple[int, int], str] = {}
     for pattern in patterns:
@@ -77,6 +78,8 @@ def find_inputs(patterns: list[str]) -> list[str]:
             raise FileError(pattern, "names no file (--input)", advice)
         for path in matches:
             status = os.stat(path)
+            if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
+                raise FileError(path, "is a device", "give a file or a pipe")
             first = files.setdefault((status.st_dev, status.st_ino), path)
             if path != first:
                 command_line.say(f"warning: {path} is the same file as {first}, so it is read once")

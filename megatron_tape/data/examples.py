@@ -6,7 +6,6 @@ Training and evaluation cut alike. Imports no torch.
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any
 from megatron_tape.config.examples import PLACE, examples_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.documents import parse_json
-from megatron_tape.data.raw_chunks import FilePart, UnreadableFile, read_chunks
+from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, FilePart, TooLarge, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer
-from megatron_tape.errors import FileError, refuse
+from megatron_tape.errors import FileError, UserError, refuse
 
 _CHUNK = 1 << 22
-_LONGEST_LINE = 1 << 28
 _CHARACTERS_PER_TOKEN = 8
 
 
@@ -45,7 +43,9 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
         for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
             if line.strip():
                 yield parse_example(place, line)
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # zipfile and its decompressors raise a dozen kinds for damaged archives
         raise FileError(path, f"cannot be read ({error})", "fetch it again, or give another") from None
 
 
@@ -53,9 +53,11 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     if not path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
         fix = "give .jsonl or .json (also .gz, .zst), or a zip of SCROLLS"
         raise UnreadableFile(path, "has an unknown format", fix)
-    for chunk in read_chunks([FilePart(path)], "", _CHUNK):
+    for chunk in read_chunks([FilePart(path)], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
             raise chunk
+        if chunk.is_too_large:
+            raise FileError(str(chunk.place(chunk.first)), f"has {chunk.payload[0]}", "shorten or remove it")
         for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
             yield str(chunk.place(number)), line
 
@@ -67,9 +69,12 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
             raise UnreadableFile(path, f"is a zip that does not hold {split}.jsonl once", "choose another split")
         with archive.open(names[0]) as file:
             number = 0
-            while line := file.readline(_LONGEST_LINE):
+            while line := file.readline(DOCUMENT_BYTES + 2):
                 number += 1
-                yield f"{path}/{names[0]}:{number}", line
+                place = f"{path}/{names[0]}:{number}"
+                if len(line.removesuffix(b"\n")) > DOCUMENT_BYTES:
+                    raise FileError(place, f"has {TooLarge(DOCUMENT_BYTES)}", "shorten or remove it")
+                yield place, line
 
 
 def parse_example(place: str, line: bytes) -> Example:

@@ -114,7 +114,9 @@ def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_
         pending: deque[Future | UnreadableFile] = deque()
         for chunk in read_chunks(parts, encoding.text_key, chunk_bytes, encoding.document_bytes):
             pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
-            if len(pending) >= CHUNKS_IN_FLIGHT * workers:
+            # The end of what is too large may be far away, or never come.
+            allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1
+            while len(pending) > allowed:
                 yield _result(pending.popleft())
         while pending:
             yield _result(pending.popleft())

@@ -18,7 +18,7 @@ DOCUMENT_BYTES = 16_000_000
 """The most bytes that a document may have by default. Tokenizing takes up to 150 bytes of memory for each."""
 _COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 11}
 """Bytes that are decompressed at once, to at most 64 MiB: gzip makes up to a thousand of one, and zstd 32,768."""
-_PARQUET_BUFFER = 1 << 20
+_BLOCK = 1 << 20
 _PARQUET_ROWS = 64
 
 
@@ -68,6 +68,11 @@ class Chunk:
     payload: bytes | list[bytes | None | TooLarge]
     position: int = 0
     offset: int = 0
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it is a single document, which is too large."""
+        return len(self.payload) == 1 and isinstance(self.payload[0], TooLarge)
 
     def place(self, number: int) -> "Place":
         """Return where a document of this file is."""
@@ -148,7 +153,8 @@ def _start_of_line(file: IO[bytes], position: int) -> int:
     """Return where the first line at or after `position` begins, or the end of the file if there is none."""
     if position:
         file.seek(position - 1)
-        file.readline()
+        while (line := file.readline(_BLOCK)) and not line.endswith(b"\n"):  # a line may be of any length
+            pass
     return file.tell()
 
 
@@ -159,8 +165,8 @@ def lines_before(path: str, offset: int) -> int:
         return 0
     lines = 0
     with open(path, "rb") as file:
-        while file.tell() < offset and file.readline():
-            lines += 1
+        while block := file.read(min(offset - file.tell(), _BLOCK)):
+            lines += block.count(b"\n")
     return lines
 
 
@@ -301,7 +307,7 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=_PARQUET_BUFFER) as file:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_BLOCK) as file:
             _check_column(path, file.schema_arrow, text_key)
             row, rows = 1, max(file.metadata.num_rows, 1)
             texts, size = [], 0

@@ -88,6 +88,32 @@ def test_files_that_are_no_examples_are_refused(tmp_path):
         assert error.value.subject == str(tmp_path / name) and word in error.value.problem
 
 
+def test_a_line_that_is_too_large_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_tape.data.examples.DOCUMENT_BYTES", 1_000_000)
+    lines = [json.dumps(LINES[2]), json.dumps({"input": "a" * 2_000_000, "target": "b"})]
+    with zipfile.ZipFile(tmp_path / "qa.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("qa/validation.jsonl", "\n".join(lines))
+    with pytest.raises(
+        FileError, match=r"qa\.zip/qa/validation\.jsonl:2 has more than 1,000,000 bytes in one document"
+    ):
+        list(read_examples(str(tmp_path / "qa.zip"), "validation"))
+    (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+    with pytest.raises(FileError, match=r"qa\.jsonl:2 has more than 1,000,000 bytes in one document"):
+        list(read_examples(str(tmp_path / "qa.jsonl"), ""))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_zips_whose_data_is_damaged_are_refused(tmp_path, method):
+    path = tmp_path / "qa.zip"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("qa/validation.jsonl", json.dumps(LINES[2]) * 99)
+    content = bytearray(path.read_bytes())
+    content[49 + 9 : 49 + 40] = b"\xff" * 31  # behind the header and the settings of LZMA
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=r"qa\.zip cannot be read"):
+        list(read_examples(str(path), "validation"))
+
+
 def test_a_long_input_loses_its_end_and_the_template_stays():
     cutter = Cutter(encode, [256], "Q: {input}\nA:", length=20, target_tokens=4)
     cut = cutter("0123456789", " yes sir ")

@@ -267,6 +267,14 @@ def test_the_largest_document_is_exact(tmp_path, chunk_bytes):
         assert (chunk.payload == [b"x" * size]) == kept
 
 
+def test_a_line_without_an_end_is_an_error_before_its_end(tmp_path):
+    (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
+    encoding = preprocessing.Encoding(Characters(), "text", True, 1000)
+    results = preprocessing.encode_files([FilePart(str(tmp_path / "endless.jsonl"), 0, None)], encoding, 1, 1 << 18)
+    assert list(next(results).problems.counts) == ["more than 1,000 bytes in one document"]
+    results.close()
+
+
 def test_what_is_too_large_takes_little_memory(tmp_path):
     with open(tmp_path / "a.txt", "wb") as file:
         file.truncate(1 << 40)
@@ -317,12 +325,14 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.csv").touch()
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for message, arguments in {
         "names no file": [tmp_path / "none*.jsonl"],
         "folder/*.jsonl": [tmp_path / "folder"],
         "unknown format": [tmp_path / "a.csv"],
+        "is a device; give a file or a pipe": [tmp_path / "zero.jsonl"],
         "holds no document": [tmp_path / "empty.jsonl"],
         "argument --workers: '0' is not a whole number of at least 1": [corpus, "--workers", 0],
         "--workers is 100,000; give at most 1,024": [corpus, "--workers", 100_000],
@@ -334,7 +344,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         lines = preprocess(*arguments, code=2).stderr.splitlines()
         assert lines[-1].startswith("error: ") and message in lines[-1]
     assert "error: --output-prefix is " in preprocess(corpus, prefix="a.csv/out", code=2).stderr
-    assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder", "tokenizer.json"]
+    assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder", "tokenizer.json", "zero.jsonl"]
 
 
 @pytest.fixture
