@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,11 +156,16 @@ def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> A
     except ValueError as error:
         raise FileError(str(file), f"cannot be used: {error}") from None
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return _adapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter:
+    return TypeAdapter(kind)
 
 
 def _check_depth(value: Any) -> None:

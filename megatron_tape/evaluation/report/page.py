@@ -16,6 +16,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from megatron_tape.command_line import Progress
 from megatron_tape.evaluation.base import Drawing, Picture
 from megatron_tape.evaluation.comparison import Comparison
 from megatron_tape.evaluation.figures import COLORS, MOST_MODELS, in_order, without_warnings
@@ -25,7 +26,7 @@ from megatron_tape.evaluation.report.models import Model, clean
 from megatron_tape.evaluation.report.published import published_tables
 from megatron_tape.evaluation.report.scores import draw_scores, score_tables
 from megatron_tape.evaluation.report.tables import Table, enumerated, heading, task_names, task_title
-from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, phases, spikes, time_lines
+from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, phases, spent_by, spikes, time_lines
 from megatron_tape.evaluation.report.training_curves import (
     curves,
     evaluation_seconds,
@@ -137,14 +138,16 @@ def embedded(picture: Picture) -> EmbeddedPicture:
 
 def _embedded(drawings: Iterable[Drawing]) -> list[EmbeddedPicture]:
     """Return the pictures of drawings; one that cannot be drawn, as values and texts of files decide, is a sentence."""
-    found = []
+    found, progress = [], Progress(None)
     for shows, draw in drawings:
+        progress.update(0, lambda _: f"drawing {shows}")  # noqa: B023
         try:
             found.append(embedded(draw()))
         except Exception as error:
             sentence = clean(f"The picture of {shows} could not be drawn ({type(error).__name__}: {error}).", 300)
             print(f"warning: {sentence}", file=sys.stderr)
             found.append(EmbeddedPicture("", 0, sentence))
+    progress.end()
     return found
 
 
@@ -207,9 +210,10 @@ def _training(models: Sequence[Model]) -> Section:
 
 
 def _time_spent(models: Sequence[Model]) -> Section:
-    runs = attempts_of(models)
+    attempts = attempts_of(models)
+    runs = spent_by(attempts)
     pictures = _embedded([*phases(models), *time_lines(runs)])
-    tables = [table for table in [goodput(runs), spikes(models)] if table is not None]
+    tables = [table for table in [goodput(runs), spikes(attempts)] if table is not None]
     return Section(
         "time", "Where the time went", parts=[Part(tables=tables, pictures=pictures)] if pictures or tables else []
     )

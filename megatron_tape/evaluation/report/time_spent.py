@@ -12,7 +12,7 @@ from megatron_tape.evaluation.report.models import PHASES, Curve, Model, Run
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number
 from megatron_tape.evaluation.report.training_curves import thinned
 from megatron_tape.run.goodput import BETWEEN, KINDS, START, Spent, spent, totals
-from megatron_tape.run.judging import read_attempts
+from megatron_tape.run.judging import AttemptRecord, read_attempts
 from megatron_tape.text import counted, duration
 
 BAR = (START, *(kind for kind in KINDS if kind not in (START, BETWEEN)))
@@ -54,9 +54,14 @@ def _phases(run: Run) -> dict[str, Curve]:
     return {phase: curve for phase, curve in curves.items() if curve.count > 1 and any(curve.values)}
 
 
-def attempts_of(models: Sequence[Model]) -> dict[str, list[Spent]]:
-    """Return how each run's attempts spent their time, by its label, of runs that have records of it."""
-    found = {model.label: spent(read_attempts(model.run.path)) for model in models if model.run is not None}
+def attempts_of(models: Sequence[Model]) -> dict[str, list[AttemptRecord]]:
+    """Return the attempts of each run by its label."""
+    return {model.label: read_attempts(model.run.path) for model in models if model.run is not None}
+
+
+def spent_by(runs: Mapping[str, Sequence[AttemptRecord]]) -> dict[str, list[Spent]]:
+    """Return how each run's attempts spent their time, of runs that have records of it."""
+    found = {label: spent(attempts) for label, attempts in runs.items()}
     return {label: attempts for label, attempts in found.items() if sum(totals(attempts).values()) > 0}
 
 
@@ -76,15 +81,14 @@ def goodput(runs: dict[str, list[Spent]]) -> Table | None:
     return Table("What the time since the first attempt became", columns, rows)
 
 
-def spikes(models: Sequence[Model]) -> Table | None:
+def spikes(runs: Mapping[str, Sequence[AttemptRecord]]) -> Table | None:
     """Return a table of the last spikes of each run."""
     rows = []
-    for model in models:
-        attempts = [] if model.run is None else read_attempts(model.run.path)
+    for label, attempts in runs.items():
         found = [(attempt.number, spike) for attempt in attempts for spike in attempt.spikes]
         for attempt, spike in found[-MOST_SPIKES:]:
             step, loss, norm = number(spike["step"], 0), number(spike["loss"], 4), number(spike["grad_norm"], 4)
-            rows.append([Cell(model.label, model.label), number(attempt, 0), step, loss, norm, Cell(spike["action"])])
+            rows.append([Cell(label, label), number(attempt, 0), step, loss, norm, Cell(spike["action"])])
     names = ("attempt", "step", "loss", "gradient norm")
     columns = [Column("run"), *(Column(name, "number") for name in names), Column("what was done")]
     return Table("Spikes (train.spikes)", columns, rows) if rows else None
