@@ -1,10 +1,12 @@
 """Which special tokens the files next to a tokenizer name, and whether text encodes to one."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_tape.config.values import shown
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record
 
@@ -22,6 +24,10 @@ class SpecialTokens:
                 continue
             try:
                 self._settings[name] = parse_record(files[name], dict[str, Any])
+                json.dumps(self._settings[name], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                problem = "holds a lone surrogate, which UTF-8 cannot hold"
+                raise FileError(str(path.with_name(name)), problem, "save the tokenizer again") from None
             except ValueError as error:
                 fix = "save the tokenizer again or remove the file"
                 raise FileError(str(path.with_name(name)), f"cannot be used: {error}", fix) from None
@@ -44,19 +50,19 @@ class SpecialTokens:
             found.append((content, index, bool(special)))
         for token, index, _ in found:
             if not isinstance(token, str) or type(index) is not int or not 0 <= index < 2**31:
-                problem = f"or added_tokens.json gives the added token {token!r} the id {index!r}"
+                problem = f"or added_tokens.json gives the added token {shown(token)} the id {shown(index)}"
                 raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
         return {token: (index, special) for token, index, special in found}
 
     def special(self) -> set[str]:
         """Return the tokens that the files name as special ones, whether they exist or not."""
-        found = {token for token, (_, special) in self.added(CONFIG).items() if special}
+        found = [token for token, (_, special) in self.added(CONFIG).items() if special]
         for settings in (self._settings.get(name, {}) for name in (CONFIG, MAP)):
             for key, value in settings.items():
                 if key.endswith("_token"):
-                    found.add(_content(value))
+                    found.append(_content(value))
                 elif key.endswith("_special_tokens") and isinstance(value, (list, dict)):
-                    found |= {_content(token) for token in (value.values() if isinstance(value, dict) else value)}
+                    found += [_content(token) for token in (value.values() if isinstance(value, dict) else value)]
         return {token for token in found if isinstance(token, str) and token}
 
     def id_of(self, key: str, ids: Any, unnamed: Sequence[str] | int | None) -> int | None:
@@ -68,7 +74,7 @@ class SpecialTokens:
         naming = [(name, self._settings[name][key]) for name in (CONFIG, MAP) if key in self._settings.get(name, {})]
         if len({str(_content(value)) for _, value in naming}) > 1:
             one, other = (_content(value) for _, value in naming)
-            problem = f"names {one!r} as {key}, and {MAP} {other!r}"
+            problem = f"names {shown(one)} as {key}, and {MAP} {shown(other)}"
             raise FileError(str(self._path.with_name(CONFIG)), problem, "let both name the same token")
         for file, value in naming:
             if value is None:
@@ -76,7 +82,7 @@ class SpecialTokens:
             token = _content(value)
             index = ids(token) if isinstance(token, str) else None
             if index is None:
-                problem = f"names {token!r} as {key}, which {self._path.name} does not have"
+                problem = f"names {shown(token)} as {key}, which {self._path.name} does not have"
                 fix = "name one that exists, or save the tokenizer again with that token"
                 raise FileError(str(self._path.with_name(file)), problem, fix)
             return index

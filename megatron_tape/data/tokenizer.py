@@ -17,6 +17,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.values import shown
 from megatron_tape.data.special_tokens import CONFIG, SpecialTokens, mentioned, refuse_mentioned
 from megatron_tape.data.trial_texts import encodes_as, trial_texts
 from megatron_tape.errors import ConfigError, FileError, UserError, refuse
@@ -248,12 +249,12 @@ class _SentencePiece:
         for token, (index, special) in names.added("added_tokens.json", CONFIG).items():
             if index < self._pieces:
                 piece = self._model.id_to_piece(index)
-                problem = f"gives {token!r} the id {index}, which is that of {piece!r} in {path.name}"
+                problem = f"gives {shown(token)} the id {index}, which is that of {shown(piece)} in {path.name}"
                 if piece != token:
                     raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again")
                 continue
             if not special:
-                problem = f"adds {token!r} as a token of ordinary text, which {path.name} alone does not find"
+                problem = f"adds {shown(token)} as a token of ordinary text, which {path.name} alone does not find"
                 fix = f"save the tokenizer with transformers, which writes a {TOKENIZER_JSON}"
                 raise FileError(str(path.with_name(CONFIG)), problem, fix)
             added[token] = index
@@ -319,14 +320,17 @@ class _HuggingFace:
         listed = {token["content"] for token in settings.get("added_tokens") or ()}
         for token, (index, special) in names.added(CONFIG).items():
             if (own := self._model.token_to_id(token)) == index and token not in listed and not special:
-                problem = f"adds {token!r} as a token of ordinary text, which {path.name} does not"
+                problem = f"adds {shown(token)} as a token of ordinary text, which {path.name} does not"
                 raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
             if own != index:
                 has = "does not have it" if own is None else f"gives it {own}"
-                problem = f"gives the added token {token!r} the id {index}, but {path.name} {has}"
+                problem = f"gives the added token {shown(token)} the id {index}, but {path.name} {has}"
                 raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
         self._keep_specials_from_text(settings, names)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size > 2**31:
+            problem = f"has the id {self.vocab_size - 1:,}, and ids are of 31 bits at most"
+            raise FileError(str(path), problem, _SAVE)
         first = self._model.encode("a", add_special_tokens=True).ids[:1]
         self.prefix = first if first == [self.bos] else []
 
@@ -394,14 +398,16 @@ class _HuggingFace:
         names = (TOKENIZER_MODEL, CONFIG, "special_tokens_map.json", "added_tokens.json")
         try:
             other = _SentencePiece({name: self.files[name] for name in names if name in self.files}, self._path)
+            same = other.vocab_size == self.vocab_size and other.eod == self.eod
+            agrees = same and encodes_as(other.encode, self.encode, trial_texts(), other.scores)
         except FileError:
             return None
-        same = other.vocab_size == self.vocab_size and other.eod == self.eod
-        return other.digest if same and encodes_as(other.encode, self.encode, trial_texts(), other.scores) else None
+        return other.digest if agrees else None
 
     def encode(self, text: str) -> list[int]:
         with library_errors(self._path, _ENCODE):
-            return self._model.encode(text, add_special_tokens=False).ids
+            # Unlike `encode`, this keeps no offsets, which takes a quarter less memory.
+            return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         with library_errors(self._path, _ENCODE):

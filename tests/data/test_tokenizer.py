@@ -103,6 +103,33 @@ def test_a_panic_of_the_library_names_the_file(byte_level, tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("index", [2**31, 2**32 - 1, 2**40])
+def test_ids_that_no_dataset_can_hold_are_refused(tmp_path, index):
+    content = json.loads(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    content["model"]["vocab"]["b"] = index
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match=f"tokenizer.json .*{index:,}|{index}"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"x_token": []}, {"extra_special_tokens": {"a": [1]}}, {"x_special_tokens": [[], {"content": [1]}]}]
+)
+def test_special_tokens_of_a_wrong_type_are_none(byte_level, tmp_path, settings):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path).vocab_size == 500
+
+
+def test_names_of_special_tokens_that_cannot_be_shown_name_their_file(byte_level, tmp_path):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    for token in ("\ud800", "x" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        with pytest.raises(FileError) as caught:
+            load_tokenizer(tmp_path)
+        assert caught.value.subject == str(tmp_path / "tokenizer_config.json") and len(caught.value.problem) < 300
+
+
 def test_a_signal_is_no_error_of_the_library():
     with pytest.raises(KeyboardInterrupt), library_errors("f", "fails"):
         raise KeyboardInterrupt
@@ -233,7 +260,7 @@ def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, s
     [
         ({"eos_token": "<|eot_id|>"}, "names '<|eot_id|>' as eos_token, which tokenizer.json does not have"),
         ({"eos_token": 3}, "names 3 as eos_token"),
-        ({"eos_token": {"lstrip": False}}, "names None as eos_token"),
+        ({"eos_token": {"lstrip": False}}, "names null as eos_token"),
         ({"bos_token": "<begin>"}, "names '<begin>' as bos_token"),
         ({"added_tokens_decoder": {"900": {"content": "<x>"}}}, "'<x>' the id 900, but tokenizer.json does not have"),
         ({"added_tokens_decoder": {"1": {"content": "<first>"}}}, "'<first>' the id 1, but tokenizer.json gives it 0"),
