@@ -162,7 +162,12 @@ def add_import(add: Callable) -> None:
     )
     add("--rope-scaling-factor", type=factor, default=1.0, metavar="X", help=scaling)
     add("--gate-input", choices=("mlp", "attention"), help="what gates TAPE's position MLP (default: mlp)")
-    add("--position-mlp-size", type=int, metavar="P", help="TAPE's inner width (default: 4 times the query heads)")
+    add(
+        "--position-mlp-size",
+        type=command_line.whole_number,
+        metavar="P",
+        help="TAPE's inner width (default: 4 times the query heads)",
+    )
     add("--seed", type=int, default=1234, help="seed of TAPE's random initial parameters (default: %(default)s)")
 
 
@@ -178,7 +183,7 @@ def add_checkpoint(add: Callable) -> None:
     """Add the options that both imports share."""
     add("--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist")
     multiple = "pad the vocabulary to a multiple of this, as tensor parallelism needs (default: %(default)s)"
-    add("--vocab-multiple", type=int, default=1, metavar="N", help=multiple)
+    add("--vocab-multiple", type=command_line.whole_number, default=1, metavar="N", help=multiple)
     mixing = (
         "form of TAPE's map over heads for further training: a matrix, or one scale per head as in the released code "
         "(default: %(default)s)"

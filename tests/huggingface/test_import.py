@@ -515,5 +515,6 @@ def test_shapes_are_compared_before_anything_is_written_or_made(tmp_path, monkey
 def test_a_new_position_mlp_has_a_width_that_memory_can_hold(tmp_path):
     write_source(tmp_path / "source", "llama1")
     command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
-    for width in ("0", "-1", str(10**12)):
-        refused(tmp_path, f"--position-mlp-size is {width}", *command, f"--position-mlp-size={width}")
+    refused(tmp_path, f"--position-mlp-size is {10**12}", *command, f"--position-mlp-size={10**12}")
+    for option in ("--position-mlp-size=0", "--position-mlp-size=-1", "--vocab-multiple=٣", "--vocab-multiple=1_0"):
+        refused(tmp_path, "is not a whole number of at least 1", *command, option)

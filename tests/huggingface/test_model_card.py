@@ -89,6 +89,8 @@ def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pret
         ("---\nlicense: {\n---\n", "the licence and languages in"),
         ("---\na: &a [x]\nb: [*a, *a]\nlicense: mit\n---\n", "the licence and languages in"),
         (f"---\nlicense: {'x' * 999}\n---\n", ""),
+        (f"---\nlicense: mit\ntags:\n{'- x' * 40_000}\n---\n", "characters of metadata, and at most"),
+        (f"---\nlicense: {'[' * 50_000}\n---\n", "the licence and languages in"),
     ],
 )
 def test_metadata_that_cannot_be_used_is_left_out(tmp_path, front_matter, said):

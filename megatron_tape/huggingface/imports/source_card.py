@@ -13,6 +13,8 @@ from megatron_tape.io.records import parse_yaml, read_small
 
 CARD = "README.md"
 _BYTES = 4 << 20
+_METADATA = 100_000
+"""The most characters of metadata that are read, since YAML takes seconds for more."""
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -62,6 +64,8 @@ def _metadata(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = _FRONT_MATTER.match(read_small(path, _BYTES).decode("utf-8"))
+        if found and len(found[1]) > _METADATA:
+            raise ValueError(f"it has {len(found[1]):,} characters of metadata, and at most {_METADATA:,} are read")
         return parse_yaml(found[1], dict[str, Any] | None) or {} if found else {}
     except (ValueError, OSError) as error:
         command_line.say(f"the licence and languages in {path} are not kept: {error}")
