@@ -162,12 +162,8 @@ def add_import(add: Callable) -> None:
     )
     add("--rope-scaling-factor", type=factor, default=1.0, metavar="X", help=scaling)
     add("--gate-input", choices=("mlp", "attention"), help="what gates TAPE's position MLP (default: mlp)")
-    add(
-        "--position-mlp-size",
-        type=command_line.whole_number,
-        metavar="P",
-        help="TAPE's inner width (default: 4 times the query heads)",
-    )
+    width = "TAPE's inner width (default: 4 times the query heads)"
+    add("--position-mlp-size", type=command_line.whole_number, metavar="P", help=width)
     add("--seed", type=int, default=1234, help="seed of TAPE's random initial parameters (default: %(default)s)")
 
 
