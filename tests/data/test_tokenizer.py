@@ -432,9 +432,9 @@ def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp
     byte_level.save(str(tmp_path / "tokenizer.json"))
     config, other = (tmp_path / name for name in FILES)
     other.write_text('{"eos_token": {"content": "<last>"}}')
-    for named in ("</s>", None):
+    for named, said in (("</s>", "'</s>'"), (None, "null")):
         config.write_text(json.dumps({"eos_token": named}))
-        with pytest.raises(FileError, match=f"names {named!r} as eos_token, and special_tokens_map.json '<last>'"):
+        with pytest.raises(FileError, match=f"names {said} as eos_token, and special_tokens_map.json '<last>'"):
             load_tokenizer(tmp_path)
     config.write_text('{"eos_token": "<last>"}')
     assert load_tokenizer(tmp_path).eod == 1
