@@ -78,8 +78,8 @@ def check(arguments: argparse.Namespace) -> None:
         refuse(alone, option, "needs --seq-length", "give the length of training sequences")
     if arguments.long_documents is not None:
         minimum, share = arguments.long_documents
-        fix = "give a whole number of tokens, and a share of at most 1"
-        refuse(minimum % 1 > 0 or share > 1, "--long-documents", f"is {minimum:g} {share:g}", fix)
+        fix = "give a whole number of tokens, less than 2^31, and a share of at most 1"
+        refuse(minimum % 1 > 0 or minimum >= 2**31 or share > 1, "--long-documents", f"is {minimum:g} {share:g}", fix)
         arguments.long_documents = int(minimum), share
     alone = arguments.sequences is not None and arguments.long_documents is None
     refuse(alone, "--sequences", "needs --long-documents", "give the minimum and the share")
@@ -219,6 +219,11 @@ def plot_reach(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> 
     command_line.say(f"{arguments.plot}: written")
 
 
+def whole_number_or_0(text: str) -> int:
+    """Read a whole number of at least 0."""
+    return 0 if text == "0" else whole_number(text)
+
+
 def positive(text: str) -> float:
     """Read a finite number above 0."""
     try:
@@ -236,8 +241,20 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("prefix", metavar="P", nargs="+", help="a dataset is P.bin and P.idx")
     add("--tokenizer", help="decode with it, and check that it made the dataset")
-    add("--documents", type=int, default=1, metavar="N", help="show the first N documents (default: %(default)s)")
-    add("--tokens", type=int, default=200, metavar="N", help="show N tokens of each at most (default: %(default)s)")
+    add(
+        "--documents",
+        type=whole_number_or_0,
+        default=1,
+        metavar="N",
+        help="show the first N documents (default: %(default)s)",
+    )
+    add(
+        "--tokens",
+        type=whole_number_or_0,
+        default=200,
+        metavar="N",
+        help="show N tokens of each at most (default: %(default)s)",
+    )
     add("--seq-length", type=whole_number, metavar="L", help="show how far sequences of L tokens reach into documents")
     add(
         "--long-documents",

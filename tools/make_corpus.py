@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_tape import command_line
+from megatron_tape.data.documents import document_bytes_option
+from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, TooLarge
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import atomic_output
 
@@ -36,7 +38,8 @@ def main() -> None:
         if arguments.source == "stdlib":
             records, total = standard_library(arguments.shuffle), None
         elif arguments.source == "folders":
-            records, total = folders(arguments.directory, arguments.suffixes, arguments.shuffle), None
+            found = folders(arguments.directory, arguments.suffixes, arguments.shuffle, arguments.max_document_bytes)
+            records, total = found, None
         else:
             records, total = hub_texts(arguments), arguments.max_documents
         progress = command_line.Progress(total)
@@ -62,11 +65,14 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
             yield {"text": text, "path": name}
 
 
-def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Iterator[dict[str, str]]:
+def folders(
+    root: Path, suffixes: Sequence[str], seed: int | None = None, document_bytes: int = DOCUMENT_BYTES
+) -> Iterator[dict[str, str]]:
     """Yield {"text", "path"} of each folder below `root`: its files with these suffixes by name, each below its path.
 
     Hidden folders, those of installed packages, and files that are not text are left out. The order is that of
-    `standard_library`. Raises OSError for what cannot be read.
+    `standard_library`. Raises OSError for what cannot be read, and FileError for a folder of more bytes than a document
+    may have.
     """
     if not root.is_dir():
         raise FileError(str(root), "is no directory", "give the folder that holds the files")
@@ -79,6 +85,9 @@ def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Ite
     if not files:
         raise FileError(str(root), f"has no files that end in {' or '.join(suffixes)}", "choose others with --suffixes")
     for folder in _in_order(files, seed):
+        if sum(path.stat().st_size for path in files[folder]) > document_bytes:
+            fix = "choose others with --suffixes, or raise --max-document-bytes"
+            raise FileError(str(files[folder][0].parent), f"has {TooLarge(document_bytes)}", fix)
         texts = {_name(path.relative_to(root)): _source(path) for path in files[folder]}
         for path in [path for path, text in texts.items() if text is None]:
             command_line.say(f"{path} is not text and is left out")
@@ -122,7 +131,7 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
         problem = f"is {arguments.text_key!r}, but {arguments.name} has only the columns {rows.column_names}"
         raise ConfigError("--text-key", problem, "choose one of them")
     written = 0
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(_rows(rows, arguments.name), start=1):
         text = row.get(arguments.text_key)
         if not isinstance(text, str):
             problem = f"is {arguments.text_key!r}, under which row {number} has {type(text).__name__}, not text"
@@ -132,6 +141,19 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
             written += 1
         if written == arguments.max_documents:
             return
+
+
+def _rows(rows: Iterable[dict], name: str) -> Iterator[dict]:
+    try:
+        yield from rows
+    except MemoryError:
+        raise
+    except Exception as error:  # the library raises a dozen kinds here, too
+        raise FileError(name, f"cannot be read ({_reason(error)})", "repair or download it again") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def _open(datasets, arguments: argparse.Namespace):
@@ -147,9 +169,8 @@ def _open(datasets, arguments: argparse.Namespace):
             **options,
         )
     except Exception as error:  # the library raises a dozen kinds, mostly caused by the user or the network
-        reason = " ".join(str(error).split()) or type(error).__name__
         fix = "check name, --config-name and --split"
-        raise FileError(arguments.name, f"cannot be opened ({reason})", fix) from error
+        raise FileError(arguments.name, f"cannot be opened ({_reason(error)})", fix) from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -161,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     directory.add_argument("directory", type=Path, help="a checkout, for example")
     suffixes = {"nargs": "+", "type": str, "metavar": "SUFFIX", "default": [".py", ".md"]}
     directory.add_argument("--suffixes", **suffixes, help="the files' names end in one of these (default: .py .md)")
+    document_bytes_option(directory)
     shuffle = "in a random order instead of by name, so that data.split holds out text of every kind"
     for source in (stdlib, directory):
         source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)

@@ -129,7 +129,8 @@ def parser() -> argparse.ArgumentParser:
     sources.add_argument("--shards", metavar="P", help="merge the shards of P into P")
     add = result.add_argument
     add("--output-prefix", metavar="P", help="with --input: write P.bin and P.idx")
-    add("--count", type=int, metavar="N", help="with --shards: the number of shards, if P has shards of several counts")
+    several = "with --shards: the number of shards, if P has shards of several counts"
+    add("--count", type=command_line.whole_number, metavar="N", help=several)
     add("--remove-shards", action="store_true", help="remove the shards once they are merged")
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
     return result

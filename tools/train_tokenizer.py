@@ -98,7 +98,7 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
             eos_id=3,
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError, ValueError) as error:  # ValueError for numbers that it cannot hold
         raise _explained(str(error), vocab_size) from error
     return model.getvalue()
 
@@ -119,11 +119,12 @@ def parser() -> argparse.ArgumentParser:
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
     add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
-    add("--vocab-size", type=int, default=4096, help="number of ids (default: %(default)s)")
+    add("--vocab-size", type=command_line.whole_number, default=4096, help="number of ids (default: %(default)s)")
     add("--output", required=True, metavar="F.model", help="the model to write")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s; unigram trains slower")
     add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
-    add("--max-bytes", type=int, default=10_000_000, help="train on random documents of this size (default: 10 MB)")
+    size = "train on random documents of this size (default: 10 MB)"
+    add("--max-bytes", type=command_line.whole_number, default=10_000_000, help=size)
     add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an existing output")
     document_bytes_option(result)

@@ -28,6 +28,8 @@ class Origin(TypedDict):
     """Fingerprints of the dataset's files by their endings."""
     text_key: NotRequired[str]
     on_error: NotRequired[str]
+    max_document_bytes: NotRequired[int]
+    """The bound beyond which documents were skipped, if bad documents were."""
     cut: NotRequired[int]
     """How shards are cut; see `data.shards`."""
     inputs: NotRequired[dict[str, list[int]]]

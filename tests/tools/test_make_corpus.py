@@ -56,6 +56,10 @@ def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
     assert "has no files that end in .c" in none.stderr
     missing = run_tool("make_corpus", "folders", tmp_path / "none", "--output", tmp_path / "x.jsonl", code=2)
     assert "is no directory" in missing.stderr and not (tmp_path / "x.jsonl").exists()
+    large = ["--max-document-bytes", 30, "--output", tmp_path / "x.jsonl"]
+    error = run_tool("make_corpus", "folders", root, *large, code=2).stderr
+    assert f"error: {root}/b has more than 30 bytes in one document; choose others with --suffixes" in error
+    assert not (tmp_path / "x.jsonl").exists()
 
 
 @pytest.mark.parametrize("form, streaming", [("directory of jsonl", []), ("parquet files", ["--streaming"])])
@@ -89,3 +93,12 @@ def test_wrong_names_and_columns_leave_no_output(tmp_path, run_tool):
     error = run_tool("make_corpus", "hub", "json", "--split", "nowhere", *options, code=2).stderr
     assert "error: json cannot be opened" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_data_set_that_breaks_off_is_an_error(tmp_path, run_tool):
+    write_lines(tmp_path / "a.jsonl", ["one"])
+    (tmp_path / "b.jsonl").write_text("rubbish\n")
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    options = ["--data-files", *files, "--streaming", "--output", tmp_path / "out.jsonl"]
+    error = run_tool("make_corpus", "hub", "json", *options, code=2).stderr
+    assert "error: json cannot be read (" in error and not (tmp_path / "out.jsonl").exists()
