@@ -198,6 +198,12 @@ def test_an_unknown_task_is_refused_with_what_was_meant(folder, monkeypatch):
         LmEval(settings(folder, tasks=["next_wrd"])).check(info())
 
 
+def test_a_task_of_another_shape_is_refused_by_its_directory(tmp_path):
+    (tmp_path / "odd.yaml").write_text("task: 3\n")
+    with pytest.raises(ConfigError, match=f"include_path is {tmp_path}, whose tasks cannot be read .TypeError"):
+        LmEval(settings(tmp_path)).check(info())
+
+
 def test_data_that_cannot_be_had_is_named(model, folder, tmp_path):
     task = yaml.safe_load((folder / "next_word.yaml").read_text())
     task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "gone.jsonl")

@@ -86,8 +86,13 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
 @lru_cache(maxsize=4)
 def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
     """Return the harness's index of the tasks in directories, and with `defaults` of its own."""
-    with quiet():
-        return TaskManager(include_path=list(include), include_defaults=defaults)
+    try:
+        with quiet():
+            return TaskManager(include_path=list(include), include_defaults=defaults)
+    except Exception as error:  # the harness checks no shapes
+        reason = f"{type(error).__name__}: {str(error)[:200]}".split("\n")[0]
+        problem = f"is {', '.join(include)}, whose tasks cannot be read ({reason})"
+        raise ConfigError("lm_eval.include_path", problem, "correct its YAML files") from error
 
 
 def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict[str, Any]:
