@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from megatron_tape.planning.rehearsal.run import Rehearsal
 
 MIB = 2**20
+MOST_PROCESSES = 65536
+"""Building the groups of more would take many minutes."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Rehearse and print the report; return 1 if a GPU would refuse an operation or values differ, otherwise 0."""
     options, rest = _parser().parse_known_args(argv)
     processes, rank = options.processes, options.rank
-    refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
+    wrong = processes is not None and not 1 <= processes <= MOST_PROCESSES
+    refuse(wrong, "--processes", f"is {processes}", f"give 1 to {MOST_PROCESSES:,}")
     config = parse_run_config(rest, with_base_settings)
     processes = config.parallel.ranks_per_sequence if processes is None else processes
     validate(config, processes)

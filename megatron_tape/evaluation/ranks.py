@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from megatron_tape.errors import UserError, refuse
 from megatron_tape.evaluation.base import Unit
-from megatron_tape.parallel.addresses import check_master_address
+from megatron_tape.parallel.addresses import check_interfaces, check_master_address
 from megatron_tape.parallel.launcher import rank_and_size, refusing_few_files
 
 T = TypeVar("T")
@@ -30,6 +30,7 @@ class Ranks:
         if ranks.count > 1:
             with ranks.alone():
                 check_master_address()
+                check_interfaces()
             import torch.distributed as dist
 
             # Ranks wait for each other at the end of a task, whose units may take hours.

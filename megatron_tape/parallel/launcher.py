@@ -62,6 +62,8 @@ def check_launched() -> None:
     (rank, size), on_node = rank_and_size(), local_rank()
     local_world_size()
     restart_count()
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # torch would abort
+        environment_number(name, 0, most=10**9, fix="unset it, or correct it")
     has_size = "WORLD_SIZE" in os.environ
     if size > 1 or _finds_rank_0():
         given, value = ("WORLD_SIZE", size) if has_size else ("RANK", rank)

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
 from megatron_tape.parallel import launcher
-from megatron_tape.parallel.addresses import check_master_address
+from megatron_tape.parallel.addresses import check_interfaces, check_master_address
 from megatron_tape.parallel.cpu import prepare_cpu
 from megatron_tape.parallel.token_layout import TokenLayout
 
@@ -227,6 +227,8 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
     launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
     if launched:
         check_master_address()
+    if backend == "gloo":
+        check_interfaces()
     alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timeout, **alone)
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -136,6 +136,7 @@ def test_the_command_reports_and_touches_no_run(quick):
     [
         (["--processes=4", "--rank=4"], "--rank is 4"),
         (["--processes=0"], "--processes is 0"),
+        (["--processes=65537"], "--processes is 65537; give 1 to 65,536"),
         (["--train.stepps=3"], "train.stepps"),
     ],
 )
