@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from megatron_tape.errors import FileError
 
-DOCUMENT_BYTES = 16_000_000
+DOCUMENT_BYTES = 12_000_000
 """The most bytes that a document may have by default. Tokenizing takes up to 150 bytes of memory for each."""
 _COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 11}
 """Bytes that are decompressed at once, to at most 64 MiB: gzip makes up to a thousand of one, and zstd 32,768."""
