@@ -81,7 +81,8 @@ class RotaryPosition(PositionEncoding):
         settings = self.settings
         for key, value in vars(settings).items():
             if key.startswith("rope_") and isinstance(value, (int, float)) and not isinstance(value, bool):
-                refuse(not 0 < value < math.inf, f"model.{key}", f"is {value}", "set it to a number above 0")
+                fix = "set it to a number from 1e-9 to 1e12"  # beyond, the logarithms of yarn may fail
+                refuse(not 1e-9 <= value <= 1e12, f"model.{key}", f"is {value}", fix)
         refuse(
             settings.rope_scaling_factor < 1,
             "model.rope_scaling_factor",

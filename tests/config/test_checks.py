@@ -158,6 +158,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.token_mixing", {"model__token_mixing": "per_head", "model__num_query_groups": 2}),
         ("model.position_mlp_size", {"model__position_mlp_size": 2**20 + 1}),
         ("model.rope_scaling_factor", {"model__rope_scaling_factor": 0.5}),
+        ("model.rope_beta_fast", {"model__rope_scaling_type": "yarn", "model__rope_beta_fast": 1e308}),
         ("model.rope_share", {"model__rope_share": 1.01}),
         ("model.rope_share", {"model__rope_share": 0.01}),
         ("model.layers_without_positions", {"model__layers_without_positions": 100}),
