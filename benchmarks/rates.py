@@ -10,7 +10,6 @@ the first GPUs of all. Without a GPU the same code measures the CPU, at small si
 """
 
 import argparse
-import os
 import time
 from functools import partial
 
@@ -23,6 +22,7 @@ from megatron_tape import command_line
 from megatron_tape.io.records import write_record
 from megatron_tape.ops.attention import attention as attend
 from megatron_tape.ops.backends.choice import choose_backend
+from megatron_tape.parallel.launcher import local_rank, local_world_size, rank_and_size
 from megatron_tape.planning.flops import WIDE_HEADS
 from megatron_tape.planning.hardware import Rates
 
@@ -99,14 +99,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=command_line.path, required=True, help="file to write")
     options = parser.parse_args(argv)
-    on_gpu, several = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1)) > 1
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    on_gpu, several = torch.cuda.is_available(), rank_and_size()[1] > 1
+    device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     rates = of_one(device)
     if several:
         dist.init_process_group("nccl" if on_gpu else "gloo")
-        rates |= of_links(int(os.environ["LOCAL_WORLD_SIZE"]), device)
+        rates |= of_links(local_world_size(), device)
     if not several or dist.get_rank() == 0:
         gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
         write_record(options.output, {**Rates(gpu=gpu, rates=rates), "environment": describe()})

@@ -35,13 +35,14 @@ from benchmarks.shapes import ENCODINGS, RIVALS, SHAPES, Shape, run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.launcher import rank_and_size
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; `--record` or `--output` also writes a record. Returns the exit status."""
     on_gpu = torch.cuda.is_available()
     arguments, shape = parse(argv, on_gpu)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = rank_and_size()
     try:
         if missing := [name for name in ("megatron", "deepspeed") if importlib.util.find_spec(name) is None]:
             raise ConfigError(" and ".join(missing), "cannot be imported", "install requirements.txt")
