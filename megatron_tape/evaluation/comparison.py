@@ -77,13 +77,13 @@ class Comparison:
     def figures(self) -> dict[Score, dict[str, dict[int, float]]]:
         """The values by metric, variant and seed; found once for the same runs."""
         key = [id(run) for run in self.runs]
-        if self.__dict__.get("_figures", ([], {}))[0] != key:
+        if self.__dict__.get("_figures", (None, {}))[0] != key:
             found: dict[Score, dict[str, dict[int, float]]] = {}
             for run in self.runs:
                 for score in run.scores:
                     found.setdefault(_without_value(score), {}).setdefault(run.variant, {})[run.seed] = score.value
-            self.__dict__["_figures"] = key, found
-        return self.__dict__.get("_figures", ([], {}))[1]
+            self.__dict__.update(_figures=(key, found), _rows={})
+        return self.__dict__["_figures"][1]
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,9 @@ def _without_value(score: Score) -> Score:
 def rows(comparison: Comparison, metric: Score) -> list[Row]:
     """Return what each variant came to in one of the comparison's metrics."""
     by_variant = comparison.figures.get(metric, {})
+    known: dict[Score, list[Row]] = comparison.__dict__["_rows"]  # thousands of tests take seconds
+    if metric in known:
+        return known[metric]
     baseline = comparison.baseline
     reference = by_variant.get(baseline, {})
     tests = {}
@@ -211,7 +214,8 @@ def rows(comparison: Comparison, metric: Score) -> list[Row]:
         if variant != baseline and (common := sorted(values.keys() & reference.keys())):
             tests[variant] = paired_t([values[seed] - reference[seed] for seed in common])
     tests = dict(zip(tests, holm(list(tests.values()))))
-    return [Row(variant, dict(sorted(values.items())), tests.get(variant)) for variant, values in by_variant.items()]
+    found = [Row(variant, dict(sorted(values.items())), tests.get(variant)) for variant, values in by_variant.items()]
+    return known.setdefault(metric, found)
 
 
 def training_scores(
