@@ -34,8 +34,9 @@ load_site() {
 # nothing. NAME is what the user calls the text.
 split_words() {
   local -n words=$1
-  mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$3" 2>/dev/null)
-  wait $! || fail "$2 is $3, whose quotes do not match; close them on the line where they are opened"
+  xargs -r printf '%s\0' <<<"$3" >/dev/null 2>&1 ||
+    fail "$2 is $3, whose quotes do not match; close them on the line where they are opened"
+  mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$3")
 }
 
 # submit ARGS...: sbatch without what Slurm has set for a job in which this runs: the new job's srun would take its CPUs
