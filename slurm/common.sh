@@ -324,7 +324,7 @@ head_address() {
 # job_field NAME: print a field of this job as scontrol shows it. The job's name, in the first line, and its arguments,
 # from the line of its command on, may look like fields.
 job_field() {
-  scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "1d;/^ *Command=/q;s/^\(.* \)\{0,1\}$1=\([^ ]*\).*/\2/p"
+  scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "1d;/^ *Command=/,\$d;s/^\(.* \)\{0,1\}$1=\([^ ]*\).*/\2/p"
 }
 
 # job_log: print where the output of this job goes, as scontrol shows it after the job's arguments.

@@ -29,7 +29,7 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   exit
 fi
 # Slurm runs a copy of this file; the code is in the repository it was submitted from.
-root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s|/slurm/evaluate_tape\.sh.*||p;q}')
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/evaluate_tape\.sh.*||p}}')
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
 load_site "$root"

@@ -34,7 +34,8 @@ esac
 by_hand=
 [ ! -f "$(dirname "$0")/common.sh" ] || by_hand=1
 if [ -z "$by_hand" ]; then
-  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s|/slurm/preprocess\.sh.*||p;q}')
+  # For an array's last task this prints all of them. sed reads to their end, as scontrol would fail if it did not.
+  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/preprocess\.sh.*||p}}') || true
 else
   root=$(cd "$(dirname "$0")/.." && pwd)
 fi

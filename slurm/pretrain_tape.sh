@@ -31,7 +31,7 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
 fi
 # Slurm runs a copy of this file. The code is in the repository it was submitted from or, after a requeue, in the job's
 # copy in the run directory.
-root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s|/slurm/pretrain_tape\.sh.*||p;q}')
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/pretrain_tape\.sh.*||p}}')
 link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
