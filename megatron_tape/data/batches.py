@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
 from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.descriptors import check_descriptors
-from megatron_tape.data.index_cache import build_on_rank_0, damaged
+from megatron_tape.data.index_cache import DamagedIndex, build_on_rank_0
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
 from megatron_tape.data.plan import Plan, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
@@ -148,7 +148,7 @@ class _InStages(Dataset):
 class _Samples(Dataset):
     """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`.
 
-    Raises ConfigError for a sample that the cached index takes from outside the data.
+    Raises DamagedIndex for a sample that the cached index takes from outside the data.
     """
 
     def __init__(self, samples: Dataset, config: RunConfig, eod: int | None):
@@ -161,12 +161,12 @@ class _Samples(Dataset):
             sample = self._samples[index]
             found = [len(sample["tokens"]), len(sample["labels"])]
             problem = f"has {found[0]} tokens" if found != [self._seq_length] * 2 else None
-        except (LookupError, ArithmeticError, ValueError, MemoryError) as error:
+        except (LookupError, ArithmeticError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             problem = f"cannot be read ({' '.join(str(error).split())})"
         if problem is not None:
-            raise damaged(self._cache, f"the index does not suit the data: sample {index} {problem}")
+            raise DamagedIndex.of(self._cache, f"sample {index} {problem}")
         result = {"tokens": sample["tokens"], "labels": sample["labels"]}
         if self._eod is not None:
             result["documents"] = documents_from_tokens(sample["tokens"], self._eod)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_tape.errors import ConfigError, UserError
+from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.files import sync_directory
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,14 @@ _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, 
 """Errors of a cache that cannot hold the index."""
 
 
+class DamagedIndex(FileError):
+    """A cache with an array that is missing, or does not suit the data. The next start may build it again."""
+
+    @classmethod
+    def of(cls, cache: str | Path, problem: str) -> "DamagedIndex":
+        return cls(str(cache), f"holds an index that cannot be used: {problem}", _REBUILD)
+
+
 def cached(directory: str, kind: str, key: Any, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return the arrays of an entry, mapped into memory; `make` returns them if the directory lacks them.
 
@@ -70,7 +78,7 @@ def cached(directory: str, kind: str, key: Any, make: Callable[[], dict[str, np.
 def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
     """Map an array of the cache into memory. The other arguments are those of `numpy.load`; pickles are never loaded.
 
-    Raises ConfigError if the file is missing or holds anything but whole numbers in one dimension (in two, as pairs,
+    Raises DamagedIndex if the file is missing or holds anything but whole numbers in one dimension (in two, as pairs,
     for a `sample_index`); OSError if the file system does not answer.
     """
     problem = None
@@ -85,17 +93,12 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
                 problem = "it does not hold whole numbers"
             elif not array.ndim or array.shape[1:] != ((2,) if pairs else ()):
                 problem = f"its shape is {list(array.shape)}"
-    except (ValueError, EOFError, SyntaxError, MemoryError, OverflowError, FileNotFoundError) as error:
+    except (ValueError, EOFError, SyntaxError, OverflowError, FileNotFoundError) as error:
         problem = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
     if problem is not None:
         place = os.path.realpath(path)  # rank 0 builds in a directory of links to the cache
-        raise damaged(os.path.dirname(place), f"{os.path.basename(place)} cannot be used ({problem})")
+        raise DamagedIndex.of(os.path.dirname(place), f"{os.path.basename(place)} cannot be used ({problem})")
     return array
-
-
-def damaged(cache: str | Path, problem: str) -> ConfigError:
-    """Return the error for a cache whose arrays do not suit the data."""
-    return ConfigError("data.cache_directory", f"is {cache}, where {problem}", _REBUILD)
 
 
 def build_on_rank_0(cache: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
@@ -163,11 +166,14 @@ def _build_aside(staging: list[Path], cache: Path, build: Callable[[str], None])
             (directory / path.name).symlink_to(path.resolve())
         try:
             build(str(directory))
-        except (AssertionError, ArithmeticError, LookupError, ValueError) as error:
-            if isinstance(error, UserError) or not whole:
+        except (DamagedIndex, AssertionError, ArithmeticError, LookupError, ValueError) as error:
+            if not whole or (isinstance(error, UserError) and not isinstance(error, DamagedIndex)):
                 raise
-            reason = " ".join(f"{type(error).__name__} {error}".split())
-            raise damaged(cache, f"the index does not suit the data ({reason})") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning("warning: the index in %s does not suit the data (%s); it is built again", cache, reason)
+            for path in directory.iterdir():
+                path.unlink()
+            build(str(directory))
         made = [path for path in directory.iterdir() if not path.is_symlink()]
         if made and not writable:
             lacks = f"{cut[0]} is damaged" if cut else "it lacks a part of the index"
@@ -196,7 +202,7 @@ def _entries(cache: Path) -> tuple[list[Path], list[Path]]:
 def _is_whole(path: Path) -> bool:
     try:
         load_array(path)
-    except (OSError, ConfigError):
+    except (OSError, DamagedIndex):
         return False
     return True
 
@@ -246,4 +252,4 @@ def _refusal(error: BaseException, cache: str) -> Exception:
         problem = f"is {cache}, where the index of the data cannot be kept ({cause.strerror})"
         return ConfigError("data.cache_directory", problem, "make room there, or choose another")
     kind = f"{type(cause).__name__}: {cause}"
-    return error if isinstance(error, ConfigError) else RuntimeError(f"rank 0 could not index the data ({kind})")
+    return error if isinstance(error, UserError) else RuntimeError(f"rank 0 could not index the data ({kind})")

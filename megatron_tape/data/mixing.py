@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig, blend
-from megatron_tape.data.index_cache import cached, damaged, load_array
+from megatron_tape.data.index_cache import DamagedIndex, cached, load_array
 from megatron_tape.data.long_documents import (
     Pools,
     numbers_of_long,
@@ -116,7 +116,7 @@ class Mixed(Dataset):
         self.counts, self._dataset, self._sample = index["counts"].tolist(), index["dataset"], index["sample"]
         sizes = [sum(self.counts), len(self._dataset), len(self._sample)]
         if len(self.counts) != len(shares) or min(self.counts) < 0 or sizes != [size] * 3:
-            raise damaged(directory, f"a mix of {len(shares)} datasets has the wrong size")
+            raise DamagedIndex.of(directory, f"a mix of {len(shares)} datasets has the wrong size")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -172,10 +172,12 @@ def mix_with_long_documents(
         key = [member.prefix, settings.tokenizer.unique_identifiers, config.data.split, minimum, seq_length]
         cut = cached(cache, "DocumentWindows", key, make)
         dataset = settings.open(member.prefix)
+        windows = None
         if {len(array) for array in cut.values()} == {member.documents} and cut["left"].min() >= 0:
-            long.datasets.append(DocumentWindows(dataset, cut, seq_length, config.train.seed))
-        if not long.datasets or not 0 < long.datasets[-1].samples_per_epoch <= member.tokens // seq_length:
-            raise damaged(cache, f"the windows of the long documents in {member.prefix} do not suit it")
+            windows = DocumentWindows(dataset, cut, seq_length, config.train.seed)
+        if windows is None or not 0 < windows.samples_per_epoch <= member.tokens // seq_length:
+            raise DamagedIndex.of(cache, f"the windows of the long documents in {member.prefix} do not suit it")
+        long.datasets.append(windows)
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
         of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None
