@@ -633,7 +633,7 @@ def test_more_panels_than_can_be_laid_out_are_refused():
         figures.panels(5000)
 
 
-def test_of_many_rows_some_are_kept_and_figures_are_of_all(tmp_path, monkeypatch):
+def test_of_many_rows_means_are_kept_and_figures_are_of_all(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", interval=1)
     whole = read_models([run])[0].run.curve("loss")
     monkeypatch.setattr(models_module, "MOST_POINTS", 16)
@@ -642,9 +642,25 @@ def test_of_many_rows_some_are_kept_and_figures_are_of_all(tmp_path, monkeypatch
         assert getattr(some, facts) == getattr(whole, facts)
     assert (len(whole.values), list(some.steps)) == (300, [1 + 32 * number for number in range(10)])
     assert len(some.tokens) == len(some.values) == 10
-    assert (some.median, some.recent) == pytest.approx((whole.median, whole.recent), rel=0.1)
+    assert some.recent == pytest.approx(whole.recent, rel=0.1)
+    assert list(some.values[:9]) == pytest.approx(np.reshape(whole.values[:288], (9, 32)).mean(1))
+    assert some.values[9] == pytest.approx(np.mean(whole.values[288:]))
     content = page_of(tmp_path, run)
     assert content.table("How far each run is")[1][1:3] == ["300", "614,400"]
+
+
+def test_what_is_logged_in_turns_is_drawn_and_averaged_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(models_module, "MOST_POINTS", 16)
+    rows = [
+        {"step": step, "tokens_per_second": 10 if step % 2 else 100, "seconds/forward": 1.0}
+        | ({"seconds/save": 60.0} if step % 8 == 0 else {})
+        for step in range(1, 257)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_models([tmp_path])[0].run
+    assert run.curve("tokens_per_second").median == 55
+    assert set(run.curve("seconds/save").values) == {7.5}
+    assert "forward 1 and save 7.5" in page_of(tmp_path, tmp_path).pictures[0]
 
 
 def test_pictures_show_as_many_runs_as_look_different_and_tables_show_all(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.command_line import Progress
@@ -29,6 +29,8 @@ METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
 Settings = dict[str, dict[str, Any]]
 METRICS_READ = ("loss", "validation_loss", "lr", "tokens_per_second", "tflops_per_second")
 """What is read of a row, besides the phases of a step and what evaluations found."""
+_OF_MEDIANS = ("tokens_per_second", "tflops_per_second")
+"""Metrics whose median is shown."""
 PHASES = ("data", "forward", "backward", "forward_backward", "communication", "optimizer", "save")
 """In the order of a step."""
 _SECONDS = tuple(f"seconds/{phase}" for phase in PHASES)
@@ -37,7 +39,7 @@ DURING = "evaluation/"
 MOST_CURVES = 200
 """Metrics of a run that are read."""
 MOST_POINTS = 1 << 14
-"""Points of a metric that are kept: of more, every second, fourth, ... one."""
+"""Points of a metric that are kept: of more, means over two, four, ... consecutive ones."""
 LONGEST_LABEL = 200
 
 
@@ -47,11 +49,12 @@ class _Row(TypedDict):
 
 @dataclass
 class Curve:
-    """What a run has logged of a metric: some of the points, in order, and what is known of all of them."""
+    """What a run has logged of a metric: its points, or means over blocks of them, and what is known of all."""
 
     steps: array = field(default_factory=lambda: array("d"))
+    """Of the first point of each block."""
     tokens: array | None = field(default_factory=lambda: array("d"))
-    """Tokens of the training so far; None if a row lacks them."""
+    """Tokens of the training so far, of the same points; None if a row lacks them."""
     values: array = field(default_factory=lambda: array("d"))
     count: int = 0
     total: float = 0.0
@@ -61,37 +64,52 @@ class Curve:
     """The lowest value and its step."""
     highest: float = -math.inf
     median: float | None = None
+    """Of the metrics whose median is shown."""
     recent: float | None = None
-    """The mean over the last twentieth of the points."""
-    _every: int = 1
+    """The mean over the last twentieth of the blocks."""
+    _block: int = 1
+    """Points of a block; the last one may have fewer."""
+    _all: array = field(default_factory=lambda: array("d"))
+    """The values of all points, of which there is to be a median."""
 
-    def add(self, step: int, tokens: float | None, value: float) -> None:
+    def add(self, step: int, tokens: float | None, value: float, of_median: bool = False) -> None:
         """Add the next point."""
-        if self.count % self._every == 0:
+        if of_median:
+            self._all.append(value)
+        if in_block := self.count % self._block:
+            # Not the difference, which may be too large for a number.
+            self.values[-1] += value / (in_block + 1) - self.values[-1] / (in_block + 1)
+        else:
+            if len(self.steps) == MOST_POINTS:
+                self._halve()
             self.steps.append(step)
             self.values.append(value)
             if tokens is None:
                 self.tokens = None
             elif self.tokens is not None:
                 self.tokens.append(tokens)
-            if len(self.steps) > MOST_POINTS:
-                self._every *= 2
-                self._keep(slice(None, None, 2))
         self.count, self.total, self.last = self.count + 1, self.total + value, (step, value)
         self.highest = max(self.highest, value)
         if self.lowest is None or value < self.lowest[0]:
             self.lowest = value, step
 
     def end(self, drawn: bool) -> None:
-        """Find what depends on all points; if the curve is not `drawn`, forget them."""
+        """Find what depends on all points. Remove the points unless the curve will be `drawn`."""
         recent = self.values[-max(1, len(self.values) // 20) :]
-        self.median, self.recent = statistics.median(self.values), sum(recent) / len(recent)
+        self.recent = sum(recent) / len(recent)
+        if self._all:
+            with np.errstate(over="ignore"):  # of the mean of the two values in the middle
+                self.median = float(np.median(self._all))
+            self._all = array("d")
         if not drawn:
-            self._keep(slice(0))
+            self.steps, self.tokens, self.values = array("d"), None, array("d")
 
-    def _keep(self, part: slice) -> None:
-        self.steps, self.values = self.steps[part], self.values[part]
-        self.tokens = None if self.tokens is None else self.tokens[part]
+    def _halve(self) -> None:
+        """Join each two blocks to one."""
+        self._block *= 2
+        self.steps = self.steps[::2]
+        self.tokens = None if self.tokens is None else self.tokens[::2]
+        self.values = array("d", (one / 2 + next_one / 2 for one, next_one in zip(self.values[::2], self.values[1::2])))
 
 
 _NOTHING = Curve()
@@ -107,7 +125,9 @@ class Run:
     last: dict[str, float] = field(default_factory=dict)
     """The numbers of the last row; empty if there is none."""
     drawn: bool = True
-    """Whether pictures show it. Of other runs no points are kept."""
+    """Whether pictures show it. If not, its curves have no points."""
+    all_metrics: bool = True
+    """Whether all metrics of its evaluations were read: not if there are more than MOST_CURVES."""
 
     def setting(self, key: str) -> Any:
         """Return the value of a setting such as `train.steps`, None if there is none."""
@@ -227,7 +247,7 @@ def read_run(path: Path, drawn: bool = True, progress: Progress | None = None) -
     `drawn` says whether pictures will show it (see `Run.drawn`).
     """
     settings = read_yaml(path / SETTINGS, Settings) if (path / SETTINGS).exists() else {}
-    file, curves, row = path / METRICS, defaultdict(Curve), {}
+    file, curves, row, all_metrics = path / METRICS, defaultdict(Curve), {}, True
     for number, line in enumerate(read_lines(file) if file.exists() else (), 1):
         if not line.endswith(b"\n"):
             break  # it is still being written
@@ -238,25 +258,32 @@ def read_run(path: Path, drawn: bool = True, progress: Progress | None = None) -
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
         row = {key: value for key, value in row.items() if _is_number(value)}
-        _add_row(curves, row)
+        all_metrics = _add_row(curves, row) and all_metrics
         if progress is not None and number % 1000 == 0:
             progress.update(0, lambda _: f"reading {file}: {number:,} rows")  # noqa: B023
     for curve in curves.values():
         curve.end(drawn)
-    return Run(path, settings, dict(curves), row, drawn)
+    return Run(path, settings, dict(curves), row, drawn, all_metrics)
 
 
-def _add_row(curves: defaultdict[str, Curve], row: dict[str, float]) -> None:
+def _add_row(curves: defaultdict[str, Curve], row: dict[str, float]) -> bool:
+    """Add a row to the curves of its metrics; return whether there is room for all of them."""
     step, tokens = row["step"], row.get("tokens")
     for key in METRICS_READ:
         if key in row:
-            curves[key].add(step, tokens, row[key])
+            curves[key].add(step, tokens, row[key], key in _OF_MEDIANS)
     if not row.keys().isdisjoint(_SECONDS):
         for key in _SECONDS:
             curves[key].add(step, tokens, row.get(key, 0.0))
+    room = True
     for key, value in row.items():
-        if key.startswith(DURING) and (key in curves or len(curves) < MOST_CURVES):
+        if not key.startswith(DURING):
+            continue
+        if key in curves or len(curves) < MOST_CURVES:
             curves[key].add(step, tokens, value)
+        else:
+            room = False
+    return room
 
 
 def _is_number(value: Any) -> bool:

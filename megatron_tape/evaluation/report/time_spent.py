@@ -51,7 +51,7 @@ def _draw_phases(found: dict[str, dict[str, Curve]]) -> Picture:
 def _phases(run: Run) -> dict[str, Curve]:
     """Return the seconds of each phase, 0 where a row has none of it but of others; nothing of a single row."""
     curves = {phase: run.curve(f"seconds/{phase}") for phase in PHASES}
-    return {phase: curve for phase, curve in curves.items() if curve.count > 1 and any(curve.values)}
+    return {phase: curve for phase, curve in curves.items() if curve.count > 1 and curve.total}
 
 
 def attempts_of(models: Sequence[Model]) -> dict[str, list[AttemptRecord]]:
