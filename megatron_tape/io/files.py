@@ -1,7 +1,7 @@
 """Output files that exist under their final name only when they are complete.
 
 While the output `data.bin` is being written, it is called `data.bin.partial`. The writer holds a lock on that file, so
-that two processes never write the same output, and the next run takes over a file that a killed process left behind.
+that two processes never write the same output, and the next run replaces a file that a killed process left behind.
 Small files that programs leave for each other have no lock: of several writers, the last one wins (`write_whole`).
 """
 
@@ -31,7 +31,7 @@ class PartialFile:
     """A file that is written next to its final path and moved there by `publish`.
 
     `file` is open for reading and writing bytes. Raises FileError if another process is writing the same output, or if
-    its partial file is a link or another user's; OSError if the file cannot be created.
+    a link or no regular file has the name of the partial file; OSError if the file cannot be created.
     """
 
     def __init__(self, path: str | Path):
@@ -44,11 +44,14 @@ class PartialFile:
 
     def _open(self) -> IO[bytes]:
         while True:
-            file = os.fdopen(_open_or_create(self.partial_path, os.O_RDWR), "r+b")
+            created, descriptor = _create_or_open(self.partial_path, os.O_RDWR)
+            file = os.fdopen(descriptor, "r+b")
             try:
-                if _lock(file.fileno(), self.partial_path, self.path):
-                    file.truncate(0)
-                    return file
+                if _lock(descriptor, self.partial_path, self.path):
+                    if created:
+                        return file
+                    # Not filled: whoever made it would still own it, and it may have another name, too.
+                    self.partial_path.unlink()
             except BaseException:
                 file.close()
                 raise
@@ -98,37 +101,47 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
 def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Yield an empty directory to write into that appears as `path` only if the block succeeds.
 
-    In the meantime it is called `path` + `.partial`, and one that a killed process left behind is taken over. The block
+    In the meantime it is called `path` + `.partial`, and replaces one that a killed process left behind. The block
     must flush the files that it writes to disk. Raises FileError before anything is written if `path` exists, if
-    another process is writing it, or if its partial directory is a link or another user's.
+    another process is writing it, or if anything but a directory has the name of the partial one.
     """
     path = Path(os.path.abspath(path))
     fix = "choose another output, or move it away"
     refuse_existing(path, fix=fix)
     partial = path.with_name(path.name + SUFFIX)
     path.parent.mkdir(parents=True, exist_ok=True)
-    existed = True
-    with suppress(FileExistsError):
-        partial.mkdir()
-        existed = False
-    descriptor = _open_own(partial, os.O_RDONLY, stat.S_IFDIR, existed)
-    ours = False
+    descriptor = _own_directory(partial, path)
     try:
-        ours = _lock(descriptor, partial, path)
-        if not ours:
-            raise _taken(path)
-        for leftover in partial.iterdir():
-            remove(leftover)
         with _named(path):
             yield partial
         refuse_existing(path, fix=fix)
         os.fsync(descriptor)
         os.rename(partial, path)
-        ours = False
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    else:
         sync_directory(path.parent)
     finally:
-        if ours:
-            shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _own_directory(partial: Path, path: Path) -> int:
+    """Create an empty directory, replacing one that a killed process left behind; return its locked descriptor."""
+    while True:
+        created = False
+        with suppress(FileExistsError):
+            partial.mkdir()
+            created = True
+        descriptor = _open_no_link(partial, os.O_RDONLY, stat.S_IFDIR)
+        try:
+            if _lock(descriptor, partial, path):
+                if created:
+                    return descriptor
+                shutil.rmtree(partial)
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
 
 
@@ -137,41 +150,32 @@ def open_to_append(path: str | Path, buffering: int = -1) -> IO[bytes]:
 
     `buffering` is that of `open`. Raises FileError if the path is a link or not a regular file.
     """
-    return os.fdopen(_open_or_create(path, os.O_WRONLY | os.O_APPEND, of_others=True), "ab", buffering)
+    return os.fdopen(_create_or_open(path, os.O_WRONLY | os.O_APPEND)[1], "ab", buffering)
 
 
-def _open_or_create(path: str | Path, flags: int, of_others: bool = False) -> int:
+def _create_or_open(path: str | Path, flags: int) -> tuple[bool, int]:
+    """Return whether a regular file was created, and its descriptor. Raises FileError if the path is anything else."""
     while True:
         with suppress(FileExistsError):
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            return True, os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
         with suppress(FileNotFoundError):  # removed since
-            return _open_own(path, flags, stat.S_IFREG, check_owner=not of_others)
+            return False, _open_no_link(path, flags, stat.S_IFREG)
 
 
-def _open_own(path: str | Path, flags: int, kind: int, check_owner: bool) -> int:
-    """Open a file or directory. Raises FileError if it is a link or, with `check_owner`, another user's.
-
-    In a shared directory, somebody else's link would decide which file is overwritten, and whoever made an output's
-    file before its writer would still own it.
-    """
+def _open_no_link(path: str | Path, flags: int, kind: int) -> int:
+    """Open a file or directory. Raises FileError if it is a link, which would decide what is overwritten."""
+    descriptor = None
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for a reader.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        problem = "is a link" if os.path.islink(path) else f"is not a {_KINDS[kind]}"
-        raise FileError(str(path), f"{problem}, so that nothing is written there", "remove it") from None
-    found, problem = os.fstat(descriptor), None
-    if stat.S_IFMT(found.st_mode) != kind:
-        problem = f"is not a {_KINDS[kind]}"
-    elif check_owner and found.st_uid != os.geteuid():
-        problem = f"belongs to another user (uid {found.st_uid})"
-    elif check_owner and kind == stat.S_IFREG and found.st_nlink > 1:
-        problem = "is a hard link to another file"
-    if problem is None:
+    if descriptor is not None and stat.S_IFMT(os.fstat(descriptor).st_mode) == kind:
         return descriptor
-    os.close(descriptor)
+    if descriptor is not None:
+        os.close(descriptor)
+    problem = "is a link" if os.path.islink(path) else f"is not a {_KINDS[kind]}"
     raise FileError(str(path), f"{problem}, so that nothing is written there", "remove it")
 
 
