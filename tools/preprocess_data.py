@@ -4,7 +4,7 @@
         --output-prefix data/c4 --workers 16 --append-eod
 
 The result does not depend on --workers. It appears under its name only when it is complete: an interrupted run leaves
-at most P.bin.partial and P.idx.partial, which the next run takes over.
+at most P.bin.partial and P.idx.partial, which the next run replaces.
 
 Several machines can share the work: `--shard I/N` makes one of N parts, P.shard-0000I-of-0000N, and
 `tools/merge_datasets.py --shards P` joins them into the very bytes that one process would have written;
