@@ -121,10 +121,12 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
         return 1
     except OSError as error:
         named = error.strerror and error.filename
-        sentence = f"{error.strerror}: {error.filename}" if named else error.strerror or str(error)
+        sentence = f"{error.strerror}: {error.filename}" if named else error.strerror or " ".join(str(error).split())
         status = unavailable
-    except ValueError as error:
+    except UserError as error:
         sentence, status = str(error), EXIT_REFUSED
+    except ValueError as error:  # of a library, perhaps in several lines
+        sentence, status = " ".join(str(error).split()), EXIT_REFUSED
     except BaseException as error:
         if (sentence := unforeseen(error)) is None:
             raise
@@ -199,12 +201,12 @@ def escape_unprintable() -> None:
         stream.write = functools.partial(_write_printable, stream)
 
 
-_MOVES = re.compile(r"(\n|\x1b\[A)*")
-"""What tqdm writes to move between several bars."""
+_MOVES, _COLORS = re.compile(r"(\n|\x1b\[A)*"), re.compile(r"\x1b\[[0-9;]*m")
+"""What tqdm writes to move between several bars, and how libraries color their warnings."""
 
 
 def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
-    type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(text))
+    type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(_COLORS.sub("", text)))
     return len(text)
 
 

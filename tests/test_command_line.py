@@ -104,8 +104,19 @@ def test_progress_on_a_terminal_clears_its_line_and_escapes_what_it_shows(monkey
     progress.update(1, lambda seconds: EVIL)
     progress.end()
     stream.write("\n\x1b[A")  # as tqdm does
+    stream.write("\x1b[93m[WARNING]\x1b[0m")  # as DeepSpeed does
     stream.flush()
-    assert stream.buffer.getvalue().decode() == f"\r\033[K{SHOWN}, 10.0%, 0:00:00 left\r\033[K\n\x1b[A"
+    assert stream.buffer.getvalue().decode() == f"\r\033[K{SHOWN}, 10.0%, 0:00:00 left\r\033[K\n\x1b[A[WARNING]"
+
+
+def test_a_message_of_several_lines_is_one_line(capsys):
+    for kind in (ValueError, OSError):
+
+        def main(kind=kind):
+            raise kind("401 Client Error.\n\nRepository not found")
+
+        command_line.status_of(main)
+        assert capsys.readouterr().err == "error: 401 Client Error. Repository not found\n"
 
 
 class PanicException(BaseException):
