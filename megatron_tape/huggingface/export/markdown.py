@@ -3,6 +3,8 @@
 import re
 
 _LONGEST = 1000
+_JOINERS = "\u200c\u200d"
+"""Of Persian letters and of emoji."""
 # HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no emphasis.
 _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 _LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
@@ -16,7 +18,8 @@ def plain(value: object) -> str:
     """
     text = str(value)
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    text = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    kept = (character if character.isprintable() or character in _JOINERS else " " for character in text)
+    text = " ".join("".join(kept).split())
     text = _SPECIAL.sub(lambda found: _reference(found[0]), text)
     return _LIST_OR_LINE.sub(lambda found: found[1] + _reference(found[2]), text)
 

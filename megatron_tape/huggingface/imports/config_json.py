@@ -310,6 +310,8 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
         if len(rotates) != layers or any(rotate != (layer % every > 0) for layer, rotate in enumerate(rotates, 1)):
             accepted = f"0 for every second, third or so on of {layers} layers, and 1 for the others"
             raise cannot_import(settings, path, "no_rope_layers", accepted)
+        if every == 1:
+            raise cannot_import(settings, path, "no_rope_layers", "positions in some layers")
     if every == 1:
         raise cannot_import(settings, path, "no_rope_layer_interval", "2 or more")
     return every if every <= layers else None
@@ -422,6 +424,7 @@ def _of_one_kind(rope: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
         raise UserError(f"{key}.rope_type", problem, f"{', '.join(_ROPE_KEYS)} can")
     known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
     without_effect = {name for names in _ROPE_KEYS.values() for name in names if rope.get(name) is None}
+    without_effect |= {"factor"} if rope.get("factor") == 1 else set()
     found = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
     if unknown := [name for name in found if name not in known and name not in without_effect]:
         problem = f"is not a setting of {kind} in {path}, which cannot be imported"
