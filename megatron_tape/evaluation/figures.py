@@ -39,7 +39,8 @@ SHADES = ("#2a78c8", "#8a6fc0", "#c8588e", "#d97a20")
 ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
 """Of texts upon the cells of a heat map, whose colours are the same on light and dark pages."""
 CELLS_WITH_TEXT = 144
-LONGEST_LABEL = 36
+LONGEST_LABEL, LONGEST_AXIS_LABEL = 36, 48
+"""Characters of a model's or panel's name, and of the label of an axis, that fit in their places."""
 _LONGEST_TEXT = 80
 MOST_PANELS = 120
 """Axes that one figure may have: more take minutes to lay out."""
@@ -195,13 +196,16 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
 
 
 def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
-    """Make an axis logarithmic, with plain numbers at its ticks, where matplotlib's own would be formulas."""
-    from matplotlib.ticker import LogFormatter
+    """Make an axis logarithmic, with plain numbers at its ticks, where matplotlib's own would be formulas.
+
+    Those of base 2 are exact, as 1e+05 would not show that it is 131,072.
+    """
+    from matplotlib.ticker import FuncFormatter, LogFormatter
 
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_formatter(LogFormatter(base))
-    axis.set_minor_formatter(LogFormatter(base))
+    for put in (axis.set_major_formatter, axis.set_minor_formatter):
+        put(FuncFormatter(lambda value, _: f"{value:,.12g}") if base == 2 else LogFormatter(base))
 
 
 def length_name(length: int) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import (
+    LONGEST_AXIS_LABEL,
+    LONGEST_LABEL,
     MOST_PANELS,
     legend,
     length_axis,
@@ -88,11 +90,14 @@ def _panels(
     if not groups:
         return []
     figure, shown = panels(min(len(groups), MOST_PANELS))
-    described = [f"The first {MOST_PANELS} of {len(groups):,} panels."] if len(groups) > MOST_PANELS else []
+    described = []
+    if len(groups) > MOST_PANELS:
+        described.append(f"The first {MOST_PANELS} of {len(groups):,} panels.")
+        figure.suptitle(described[0], fontsize=10)
     for axes, group in zip(shown, groups):
         sentences = draw(axes, group)
-        axes.set_title(plain(group), fontsize=10)
-        axes.set_ylabel(plain(axis))
+        axes.set_title(plain(group, LONGEST_LABEL), fontsize=10)
+        axes.set_ylabel(plain(axis, LONGEST_AXIS_LABEL))
         described.append(f"On {group}: {'; '.join(sentences)}." if group else f"{'; '.join(sentences)}.")
     legend(figure)
     return [Picture(name, f"{title}. {' '.join(described)}", figure)]

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import (
     COLOR_MAP,
+    LONGEST_LABEL,
     heat_map,
     legend,
     log_scale,
@@ -139,7 +140,7 @@ def _maps(index: int, label: str, result: TaskResult) -> Picture:
         name = "its state" if kind == "state" else "RoPE's phases"
         axis.set_title(f"layer {one['layer']}, head {one['head']}: {name}", fontsize=9)
         axis.set(xlabel="key", ylabel="query")
-    figure.suptitle(plain(label), fontsize=10)
+    figure.suptitle(plain(label, LONGEST_LABEL), fontsize=10)
     heads = ", ".join(f"head {one['head']} of layer {one['layer']}" for one in shown)
     text = (
         f"Attention maps of {label}, with its position state above and with RoPE's phases in its place below: {heads}."
