@@ -18,6 +18,7 @@ from megatron_tape.evaluation.comparison import (
     rows,
     write_comparison,
 )
+from megatron_tape.evaluation.report import comparison as comparing
 from megatron_tape.evaluation.report.comparison import markdown, metric_tables, notes, picture, warnings
 from megatron_tape.evaluation.report.page import page
 from megatron_tape.evaluation.results import Score
@@ -148,6 +149,15 @@ def test_the_picture_shows_every_seed_and_the_page_escapes_names():
     assert points == [sorted(of.values()) for of in FOUND.values()]
     content = page([], [comparison(), comparison()])
     assert "nope&lt;b&gt;" in content and "nope<b>" not in content and 'id="comparison-2"' in content
+
+
+def test_the_page_says_what_of_a_comparison_is_not_drawn(monkeypatch):
+    for name in ("MOST_TASKS", "MOST_MODELS", "MOST_PANELS"):
+        monkeypatch.setattr(comparing, name, 0)
+    content = page([], [comparison()])
+    for what in ("1 tasks", "3 variants", "1 metrics of a task"):
+        assert f"Pictures show the first 0 of {what}." in content
+    assert "<img" not in content
 
 
 def base(*others):

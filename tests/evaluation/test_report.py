@@ -20,6 +20,8 @@ from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.base import Picture, Task
 from megatron_tape.evaluation.report import models as models_module
 from megatron_tape.evaluation.report import page as page_module
+from megatron_tape.evaluation.report import scores as scores_module
+from megatron_tape.evaluation.report import time_spent, training_curves
 from megatron_tape.evaluation.report.models import Model, clean, read_models
 from megatron_tape.evaluation.report.page import embedded, page
 from megatron_tape.evaluation.report.published import SHAPE, entries, published_tables
@@ -408,7 +410,23 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
     ]
 
 
-def test_the_time_of_runs_is_shown_by_phase_by_attempt_and_as_shares(tmp_path):
+def test_metrics_beyond_what_is_read_and_drawn_are_said_to_be_missing(tmp_path, monkeypatch):
+    (run := tmp_path / "run").mkdir()
+    row = {"loss": 3.0} | {f"evaluation/{name}/accuracy": 0.5 for name in "abc"}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in (1, 2)))
+    for module in (models_module, training_curves):
+        monkeypatch.setattr(module, "MOST_CURVES", 3)
+    monkeypatch.setattr(training_curves, "_MOST_DURING", 1)
+    monkeypatch.setattr(scores_module, "_MOST_DRAWN", 1)
+    shiny = task([score(metric, 0.5, "higher", length=length) for metric in "xyz" for length in LENGTHS])
+    parsed = page_of(tmp_path, run, write_results(tmp_path / "other", results(tasks={"shiny": shiny})))
+    read = "Of run, only the first 3 metrics are read."
+    drawn = "Pictures show the first 1 of 2 metrics of evaluations."
+    assert f"{read} {drawn}" in parsed.sections["training"] and len(parsed.pictures) == 3
+    assert "Pictures show the first 1 of 3 metrics." in parsed.sections["tasks"]
+
+
+def test_the_time_of_runs_is_shown_by_phase_by_attempt_and_as_shares(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -433,6 +451,14 @@ def test_the_time_of_runs_is_shown_by_phase_by_attempt_and_as_shares(tmp_path):
     table = content[content.index("Spikes (train.spikes)") :]
     found = re.findall(r">([\d.]+|skip)<", table[: table.index("</table>")])
     assert found == ["1", "77", "9.2500", "31.5000", "skip", "2", "154", "9.2500", "31.5000", "skip"]
+
+    for name in ("MOST_ATTEMPTS", "MOST_SPIKES"):
+        monkeypatch.setattr(time_spent, name, 1)
+    content = page(read_models([run]))
+    assert "Attempts of run on a time line, the last 1 of 2 attempts: 2 from 0:03:20 to 0:04:40." in content
+    assert "Spikes (train.spikes), the last 1 of each run" in content
+    monkeypatch.setattr(page_module, "MOST_MODELS", 0)
+    assert "Time lines show the first 0 of 1 runs." in page(read_models([run]))
 
 
 @pytest.mark.parametrize(
@@ -626,6 +652,24 @@ def test_what_a_drawing_raises_costs_no_other_picture(capsys):
     found = page_module._embedded([("a", fail), ("b", lambda: Picture("x", "good", figures.new_figure()[0]))])
     assert [one.address for one in found] == ["", good.address]
     assert found[0].alternative_text == "The picture of a could not be drawn (RecursionError: )."
+
+
+def test_a_logarithmic_axis_of_base_2_has_exact_numbers():
+    figure, (axes,) = figures.new_figure()
+    axes.plot([1, 2**17], [0, 1])
+    figures.log_scale(axes, "x", 2)
+    figure.canvas.draw()
+    ticks = {text.get_text() for text in axes.get_xticklabels()}
+    assert ticks >= {"32,768", "131,072"} or ticks >= {"16,384", "65,536"}
+
+
+def test_titles_of_panels_fit_over_them(tmp_path):
+    name = "long" * 20
+    run = write_run(tmp_path / name, steps=20)
+    rows = [json.loads(line) | {"seconds/forward": 1.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = drawn_texts(page_of(tmp_path, run))
+    assert len(texts) == 4 and not any(name in text for text in texts)
 
 
 def test_more_panels_than_can_be_laid_out_are_refused():

@@ -28,6 +28,8 @@ from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
 from megatron_tape.text import counted
 
+MOST_TASKS = 50
+"""Tasks that are drawn."""
 _LONGEST_TICK = 36
 _MOST_TOGETHER = 8
 """Metrics that fit into one table."""
@@ -122,11 +124,23 @@ def _row(row: Row, decimals: int | None) -> list[Cell]:
     return [*cells, between, Cell(shown, test.p, kind="number")]
 
 
+def limits(comparison: Comparison) -> list[str]:
+    """Return a sentence for each limit that keeps something from being drawn."""
+    tasks = tasks_of(comparison)
+    metrics = max((len(_drawn_metrics(comparison, task)) for task in tasks), default=0)
+    found = ((MOST_TASKS, len(tasks), "tasks"), (MOST_MODELS, len(comparison.variants), "variants"))
+    found += ((MOST_PANELS, metrics, "metrics of a task"),)
+    return [f"Pictures show the first {most} of {count:,} {what}." for most, count, what in found if count > most]
+
+
+def _drawn_metrics(comparison: Comparison, task: str) -> list[Score]:
+    of_task = [metric for metric in comparison.metrics if metric.task == task]
+    return [metric for metric in of_task if metric.better != "neither"] or of_task
+
+
 def picture(comparison: Comparison, task: str) -> Picture:
     """Return a picture of a task with a panel for each metric: a point for each seed and a line at the mean."""
-    of_task = [metric for metric in comparison.metrics if metric.task == task]
-    shown = [metric for metric in of_task if metric.better != "neither"] or of_task
-    labels, all_variants = comparison.variants[:MOST_MODELS], len(comparison.variants)
+    shown, labels = _drawn_metrics(comparison, task), comparison.variants[:MOST_MODELS]
     figure, drawn = panels(min(len(shown), MOST_PANELS), 2, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
     looks, told, places = styles(labels), [], {label: place for place, label in enumerate(labels)}
     for axes, metric in zip(drawn, shown):
@@ -141,8 +155,7 @@ def picture(comparison: Comparison, task: str) -> Picture:
         axes.set_xlabel(plain(_caption(metric, _BETTER), 60), fontsize=9)
         means = (f"{clean(row.variant)} {row.mean:.4g}" for row in found)
         told.append(f"{_caption(metric, _BETTER)}: {', '.join(means)}")
-    part = f" of the first {len(labels)} of {all_variants:,} variants" if all_variants > len(labels) else ""
-    return Picture(f"comparison-{task}", f"Means over the seeds{part}. {'; '.join(told)}.", figure)
+    return Picture(f"comparison-{task}", f"Means over the seeds. {'; '.join(told)}.", figure)
 
 
 def _tick(label: str) -> str:

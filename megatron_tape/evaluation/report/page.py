@@ -30,6 +30,7 @@ from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, pha
 from megatron_tape.evaluation.report.training_curves import (
     curves,
     evaluation_seconds,
+    limits,
     runs_table,
     training_speeds,
 )
@@ -38,8 +39,6 @@ from megatron_tape.evaluation.tasks import TASKS
 
 HERE = Path(__file__).parent
 PIXELS_PER_INCH = 96
-MOST_TASKS = 50
-"""Tasks of a comparison that are drawn."""
 _VARIABLES = {
     **{color: f"series-{index}" for index, color in enumerate(COLORS)},
     **{"#000000": "ink", "#ffffff": "paper", "#b0b0b0": "rule", "#cccccc": "rule"},
@@ -176,13 +175,14 @@ def _large(count: int) -> str:
 
 def _comparison(comparison: Comparison, number: int, missing: Sequence[str]) -> Section:
     notes = [(note, "") for note in comparing.notes(comparison, missing)]
-    about = Part(warnings=comparing.warnings(comparison), notes=notes)
+    about = Part(warnings=comparing.warnings(comparison) + comparing.limits(comparison), notes=notes)
     parts = [about]
     with in_order(comparison.variants), without_warnings():
-        for number_of_task, task in enumerate(comparing.tasks_of(comparison)):
-            drawings = [(clean(task), partial(comparing.picture, comparison, task))][: number_of_task < MOST_TASKS]
-            tables = comparing.metric_tables(comparison, task)
-            parts.append(Part(heading(clean(task)), tables, _embedded(drawings)))
+        for place, task in enumerate(comparing.tasks_of(comparison)):
+            part = Part(heading(clean(task)), comparing.metric_tables(comparison, task))
+            if place < comparing.MOST_TASKS:
+                part.pictures = _embedded([(clean(task), partial(comparing.picture, comparison, task))])
+            parts.append(part)
     return Section(f"comparison-{number}", "Comparison" if number == 1 else f"Comparison {number}", parts=parts)
 
 
@@ -203,10 +203,7 @@ def _scores(models: Sequence[Model]) -> Section:
 def _training(models: Sequence[Model]) -> Section:
     table = runs_table(models)
     parts = [Part(tables=[table], pictures=_embedded(curves(models)))] if table is not None else []
-    runs = [model.run for model in models if model.run is not None]
-    drawn = sum(run.drawn for run in runs)
-    introduction = "" if drawn == len(runs) else f"Pictures show the first {drawn} of {len(runs):,} runs."
-    return Section("training", "Training", introduction, parts)
+    return Section("training", "Training", " ".join(limits(models)), parts)
 
 
 def _time_spent(models: Sequence[Model]) -> Section:
@@ -214,9 +211,9 @@ def _time_spent(models: Sequence[Model]) -> Section:
     runs = spent_by(attempts)
     pictures = _embedded([*phases(models), *time_lines(runs)])
     tables = [table for table in [goodput(runs), spikes(attempts)] if table is not None]
-    return Section(
-        "time", "Where the time went", parts=[Part(tables=tables, pictures=pictures)] if pictures or tables else []
-    )
+    parts = [Part(tables=tables, pictures=pictures)] if pictures or tables else []
+    some = f"Time lines show the first {MOST_MODELS} of {len(runs):,} runs." if len(runs) > MOST_MODELS else ""
+    return Section("time", "Where the time went", some, parts)
 
 
 def _tasks(models: Sequence[Model]) -> Section:
@@ -233,7 +230,10 @@ def _tasks(models: Sequence[Model]) -> Section:
         if len(shown) < len(results):
             part.warnings.append(f"Pictures show the first {len(shown)} of {len(results):,} models.")
         drawings = [(picture.name, lambda picture=picture: picture) for picture in pictures]
-        part.pictures = _embedded(drawings or draw_scores(task, shown))
+        if not drawings:
+            drawings, left_out = draw_scores(task, shown)
+            part.warnings += left_out
+        part.pictures = _embedded(drawings)
         if part.pictures and (tokens := token_differences(models, task)):
             part.warnings.append(tokens)
         about: dict[str, list[str]] = {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from megatron_tape.evaluation.base import Drawing, Picture
@@ -141,14 +140,16 @@ def _named(task: str, metric: str, unit: str) -> str:
     return f"{name} ({unit})" if unit and unit != name else name
 
 
-def draw_scores(task: str, results: Mapping[str, TaskResult]) -> Iterator[Drawing]:
-    """Yield a drawing for each metric of a task that has scores at several lengths."""
+def draw_scores(task: str, results: Mapping[str, TaskResult]) -> tuple[list[Drawing], list[str]]:
+    """Return a drawing for each metric of a task that has scores at several lengths, and whether some are left out."""
     lengths: dict[tuple[str, str], set[int]] = {}
     for score in (score for result in results.values() for score in result.scores if score.length is not None):
         lengths.setdefault((score.metric, score.unit), set()).add(score.length)
-    for metric, unit in islice((kind for kind, several in lengths.items() if len(several) > 1), _MOST_DRAWN):
-        name = clean(_named(task, metric, unit))
-        yield name, partial(_by_length, dict(results), metric, name)
+    curves = [kind for kind, several in lengths.items() if len(several) > 1]
+    names = [(metric, clean(_named(task, metric, unit))) for metric, unit in curves[:_MOST_DRAWN]]
+    drawings = [(name, partial(_by_length, dict(results), metric, name)) for metric, name in names]
+    left_out = len(curves) > _MOST_DRAWN
+    return drawings, [f"Pictures show the first {_MOST_DRAWN} of {len(curves):,} metrics."] if left_out else []
 
 
 def _by_length(results: dict[str, TaskResult], metric: str, name: str) -> Picture:

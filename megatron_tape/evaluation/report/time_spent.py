@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 
 from megatron_tape.evaluation.base import Drawing, Picture
-from megatron_tape.evaluation.figures import COLORS, MOST_MODELS, legend, new_figure, panels, plain
+from megatron_tape.evaluation.figures import COLORS, LONGEST_LABEL, MOST_MODELS, legend, new_figure, panels, plain
 from megatron_tape.evaluation.report.models import PHASES, Curve, Model, Run
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number
 from megatron_tape.evaluation.report.training_curves import thinned
@@ -41,7 +41,7 @@ def _draw_phases(found: dict[str, dict[str, Curve]]) -> Picture:
         x = next(iter(parts.values()))[0]
         axes.stackplot(x, [y for _, y in parts.values()], colors=colors, labels=names, linewidth=0)
         axes.set(xlabel="step", ylabel="seconds of a step")
-        axes.set_title(plain(label), fontsize=10)
+        axes.set_title(plain(label, LONGEST_LABEL), fontsize=10)
         of_phases = [f"{name} {curve.total / curve.count:.3g}" for name, curve in zip(names, curves.values())]
         means.append(f"{label}: {enumerated(of_phases)}")
     legend(figure)
@@ -83,15 +83,17 @@ def goodput(runs: dict[str, list[Spent]]) -> Table | None:
 
 def spikes(runs: Mapping[str, Sequence[AttemptRecord]]) -> Table | None:
     """Return a table of the last spikes of each run."""
-    rows = []
+    rows, some = [], ""
     for label, attempts in runs.items():
         found = [(attempt.number, spike) for attempt in attempts for spike in attempt.spikes]
+        if len(found) > MOST_SPIKES:
+            some = f", the last {MOST_SPIKES} of each run"
         for attempt, spike in found[-MOST_SPIKES:]:
             step, loss, norm = number(spike["step"], 0), number(spike["loss"], 4), number(spike["grad_norm"], 4)
             rows.append([Cell(label, label), number(attempt, 0), step, loss, norm, Cell(spike["action"])])
     names = ("attempt", "step", "loss", "gradient norm")
     columns = [Column("run"), *(Column(name, "number") for name in names), Column("what was done")]
-    return Table("Spikes (train.spikes)", columns, rows) if rows else None
+    return Table(f"Spikes (train.spikes){some}", columns, rows) if rows else None
 
 
 def time_lines(runs: Mapping[str, list[Spent]]) -> Iterator[Drawing]:
@@ -113,7 +115,8 @@ def _time_line(label: str, attempts: Sequence[Spent]) -> Picture:
             left = [place + width for place, width in zip(left, widths)]
     axes.invert_yaxis()
     axes.set(xlabel=f"{unit} since the first attempt began", ylabel="attempt")
-    axes.set_title(plain(label), fontsize=10)
+    some = f", the last {MOST_ATTEMPTS} of {len(attempts):,} attempts" if len(shown) < len(attempts) else ""
+    axes.set_title(plain(label, LONGEST_LABEL) + some, fontsize=10)
     legend(figure)
     ends = [f"{one.number} from {duration(one.started - begin)} to {duration(one.ended - begin)}" for one in shown]
-    return Picture("attempts", f"Attempts of {label} on a time line: {enumerated(ends)}.", figure)
+    return Picture("attempts", f"Attempts of {label} on a time line{some}: {enumerated(ends)}.", figure)

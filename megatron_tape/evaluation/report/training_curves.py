@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from megatron_tape.evaluation.base import Drawing, Picture
-from megatron_tape.evaluation.figures import legend, new_figure, panels, plain, styles
-from megatron_tape.evaluation.report.models import DURING, Curve, Model, Run, clean
+from megatron_tape.evaluation.figures import LONGEST_AXIS_LABEL, legend, new_figure, panels, plain, styles
+from megatron_tape.evaluation.report.models import DURING, MOST_CURVES, Curve, Model, Run, clean
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number, task_names, task_title
 from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.text import counted, duration
@@ -18,7 +18,7 @@ from megatron_tape.text import counted, duration
 _SHOWN_POINTS = 300
 """Points of a curve; a longer one is drawn as means over consecutive points."""
 _MOST_DURING = 100
-"""Metrics of evaluations during training that are drawn."""
+"""Metrics of evaluations during training that are drawn: the first ones by name."""
 _HIDDEN = 0.05
 _WITH_MARKERS = 16
 _LENGTH = re.compile("[0-9]{1,12}")
@@ -30,7 +30,7 @@ def curves(models: Sequence[Model]) -> Iterator[Drawing]:
 
     What no run has logged twice is left out.
     """
-    runs = {model.label: model.run for model in models if model.run is not None and model.run.drawn}
+    runs = _drawn(models)
     for metric, name in (("loss", "training loss"), ("validation_loss", "validation loss")):
         drawn = {label: run.curve(metric) for label, run in runs.items() if run.curve(metric).count}
         if not _is_curve(drawn.values()):
@@ -44,6 +44,29 @@ def curves(models: Sequence[Model]) -> Iterator[Drawing]:
     if _is_curve(rates.values()):
         yield "learning rate", partial(_learning_rates, rates)
     yield from _evaluations(runs)
+
+
+def limits(models: Sequence[Model]) -> list[str]:
+    """Return a sentence for each limit that keeps something of the runs from being shown."""
+    runs = [model.run for model in models if model.run is not None]
+    drawn, metrics, found = _drawn(models), _metrics(_drawn(models)), []
+    if len(drawn) < len(runs):
+        found.append(f"Pictures show the first {len(drawn)} of {len(runs):,} runs.")
+    if cut := [label for label, run in drawn.items() if not run.all_metrics]:
+        found.append(f"Of {enumerated(cut)}, only the first {MOST_CURVES} metrics are read.")
+    if len(metrics) > _MOST_DURING:
+        found.append(f"Pictures show the first {_MOST_DURING} of {len(metrics):,} metrics of evaluations.")
+    return found
+
+
+def _drawn(models: Sequence[Model]) -> dict[str, Run]:
+    return {model.label: model.run for model in models if model.run is not None and model.run.drawn}
+
+
+def _metrics(runs: dict[str, Run]) -> list[str]:
+    """Return the metrics of evaluations during training that some run has logged more than once."""
+    keys = sorted({key for run in runs.values() for key in run.curves if key.startswith(DURING)})
+    return [key for key in keys if _is_curve(run.curve(key) for run in runs.values())]
 
 
 def _is_curve(found: Iterable[Curve]) -> bool:
@@ -96,8 +119,7 @@ def _evaluations(runs: dict[str, Run]) -> Iterator[Drawing]:
     Their metrics are called `evaluation/TASK/METRIC`, and then by group and length, if there are such.
     """
     found: dict[str, list[str]] = {}
-    keys = sorted({key for run in runs.values() for key in run.curves if key.startswith(DURING)})
-    for key in [key for key in keys if _is_curve(run.curve(key) for run in runs.values())][:_MOST_DURING]:
+    for key in _metrics(runs)[:_MOST_DURING]:
         head, _, tail = key.rpartition("/")
         found.setdefault(head if _LENGTH.fullmatch(tail) else key, []).append(key)
     for stem, keys in found.items():
@@ -115,7 +137,7 @@ def _evaluation(runs: dict[str, Run], name: str, lengths: dict[str, int]) -> Pic
             if curve.count:
                 axes.plot(*thinned(curve.steps, curve.values), **look[label])
                 last.append(f"{label} {curve.last[1]:.4g}{at}")
-        axes.set(xlabel="step", ylabel=plain(name))
+        axes.set(xlabel="step", ylabel=plain(name, LONGEST_AXIS_LABEL))
         axes.set_title(at.strip(), fontsize=10)
     legend(figure)
     text = f"During training, {name} by step; at the end, {enumerated(last)}."

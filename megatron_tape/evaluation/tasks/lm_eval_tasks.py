@@ -256,5 +256,7 @@ def _drawn(name: str, table: dict[str, dict[str, Score]], title: str, labels: li
     else:
         axes.set_xlabel("score")
     legend(figure)
-    left = f" The first {_SHOWN} of {len(table)} rows." if len(table) > _SHOWN else ""
-    return Picture(name, f"{title}.{left} {' '.join(said)}", figure)
+    if len(table) > _SHOWN:
+        said.insert(0, f"The first {_SHOWN} of {len(table):,} rows.")
+        axes.set_title(said[0], fontsize=10)
+    return Picture(name, f"{title}. {' '.join(said)}", figure)
