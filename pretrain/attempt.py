@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--requeued", action="store_true", help="the job has run before and continues with its copy")
     add("--nodes", required=True, help="names of the nodes, separated by commas")
     add("--processes", type=int, required=True, help="number of ranks of the job")
-    add("--scratch", default="", help="run directories are in SCRATCH/runs unless the configuration says otherwise")
+    add("--scratch", default="", help="the run's directory is SCRATCH/runs/RECIPE unless the configuration names one")
     add("--log", default="", help="the job's log")
     add("arguments", nargs="*", type=str, help="after --: RECIPE and overrides")
     add = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted").add_argument
@@ -182,10 +182,8 @@ def begin(options: argparse.Namespace) -> None:
 
 def judge(run: Path, checkpoints: str, number: int) -> None:
     """Print the verdict on an attempt, its reason and bad nodes, and the traceback if the run stops because of it."""
-    attempt = next((record for record in read_attempts(run) if record.number == number), None)
-    problem, fix = f"is {number}, which {run} does not hold", "see whether that still exists"
-    refuse(attempt is None, "--attempt", problem, fix)
     verdict, reason = decide(run, checkpoints, number)
+    attempt = next(record for record in read_attempts(run) if record.number == number)
     write_record(
         run / "attempts" / f"{number:06d}" / "verdict.json", {"verdict": verdict, "reason": reason, "time": time.time()}
     )
@@ -204,9 +202,11 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
         problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
         refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
         arguments = [f"--config={recipe}", *rest]
-    recipes = [value for option, value in zip(arguments, arguments[1:]) if option == "--config"]
-    recipes += [each.removeprefix("--config=") for each in arguments if each.startswith("--config=")]
+    parser = command_line.Parser(add_help=False)
+    parser.add_argument("--config", action="append", default=[])
+    recipes = parser.parse_known_args(arguments)[0].config
     if scratch and recipes:
+        # Before the recipes, whose own directory counts: that of a run's config.yaml is the run.
         arguments = [f"--logging.directory={scratch}/runs/{Path(recipes[-1]).stem}", *arguments]
     return arguments
 

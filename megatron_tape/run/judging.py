@@ -102,7 +102,8 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
     attempts = read_attempts(run_directory)
     attempt = next((record for record in attempts if record.number == number), None)
     if attempt is None:
-        raise FileError(str(Path(run_directory) / "attempts"), f"holds no attempt {number}")
+        fix = "see whether the run's directory still exists"
+        raise FileError(str(Path(run_directory) / "attempts"), f"holds no attempt {number}", fix)
     if attempt.outcome == FINISHED:
         return "done", attempt.message
     if attempt.outcome == REFUSED:

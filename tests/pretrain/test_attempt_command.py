@@ -87,6 +87,26 @@ def test_the_scratch_directory_holds_the_run_however_its_recipe_is_named(given, 
     assert "--logging.directory" not in " ".join(attempt._arguments(given, ""))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [["--config=own.yaml", "--config", "b.yaml"], ["--config", "own.yaml", "--config=b.yaml"], ["b.yaml"]],
+)
+def test_the_last_recipe_names_the_run_unless_one_names_its_directory(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_all(tmp_path)
+    text = RECIPE.read_text()
+    (tmp_path / "b.yaml").write_text(text)
+    (tmp_path / "own.yaml").write_text(text)
+
+    def directory():
+        found = attempt._arguments([*given, "--data.prefix=a"], "/scratch")
+        return parse_run_config(found).logging.directory
+
+    assert directory() == "/scratch/runs/b"
+    (tmp_path / "b.yaml").write_text(text.replace("logging: {", "logging: {directory: mine, "))
+    assert directory() == "mine"
+
+
 def test_a_requeued_job_continues_its_own_checkpoints_not_those_it_started_from(job):
     status, variables, _ = job("--checkpoint.resume=none")
     assert status == 0 and variables["RESUME"] == "none"
@@ -206,5 +226,5 @@ def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(job, ca
     assert all(line.startswith(start) for line, start in zip(output.out.splitlines(), printed))
     assert read_attempts("run")[0].verdict["verdict"] == printed[0].split()[0]
     for number in ("2", "9" * 30):
-        with pytest.raises(UserError, match=f"is {number}, which run does not hold"):
+        with pytest.raises(UserError, match=f"run/attempts holds no attempt {number}"):
             attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", number])
