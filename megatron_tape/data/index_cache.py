@@ -2,8 +2,9 @@
 
 An entry of the cache is a few arrays, `KEY-KIND-...-PART.npy`, and `KEY-KIND-...-description.txt`. Megatron's datasets
 use these names, but write directly to the cache, where a job that is killed leaves truncated arrays. Here an entry is
-built in a temporary directory, and moved to the cache when it is complete. Arrays are loaded without pickles: whoever
-can write to the cache cannot run code.
+built in a temporary directory, and moved to the cache when it is complete, with `KEY-KIND-...-fingerprints.json`, by
+which a start tells whether it is still what was built. Arrays are loaded without pickles: whoever can write to the
+cache cannot run code.
 """
 
 import contextlib
@@ -19,17 +20,20 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch.distributed as dist
 
+from megatron_tape.data.remembered import BLOCKS
 from megatron_tape.errors import ConfigError, FileError, UserError
-from megatron_tape.io.files import sync_directory
+from megatron_tape.io.files import fingerprint, sync_directory
+from megatron_tape.io.records import read_record, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ _STAGING = ".building-"
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Of computing between two heartbeats, which show that rank 0 is at work."""
+_RECORD_BYTES = 1 << 16
 _LOADING = Lock()
 """Python 3.11 may raise SystemError when threads, here Megatron's, parse the headers of arrays at the same time."""
 _REBUILD = "remove that directory, and the index is built again"
@@ -70,8 +75,9 @@ def cached(directory: str, kind: str, key: Any, make: Callable[[], dict[str, np.
     base = Path(directory, f"{hashlib.sha256(description.encode()).hexdigest()[:32]}-{kind}")
     if not Path(f"{base}-{_DESCRIPTION}").is_file():
         for part, array in make().items():
-            np.save(f"{base}-{part}.npy", array)
-        Path(f"{base}-{_DESCRIPTION}").write_text(description)
+            save_array(f"{base}-{part}.npy", array)
+        with open_new(f"{base}-{_DESCRIPTION}", "w") as file:
+            file.write(description)
     return {part: load_array(f"{base}-{part}.npy") for part in _PARTS[kind]}
 
 
@@ -86,19 +92,42 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
         if not stat.S_ISREG(os.stat(path).st_mode):
             problem = "it is not a regular file"
         else:
-            with _LOADING:
+            with _LOADING, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             pairs = str(path).endswith("-sample_index.npy")
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
                 problem = "it does not hold whole numbers"
             elif not array.ndim or array.shape[1:] != ((2,) if pairs else ()):
                 problem = f"its shape is {list(array.shape)}"
-    except (ValueError, EOFError, SyntaxError, OverflowError, FileNotFoundError) as error:
-        problem = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+    except FileNotFoundError as error:
+        problem = error.strerror
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged header raises many kinds
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
     if problem is not None:
         place = os.path.realpath(path)  # rank 0 builds in a directory of links to the cache
         raise DamagedIndex.of(os.path.dirname(place), f"{os.path.basename(place)} cannot be used ({problem})")
     return array
+
+
+def save_array(path: str | Path, array: np.ndarray, allow_pickle: bool = False) -> None:
+    """Write an array as `numpy.save` does, but not through a link; pickles are never written."""
+    _remove_link(path)
+    np.save(path, array, allow_pickle=False)
+
+
+def open_new(path: str | Path, mode: str) -> IO[str]:
+    """Open a text file as `open` does, but not through a link."""
+    _remove_link(path)
+    return open(path, mode, encoding="utf-8")
+
+
+def _remove_link(path: str | Path) -> None:
+    """Remove what links to the cache where it turns out that a file has to be written."""
+    if os.path.islink(path):
+        os.unlink(path)
 
 
 def build_on_rank_0(cache: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
@@ -175,6 +204,9 @@ def _build_aside(staging: list[Path], cache: Path, build: Callable[[str], None])
                 path.unlink()
             build(str(directory))
         made = [path for path in directory.iterdir() if not path.is_symlink()]
+        for description in (path for path in made if path.name.endswith(_DESCRIPTION)):
+            write_record(_fingerprints_beside(description), _fingerprints(description))
+        made = [path for path in directory.iterdir() if not path.is_symlink()]
         if made and not writable:
             lacks = f"{cut[0]} is damaged" if cut else "it lacks a part of the index"
             raise PermissionError(errno.EACCES, f"{lacks}, and it is not writable", str(cache))
@@ -191,20 +223,43 @@ def _entries(cache: Path) -> tuple[list[Path], list[Path]]:
     """Return the files of the entries that are whole, and the first bad file of each of the others."""
     whole, cut = [], []
     for description in cache.glob(f"*-{_DESCRIPTION}"):
-        base, kind = description.name.removesuffix(_DESCRIPTION), description.name.split("-")[1]
-        files = [cache / f"{base}{part}.npy" for part in _PARTS.get(kind, _PARTS_OF_OTHERS)]
-        bad = [path for path in files if not _is_whole(path)]
-        whole += [] if bad else [*files, description]
-        cut += bad[:1]
+        files = [*_arrays(description), description]
+        if (bad := next(_bad(files), None)) is None:
+            whole += files
+        else:
+            cut.append(bad)
     return whole, cut
 
 
-def _is_whole(path: Path) -> bool:
+def _arrays(description: Path) -> list[Path]:
+    base, kind = description.name.removesuffix(_DESCRIPTION), description.name.split("-")[1]
+    return [description.with_name(f"{base}{part}.npy") for part in _PARTS.get(kind, _PARTS_OF_OTHERS)]
+
+
+def _fingerprints_beside(description: Path) -> Path:
+    return description.with_name(f"{description.name.removesuffix(_DESCRIPTION)}fingerprints.json")
+
+
+def _fingerprints(description: Path) -> dict[str, str]:
+    return {path.name: fingerprint(path, BLOCKS) for path in [*_arrays(description), description]}
+
+
+def _bad(files: list[Path]) -> Iterator[Path]:
+    """Yield those files of an entry, the last of which is its description, that are not what was built."""
     try:
-        load_array(path)
-    except (OSError, DamagedIndex):
-        return False
-    return True
+        expected = read_record(_fingerprints_beside(files[-1]), dict[str, str], _RECORD_BYTES)
+    except (OSError, ValueError):
+        expected = {}
+    for path in files:
+        try:
+            is_regular = stat.S_ISREG(path.lstat().st_mode)
+            if is_regular and expected.get(path.name) == fingerprint(path, BLOCKS):
+                if path.suffix == ".npy":
+                    load_array(path)
+                continue
+        except (OSError, DamagedIndex):
+            pass
+        yield path
 
 
 def _who_else_writes(cache: Path) -> str | None:

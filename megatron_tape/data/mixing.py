@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig, blend
-from megatron_tape.data.index_cache import DamagedIndex, cached, load_array
+from megatron_tape.data.index_cache import DamagedIndex, cached, load_array, open_new, save_array
 from megatron_tape.data.long_documents import (
     Pools,
     numbers_of_long,
@@ -38,15 +38,16 @@ _THREADS = 8
 
 
 class _NumpyWithoutPickles:
-    """numpy for Megatron's datasets, which would load pickles from the cache: arrays are loaded by `load_array`."""
+    """numpy for Megatron's datasets, which would load pickles from the cache, and write through links."""
 
-    load = staticmethod(load_array)
+    load, save = staticmethod(load_array), staticmethod(save_array)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
 
 blended_dataset.numpy = gpt_dataset.numpy = _NumpyWithoutPickles()
+blended_dataset.open = gpt_dataset.open = open_new
 
 
 @dataclass
@@ -78,6 +79,22 @@ class AllDocuments(GPTDataset):
 
     def __len__(self) -> int:
         return super().__len__() if self.sample_index is not None else self.num_samples
+
+    def __getitem__(self, idx: int) -> dict[str, Tensor]:
+        """Return a sample; raises LookupError for one that is not a whole sequence of consecutive documents."""
+        if self.shuffle_index is None:
+            self.shuffle_index = load_array(self.path_to_shuffle_index)
+            self.sample_index = load_array(self.path_to_sample_index)
+            self.document_index = load_array(self.path_to_document_index)
+        place = int(self.shuffle_index[idx])
+        count = int(self.sample_index[place + 1, 0]) - int(self.sample_index[place, 0])
+        more = count - self.config.sequence_length - 1  # documents than tokens, unless some are empty
+        if count < 0 or (more > 0 and more > np.count_nonzero(self.dataset.sequence_lengths == 0)):
+            raise LookupError(f"it would have {count} documents")
+        sample = super().__getitem__(idx)
+        if not sample["loss_mask"].all():  # of what Megatron has added
+            raise LookupError("its documents are too short")
+        return sample
 
 
 class ShorterDocuments(AllDocuments):

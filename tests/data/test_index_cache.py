@@ -72,6 +72,10 @@ def _reshape(path):
     np.save(path, np.load(path)[None])
 
 
+def _zero(path):
+    np.save(path, np.zeros_like(np.load(path)))
+
+
 def _fraction(path):
     np.save(path, np.load(path).astype(float))
 
@@ -83,7 +87,7 @@ def test_a_damaged_array_is_named_and_built_again(tokens, kind, caplog):
     assert len(arrays) >= 3 and not list(tokens.cache.glob(".building-*"))
     for path in arrays:
         whole = path.read_bytes()
-        for damage in (_truncate, _pickle, _reshape, _fraction):
+        for damage in (_truncate, _pickle, _reshape, _fraction, _zero):
             damage(path)
             caplog.clear()
             assert tokens(kind) == expected and path.read_bytes() == whole
@@ -202,23 +206,126 @@ def test_a_pickle_that_replaces_an_array_after_the_check_is_not_loaded(tokens, k
     assert not RUN
 
 
+@pytest.fixture
+def replaced_later(tokens, monkeypatch):
+    """Return a function that makes `change` to an array of the cache after rank 0 has checked it, before it is used."""
+
+    def read(kind, path, change):
+        build, whole = index_cache._build_aside, path.read_bytes()
+
+        def changed(*arguments):
+            build(*arguments)
+            change(path)
+
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(index_cache, "_build_aside", changed)
+                return tokens(kind)
+        finally:
+            path.write_bytes(whole)
+
+    return read
+
+
 @KINDS
-@pytest.mark.parametrize("value", [-(2**15), -1, 1, 2**15 - 1, 2**60, None])
-def test_an_array_of_wrong_numbers_says_to_remove_the_cache(tokens, kind, value):
+@pytest.mark.parametrize("value", [-(2**15), -1, 0, 1, 2**15 - 1, 2**60, None])
+def test_an_array_of_wrong_numbers_says_to_remove_the_cache(tokens, replaced_later, kind, value):
     expected = tokens(kind)
     refusals = 0
-    for path in sorted(tokens.cache.glob("*.npy")):
-        whole, array = path.read_bytes(), np.load(path)
+
+    def fill(path):
+        array = np.load(path)
         np.save(path, array[:1] if value is None else np.full(array.shape, value, dtype=np.int64))
+
+    for path in sorted(tokens.cache.glob("*.npy")):
         try:
-            found = tokens(kind)
+            found = replaced_later(kind, path, fill)
         except index_cache.DamagedIndex as error:
             refusals += 1
             assert error.subject == str(tokens.cache) and "remove that directory" in str(error)
         else:  # other samples of the same data cannot be told from the right ones
             assert [len(sample) for sample in found] == [16] * 48
-        path.write_bytes(whole)
-    assert (refusals or value in (1, -1)) and tokens(kind) == expected
+            assert not path.name.endswith("-sample_index.npy"), "it is padded"
+    assert refusals and tokens(kind) == expected
+
+
+def test_an_index_of_more_documents_than_tokens_is_refused_before_they_are_read(tokens, replaced_later):
+    """A sparse file of gigabytes costs nothing to make."""
+    tokens(PLAIN)
+    starts = next(path for path in tokens.cache.glob("*train-sample_index.npy"))
+
+    def stretch(path):
+        array = np.load(path)
+        array[::2, 0], array[1::2, 0] = 0, 2**31 - 1
+        np.save(path, array)
+
+    with pytest.raises(index_cache.DamagedIndex, match="sample 0 cannot be read .it would have -?2147483647 documents"):
+        replaced_later(PLAIN, starts, stretch)
+
+
+@KINDS
+def test_arrays_that_changed_are_built_again_however_plausible_they_are(tokens, kind, caplog):
+    expected = tokens(kind)
+    for path in sorted(tokens.cache.glob("*.npy")):
+        whole = path.read_bytes()
+        np.save(path, np.load(path) + 1)
+        caplog.clear()
+        assert tokens(kind) == expected and path.read_bytes() == whole and f"{path} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["header", "zip", "directory", "pipe"])
+def test_what_is_no_array_at_all_is_built_again(tokens, damage, caplog):
+    expected = tokens(PLAIN)
+    path = next(tokens.cache.glob("*document_index.npy"))
+    path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
+    else:
+        header = b"\x93NUMPY\x01\x00\x10\x00{'descr': ((((((("
+        path.write_bytes(header if damage == "header" else b"PK\x03\x04aaaaaaa")
+    with pytest.raises(index_cache.DamagedIndex):
+        index_cache.load_array(path)
+    if damage == "directory":
+        path.rmdir()
+    assert tokens(PLAIN) == expected
+
+
+@pytest.mark.parametrize("kind", [PLAIN, MIX])
+@pytest.mark.parametrize("dangling", [True, False])
+def test_an_index_is_written_through_no_link(tokens, tmp_path, kind, dangling):
+    expected = tokens(kind)
+    precious = tmp_path / "precious.npy"
+    np.save(precious, np.arange(5))
+    before = precious.read_bytes()
+    for path in sorted(tokens.cache.iterdir()):
+        if path.name.endswith(("description.txt", ".npy")):
+            path.unlink()
+            new = tmp_path / "new"
+            path.symlink_to(new if dangling else precious)
+    assert tokens(kind) == expected and precious.read_bytes() == before and not (tmp_path / "new").exists()
+    assert not any(path.is_symlink() for path in tokens.cache.iterdir())
+
+
+def test_an_array_is_not_written_through_the_link_to_an_entry_that_lost_a_part(tokens, monkeypatch):
+    """It may be mapped by other jobs."""
+    expected = tokens(PLAIN)
+    arrays = {path: path.read_bytes() for path in tokens.cache.glob("*.npy")}
+    entries = index_cache._entries
+
+    def lost(cache):
+        found = entries(cache)
+        for description in cache.glob("*-description.txt"):
+            description.unlink()
+        return found
+
+    monkeypatch.setattr(index_cache, "_entries", lost)
+    inodes = [os.open(path, os.O_RDONLY) for path in arrays]
+    assert tokens(PLAIN) == expected
+    assert [os.pread(inode, 1 << 20, 0) for inode in inodes] == list(arrays.values())
+    for inode in inodes:
+        os.close(inode)
 
 
 def test_an_error_in_a_loader_process_arrives_as_it_was_raised():
@@ -245,7 +352,7 @@ def test_arrays_that_vanish_are_no_mistake_in_the_settings_and_built_again(token
 
     with monkeypatch.context() as patched:
         patched.setattr(index_cache, "_build_aside", removed)
-        with pytest.raises(FileError, match="No such file"):
+        with pytest.raises(index_cache.DamagedIndex, match="No such file"):
             tokens(PLAIN)
     assert tokens(PLAIN) == expected
 
@@ -256,7 +363,7 @@ def test_a_part_of_a_mix_with_arrays_of_another_length_is_built_again(tokens, ca
         np.save(path, np.load(path)[:-1])
         caplog.clear()
         assert tokens(MIX) == expected
-        assert "does not suit the data" in caplog.text and "it is built again" in caplog.text
+        assert f"{path} is damaged" in caplog.text
 
 
 def test_an_error_that_is_not_the_caches_is_raised_as_it_is(tokens, monkeypatch):
