@@ -44,6 +44,7 @@ ORIGINAL = "original_max_position_embeddings"
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 PLAIN = dict(rope_type="default", rope_theta=1e4)
 LINEAR = dict(rope_type="linear", rope_theta=200.0, factor=3.0)
+OLDER = dict(type="linear", factor=3.0)
 NO_LIST = {"no_rope_layers": None, "layer_types": None}
 FAMILY = {
     "llama1": dict(num_key_value_heads=4),
@@ -264,11 +265,11 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
         ("qwen2", {"model_type": "llama"}, "k_proj.bias"),
         ("llama1", {"hidden_size": None}, "hidden_size"),
-        ("llama1", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN}}, "rope_parameters.sl"),
-        ("llama1", {"rope_parameters": {"sliding_attention": PLAIN}}, "rope_parameters.full_attention"),
-        ("llama1", {"rope_parameters": {"full_attention": PLAIN, "factor": 2.0}}, "rope_parameters.factor"),
-        ("llama1", {"rope_parameters": {"full_attention": None}}, "rope_parameters.full_attention"),
-        ("llama1", {"rope_parameters": {"full_attention": PLAIN | {"mrope_section": [1]}}}, "full_attention.mrope_s"),
+        ("llama1", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters.full_attention in "),
+        ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "transformers does not read for qwen3"),
+        ("llama1", {"rope_scaling": {"full_attention": LINEAR}}, "rope_scaling.full_attention in "),
+        ("llama1", {"rope_parameters": {"full_attention": PLAIN, "factor": 2.0}}, "rope_parameters.full_attention in "),
+        ("llama1", {"rope_parameters": {"full_attention": None}}, "rope_parameters.full_attention is not a setting"),
         ("llama1", {"rope_parameters": LINEAR | {"low_freq_factor": 1.0}}, "rope_parameters.low_freq_factor"),
         ("llama1", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "rope_parameters.llama_4_scaling_beta"),
         ("llama1", {"rope_parameters": None, "rope_scaling": PLAIN | {"faktor": 4.0}}, "rope_scaling.faktor"),
@@ -279,6 +280,7 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("llama1", {"rope_parameters": PLAIN | {"rope_theta": True}}, "rope_parameters.rope_theta is True"),
         ("llama1", {"rope_parameters": PLAIN | {"rope_theta": -1}}, "model.rope_theta is -1"),
         ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta has different values"),
+        ("llama1", {"rope_parameters": LINEAR, "rope_scaling": OLDER}, "200.0, and 10000.0, which transformers takes"),
         ("llama1", {"rope_parameters": [PLAIN]}, "rope_parameters is a list"),
         ("llama1", {"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type is"),
         ("llama1", {"rope_parameters": YARN | {ORIGINAL: 16.0}}, f"rope_parameters.{ORIGINAL} is 16.0"),
@@ -312,18 +314,19 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refu
 
 
 @pytest.mark.parametrize(
-    "nested, types",
+    "change, theta",
     [
-        ({"full_attention": LINEAR}, None),
-        ({"full_attention": LINEAR, "sliding_attention": None}, None),
-        ({"full_attention": LINEAR, "sliding_attention": LINEAR | {"type": "linear"}}, None),
-        ({"full_attention": LINEAR, "sliding_attention": PLAIN}, ["full_attention"] * 3),
+        ({"rope_parameters": LINEAR, "rope_scaling": OLDER, "rope_theta": 200.0}, 200.0),
+        ({"rope_parameters": OLDER, "rope_scaling": LINEAR}, 200.0),
+        ({"rope_parameters": OLDER, "rope_scaling": OLDER}, 10000.0),
     ],
 )
-def test_rotary_settings_by_the_type_of_layers_are_those_of_all_layers_if_they_agree(tmp_path, nested, types):
-    expected = write_source(tmp_path / "source", "llama_linear")
-    change_config(tmp_path / "source", {"rope_parameters": nested, "layer_types": types})
+def test_theta_is_read_where_transformers_reads_it(tmp_path, change, theta):
+    write_source(tmp_path / "source", "llama_linear")
+    change_config(tmp_path / "source", change)
     import_model(tmp_path / "source", tmp_path / "imported")
+    assert open_weights(tmp_path / "imported").model.position.rope_theta == theta
+    expected = loaded_logits(tmp_path / "source")
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
 
 

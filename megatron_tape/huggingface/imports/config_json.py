@@ -346,11 +346,13 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if share != 1.0 and kind != "proportional":
         accepted = f"1 can, or another share with the rope_type proportional instead of {kind}"
         raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", accepted)
-    thetas = [place["rope_theta"] for place in (rope, current, settings) if "rope_theta" in place]
-    if any(theta != thetas[0] for theta in thetas):
-        problem = f"has different values in {path}: {', '.join(map(str, dict.fromkeys(thetas)))}"
-        raise UserError("rope_theta", problem, "remove the wrong one")
-    theta = thetas[0] if thetas else _THETAS.get(settings["model_type"], 10000.0)
+    # The place that transformers reads comes first; any other must agree with it.
+    default = _THETAS.get(settings["model_type"], 10000.0)
+    theta = rope.get("rope_theta", settings.get("rope_theta", default))
+    for place in (current, settings):
+        if (other := place.get("rope_theta", theta)) != theta:
+            problem = f"has different values in {path}: {other}, and {theta}, which transformers takes"
+            raise UserError("rope_theta", problem, "remove the wrong one")
     if kind in ("default", "linear", "proportional"):
         factor = rope["factor"] if kind == "linear" else 1.0 if kind == "default" else rope.get("factor", 1.0)
         return {"rope_theta": theta, "rope_share": share, "rope_scaling_factor": factor * scaling_factor}
@@ -394,30 +396,14 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
 
 
 def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Return the rotary settings under `key`, with the current name of their kind; nothing if there are none.
+    """Return the rotary settings under `key` without those that are not given, and the kind as `rope_type`.
 
-    Since version 5 of transformers there may be some for each type of layers. Those of the types that the model has
-    must be the same. Raises UserError for a setting that is not read here.
+    Returns nothing if there are none. Raises UserError for a setting that is not read here.
     """
     rope = settings.get(key, {})
-    nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
-    if not nested:
-        return _of_one_kind(rope, key, path)
-    others = [name for name, value in rope.items() if name not in nested and value is not None]
-    types = {"full_attention", *settings.get("layer_types", nested)}
-    if wrong := [*others, *(types - nested.keys())]:
-        problem = f"has settings of single types of layers in {path}, but none of this name"
-        raise UserError(f"{key}.{wrong[0][:40]}", problem, "give the settings once, for all layers")
-    of_types = {name: _of_one_kind(nested[name], f"{key}.{name[:40]}", path) for name in sorted(types)}
-    whole = of_types["full_attention"]
-    if different := [name for name, value in of_types.items() if value != whole]:
-        problem = f"differs from {key}.full_attention in {path}, which cannot be imported"
-        raise UserError(f"{key}.{different[0][:40]}", problem, "models with the same positions in all layers can")
-    return whole
-
-
-def _of_one_kind(rope: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Return rotary settings under `key` without those that are not given, and the kind as `rope_type`."""
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        problem = f"in {path} has settings of its own, which transformers does not read for {settings['model_type']}"
+        raise UserError(f"{key}.{nested[0][:40]}", problem, "give the settings once, for all layers")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         problem = f"is {kind!r:.100} in {path}, which cannot be imported"
