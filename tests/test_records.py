@@ -4,9 +4,10 @@ import os
 from typing import Any, Literal
 
 import pytest
+from pydantic import ValidationError
 from typing_extensions import TypedDict
 
-from megatron_tape.io.records import parse_record, read_record, read_yaml, write_record
+from megatron_tape.io.records import parse_record, read_record, read_yaml, validator, write_record
 
 
 class Needed(TypedDict):
@@ -48,7 +49,9 @@ def test_a_value_of_the_shape_comes_back_as_it_is(tmp_path):
         ('{"step": 3, "sizes": {}, "seconds": 1e999}', "it is not JSON .*finite"),
         ('{"step": 3, "sizes"', "it is not JSON"),
         ("", "it is not JSON"),
-        (b"\xff\xfe\xfa", "it is not JSON"),
+        (b"\xff\xfe\xfa", "it is not UTF-8 text .byte 0"),
+        (GOOD.encode("utf-16"), "it is not UTF-8 text .byte 0"),
+        (bytes(3000) + b"\n", "it is not JSON .it holds NUL characters, as after a power cut"),
         ("[" * 100_000, "it is nested too deeply"),
         ('{"a":' * 100_000, "it is nested too deeply"),
         ("1" * 10_000, "it is not JSON"),
@@ -58,6 +61,21 @@ def test_a_wrong_record_is_described_in_one_sentence(text, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}") as caught:
         parse_record(text, Shape)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "shape, value",
+    [
+        (list[int], ["a"] * 5),
+        (dict[str, dict[str, int]], {str(i): i for i in range(5)}),
+        (Shape, {"step": 1, "sizes": {str(i): ["a"] * 5 for i in range(5)}}),
+        (list[int] | None, ["a"] * 5),
+    ],
+)
+def test_the_first_wrong_item_is_the_only_one_of_which_an_error_is_made(shape, value):
+    with pytest.raises(ValidationError) as caught:
+        validator(shape).validate_python(value, strict=True)
+    assert caught.value.error_count() == 1
 
 
 def test_a_file_is_named_and_its_size_and_kind_are_known_before_it_is_read(tmp_path):

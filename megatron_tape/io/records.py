@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import SchemaValidator
 
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import write_whole
 
 RECORD_BYTES = 64 << 20
 """The largest record that is read; a manifest of 100,000 files is smaller."""
+
+
+_RESTORE = "restore it, or remove it if nothing needs it"
 
 
 def write_record(path: str | Path, value: Any, *, durable: bool = True) -> None:
@@ -36,7 +40,7 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
     try:
         return parse_record(read_small(path, limit), shape)
     except ValueError as error:
-        raise FileError(str(path), f"cannot be used: {error}") from None
+        raise FileError(str(path), f"cannot be used: {error}", _RESTORE) from None
 
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
@@ -46,7 +50,7 @@ def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
         json.dumps(value, allow_nan=False)  # fails for a number that is not finite, and for what JSON does not have
         return value
     except (TypeError, ValueError) as error:
-        raise FileError(str(path), f"cannot be used: {error}") from None
+        raise FileError(str(path), f"cannot be used: {error}", _RESTORE) from None
 
 
 def parse_yaml(text: str | bytes, shape: Any) -> Any:
@@ -80,9 +84,14 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
     number of more than 64 bits is read as a float, which is refused where an `int` belongs.
     """
     try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        if "\0" in text:
+            raise ValueError("it holds NUL characters, as after a power cut")
         value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     check_shape(value, shape)
@@ -103,14 +112,28 @@ def _whole_number(text: str) -> int | float:
 
 
 @functools.cache
-def _adapter(shape: Any) -> TypeAdapter:
-    return TypeAdapter(shape)
+def validator(shape: Any) -> SchemaValidator:
+    """Return pydantic's validator of a type, which stops at the first wrong item of a list or mapping.
+
+    Otherwise a list of millions of wrong items would take gigabytes for as many errors.
+    """
+    schema = TypeAdapter(shape).core_schema
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if part.get("type") in ("list", "dict", "tuple", "set"):
+                part["fail_fast"] = True
+            parts += part.values()
+        elif isinstance(part, (list, tuple)):
+            parts += part
+    return SchemaValidator(schema)
 
 
 def check_shape(value: Any, shape: Any, place: str = "") -> None:
     """Raise ValueError if `value`, as parsed from JSON or YAML, does not have `shape` (see `parse_record`)."""
     try:
-        _adapter(shape).validate_python(value, strict=True)
+        validator(shape).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = _place(value, first["loc"], place)
