@@ -206,7 +206,9 @@ _MOVES, _COLORS = re.compile(r"(\n|\x1b\[A)*"), re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
-    type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(_COLORS.sub("", text)))
+    # Data is printed to stdout, and escapes of colors in it are shown.
+    without_colors = _COLORS.sub("", text) if stream is sys.stderr else text
+    type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(without_colors))
     return len(text)
 
 
