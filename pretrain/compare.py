@@ -98,7 +98,7 @@ def _do(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tupl
         say("all runs are finished already")
         return {}, None
     gpus, device = find_gpus()
-    slots = options.jobs or len(gpus) or len(os.sched_getaffinity(0))
+    slots = min(options.jobs or len(gpus) or len(os.sched_getaffinity(0)), len(left))
 
     def finish(run: PlannedRun, seconds: float) -> None:
         plan.record(run, seconds, device)

@@ -102,11 +102,21 @@ class Jobs:
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and not self._signals:
                 run = self._waiting.pop(0)
-                _, module, arguments = run.stages[0]
-                self._active[slot] = _Active(run, self._start(module, arguments, run.log, slot))
+                if (process := self._started(run, 0, slot)) is not None:
+                    self._active[slot] = _Active(run, process)
         if self._signals:
             for active in self._active.values():
                 active.ask("kill" if self._signals.count(signal.SIGINT) > 1 else "terminate")
+
+    def _started(self, run: PlannedRun, stage: int, slot: int) -> subprocess.Popen | None:
+        """Start a stage of a run; return its process, or None if that fails, which counts as the run's failure."""
+        name, module, arguments = run.stages[stage]
+        try:
+            return self._start(module, arguments, run.log, slot)
+        except (UserError, OSError, subprocess.SubprocessError) as error:
+            self._ended += self._work(run)
+            self._fail(run, f"{name} cannot be started ({error})")
+            return None
 
     def _look_at(self, slot: int) -> None:
         """Go on with the run of a slot if its process has ended."""
@@ -115,9 +125,10 @@ class Jobs:
         if status is None:
             return
         if status == 0 and stage < len(run.stages) and self.stopped is None:
-            _, module, arguments = run.stages[stage]
-            active.process = self._start(module, arguments, run.log, slot)
-            active.stage, active.asked = stage, ""
+            if (process := self._started(run, stage, slot)) is None:
+                del self._active[slot]
+            else:
+                active.process, active.stage, active.asked = process, stage, ""
             return
         del self._active[slot]
         self._ended += self._work(run)

@@ -19,7 +19,7 @@ from launch import start_python
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import status_of
-from megatron_tape.errors import ConfigError, UserError
+from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.evaluation.comparison import changed_settings, read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import fingerprint
@@ -191,6 +191,8 @@ class Stage:
         log.parent.mkdir(parents=True, exist_ok=True)
         key = (log.parent.parent.name, log.parent.name, module)
         self.started.append(key)
+        if isinstance(self.statuses.get(key), Exception):
+            raise self.statuses[key]
         if key in self.statuses:
             log.write_text("step 1\nValueError: it broke\n")
         self.processes.append(Played(self.statuses.get(key, 0), self.looks, **self.played))
@@ -227,6 +229,15 @@ def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, capsys):
     assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9") and jobs.stopped is None
     assert ("rope", "seed-1", "pretrain.evaluate") not in stage.started
     assert "failed: rope, seed 1" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_started_does_not_lose_the_others(recipe, tmp_path):
+    errors = FileError("log.txt", "is a link", "remove it"), OSError(11, "Resource temporarily unavailable")
+    keys = ("rope", "seed-1", "pretrain.train"), ("rope", "seed-2", "pretrain.evaluate")
+    jobs, finished = done(plan_of(recipe, tmp_path), Stage(dict(zip(keys, errors))))
+    assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
+    assert jobs.failed["rope, seed 1"].startswith("training cannot be started (log.txt is a link; remove it); its")
+    assert jobs.failed["rope, seed 2"].startswith("evaluation cannot be started ([Errno 11] Resource temporarily")
 
 
 def test_a_signal_asks_what_runs_to_save_and_starts_nothing_more(recipe, tmp_path):
