@@ -36,7 +36,10 @@ TEXT_SUFFIX = "/text_summary"
 
 
 class RecordFile:
-    """Appends records; what cannot be written waits in memory and is written, in order, before later ones."""
+    """Appends records; what cannot be written waits in memory and is written, in order, before later ones.
+
+    Once it is closed, records are dropped.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -46,6 +49,8 @@ class RecordFile:
 
     def append(self, record: bytes) -> None:
         """Write what waits and this record, as far as that is possible; other processes see it at once."""
+        if self._file.closed:
+            return
         self._waiting += record
         try:
             while self._waiting:
@@ -62,7 +67,8 @@ class RecordFile:
     def sync(self) -> None:
         """Flush what was written to disk, if the disk allows it."""
         with suppress(OSError):
-            os.fsync(self._file.fileno())
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Try once more to write what waits, and log a warning about what is lost."""

@@ -344,6 +344,8 @@ def test_closing_on_a_full_disk_says_what_is_lost_and_raises_nothing(tmp_path, m
     writer.log(3, SCALARS)
     writer.close()
     writer.close()
+    writer.log(4, SCALARS)
+    writer.sync()
     assert ["is closed without its last" in record.getMessage() for record in caplog.records[-2:]] == [True, True]
     assert steps(tmp_path) == [1]
 
