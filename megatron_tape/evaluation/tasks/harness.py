@@ -88,8 +88,13 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
     """Return the harness's index of the tasks in directories, and with `defaults` of its own."""
     try:
         with quiet():
-            return TaskManager(include_path=list(include), include_defaults=defaults)
+            manager = TaskManager(include_path=list(include), include_defaults=defaults)
+        if odd := [name for name in manager.all_tasks if not isinstance(name, str)]:
+            raise TypeError(f"a task is called {odd[0]!r}, which is not text")
+        return manager
     except Exception as error:  # the harness checks no shapes
+        if not include or isinstance(error, (OSError, MemoryError)):
+            raise
         reason = f"{type(error).__name__}: {str(error)[:200]}".split("\n")[0]
         problem = f"is {', '.join(include)}, whose tasks cannot be read ({reason})"
         raise ConfigError("lm_eval.include_path", problem, "correct its YAML files") from error
