@@ -75,12 +75,12 @@ def main(argv: list[str] | None = None) -> int:
         check_launched()
         options, rest = parser.parse_known_args(argv)
         refuse(options.gpus < 0, "--gpus", f"is {options.gpus}", "give 0 or more")
-        refuse(not 0 < options.timeout <= DAY, "--timeout", f"is {options.timeout:g}", f"give 1 to {DAY} seconds")
+        refuse(not 1 <= options.timeout <= DAY, "--timeout", f"is {options.timeout:g}", f"give 1 to {DAY} seconds")
         share = options.least_speed
         refuse(share is not None and not 0 <= share <= 1, "--least-speed", f"is {share}", "give a number from 0 to 1")
         config = parse_run_config(rest, with_base_settings)
         rank, size = rank_and_size()
-        attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory, on_other_node=rank != 0)
+        attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
     # srun also sends SIGTERM when another rank has failed, so SIGTERM must not be taken for a warning of preemption.
     signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
     try:

@@ -54,7 +54,7 @@ def restart_count() -> int:
 
 
 def check_launched() -> None:
-    """Raise UserError for variables of a launcher that cannot be, or do not fit together.
+    """Raise UserError for variables of a launcher with impossible values, or that do not fit together.
 
     Those of an earlier one may be left in a shell. A process would take them for its own, and wait for others or take
     itself for one of them.

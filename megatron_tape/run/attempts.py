@@ -175,20 +175,19 @@ class Attempt:
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 
     @classmethod
-    def launched(
-        cls, run_directory: str | Path, checkpoint_directory: str | Path, on_other_node: bool = False
-    ) -> "Attempt | None":
+    def launched(cls, run_directory: str | Path, checkpoint_directory: str | Path) -> "Attempt | None":
         """Return the attempt that a launcher has begun, as TAPE_ATTEMPT says, or None if that is not set.
 
-        Raises UserError if it is no attempt of the run. `on_other_node`: where the run's directory may be missing.
+        Raises UserError if it is no attempt of the run, or cannot be read.
         """
         fix = "unset it, so that the run begins an attempt, or start the program with a script in slurm/"
         number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=LAST_ATTEMPT, fix=fix)
         if number == 0:
             return None
         attempt = cls.open(run_directory, checkpoint_directory, number)
-        if not on_other_node and not attempt.directory.is_dir():
-            raise UserError(ATTEMPT_VARIABLE, f"is {number}, but {attempt.directory} is not a directory", fix)
+        if not os.path.isdir(attempt.directory):  # False also after an error
+            problem = f"is {number}, but {attempt.directory} is not a directory, or cannot be read"
+            raise UserError(ATTEMPT_VARIABLE, problem, fix)
         return attempt
 
     def is_owner(self) -> bool:

@@ -111,6 +111,17 @@ def test_a_number_of_no_attempt_is_refused(launched, tmp_path, program, number, 
     assert stop.value.code == 2 and said.startswith("error: TAPE_ATTEMPT is ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("program, rank", [("train", "0"), ("preflight", "0"), ("preflight", "1")])
+def test_an_attempt_that_cannot_be_read_is_refused_on_every_rank(launched, monkeypatch, program, rank, capfd):
+    monkeypatch.setattr(command_line, "REPORT_TIMEOUT", 0)
+    launched(**WHOLE | {"TAPE_ATTEMPT": "1", "RANK": rank})
+    module = {"train": train, "preflight": preflight}[program]
+    with pytest.raises(SystemExit) as stop:
+        module.main(["--config", RECIPE, f"--logging.directory={'x' * 300}"])
+    said = capfd.readouterr().err
+    assert stop.value.code == 2 and "TAPE_ATTEMPT is 1, but xxx" in said and said.count("\n") == 1
+
+
 def started(program, capfd):
     """Start a program; return its exit status and what it says to stderr."""
     try:
