@@ -37,7 +37,7 @@ def check_descriptors(config: RunConfig) -> None:
     count, needed = len(prefixes_of(stages)), files_to_map(config)
     others = _OTHERS + _OF_EACH_WORKER * config.data.num_workers
     if not count:
-        fix = "start the run where more are"
+        fix = "set fewer data.num_workers"
         return refuse_more_files("data.num_workers", f"is {config.data.num_workers}", 0, fix, others)
     named = f"{'and data.stages name' if len(stages) > 1 else 'names'} {counted(count, 'dataset')}"
     fix = "merge datasets with tools/merge_datasets.py"
