@@ -127,7 +127,9 @@ class Results:
 def results_file(path: str | Path) -> Path:
     """Return the file that is meant by itself or by the directory that holds it."""
     path = Path(path)
-    return path / NAME if path.is_dir() else path
+    inside = path / NAME
+    # A directory of the file's name may be a mistake, or the one that holds it.
+    return inside if path.is_dir() and (path.name != NAME or inside.exists()) else path
 
 
 def read_results(path: str | Path) -> Results:

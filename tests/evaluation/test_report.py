@@ -168,6 +168,21 @@ def test_scores_are_shown_by_length_and_model_with_interval_and_count(parsed):
     assert best[1][1:] == ["0.900", "0.800"] and "lower is better" in parsed.sections["scores"]
 
 
+def test_thousands_of_metrics_and_groups_are_sorted_into_their_tables_once(tmp_path, monkeypatch):
+    asked, kind_of = [], scores_module.kind_of
+    monkeypatch.setattr(scores_module, "kind_of", lambda score: asked.append(score) or kind_of(score))
+    measured = [score(f"metric {number}", 0.5, group=f"group {number}") for number in range(40)]
+    models = read_models([write_results(tmp_path, results("x", {"shiny": task(measured)}))])
+    tables = scores_module.score_tables(models, "shiny", lambda score: True)
+    assert [table.rows[0][0].text for table in tables] == [f"group {number}" for number in range(40)]
+    assert len(asked) == 40
+
+
+@pytest.mark.parametrize("character", "\u061c\u200e\u200f\u2028\u2029\u202e\x07\ud800\uffff")
+def test_characters_that_a_terminal_may_not_have_are_not_in_pages_or_pictures(character):
+    assert clean(f"a{character}b") == figures.plain(f"a{character}b") == "a\N{REPLACEMENT CHARACTER}b"
+
+
 def test_a_single_group_is_named_once_and_what_judges_nothing_has_no_best_value(tmp_path):
     def shiny(value):
         loss = [score("loss", value, length=length, group="books", unit="nats") for length in LENGTHS]
@@ -741,7 +756,7 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path, line, proble
 @pytest.mark.parametrize(
     "name, make",
     [(name, make) for name in ("metrics.jsonl", "config.yaml") for make in (Path.mkdir, os.mkfifo)]
-    + [("results.json", os.mkfifo)],
+    + [("results.json", make) for make in (Path.mkdir, os.mkfifo)],
 )
 def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, name, make):
     run = write_run(tmp_path / "run", steps=10)
