@@ -76,14 +76,13 @@ class Comparison:
     @property
     def figures(self) -> dict[Score, dict[str, dict[int, float]]]:
         """The values by metric, variant and seed; found once for the same runs."""
-        key = [id(run) for run in self.runs]
-        if self.__dict__.get("_figures", (None, {}))[0] != key:
+        if self.__dict__.get("_runs") != self.runs:
             found: dict[Score, dict[str, dict[int, float]]] = {}
             for run in self.runs:
                 for score in run.scores:
                     found.setdefault(_without_value(score), {}).setdefault(run.variant, {})[run.seed] = score.value
-            self.__dict__.update(_figures=(key, found), _rows={})
-        return self.__dict__["_figures"][1]
+            self.__dict__.update(_runs=list(self.runs), _figures=found, _rows={})
+        return self.__dict__["_figures"]
 
 
 @dataclass(frozen=True)
