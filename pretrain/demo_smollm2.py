@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     add("--documents", type=whole, default=16, help="documents held out that are compared (default: %(default)s)")
     add(
         "--ruler-samples",
-        type=int,
+        type=lambda text: 0 if text == "0" else whole(text),
         default=1,
         metavar="N",
         help="samples of each of RULER's 6 offline tasks and 2 lengths, which take about half a minute each; 0 leaves "
