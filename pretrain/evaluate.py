@@ -104,10 +104,8 @@ def _main(argv: list[str] | None) -> int:
         if (sentence := command_line.unforeseen(error)) is None:
             raise
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for every command
-            sentence = (
-                f"the GPU's memory is too small ({str(error).split('. ')[0]}); choose shorter lengths, a smaller "
-            )
-            sentence += "batch_size or --dtype bf16, and run the command again to continue"
+            fix = "choose shorter lengths, a smaller batch_size or --dtype bf16, and run the command again to continue"
+            sentence = f"the GPU's memory is too small ({str(error).split('. ')[0]}); {fix}"
         command_line.say(f"error (rank {rank}): {sentence}")
         return 1
     return 0
