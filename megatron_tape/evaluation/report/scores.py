@@ -39,8 +39,11 @@ def score_tables(models: Sequence[Model], task: str, comparable: Callable[[Score
     """
     # A column keeps its model's number, so that it has the same colour everywhere.
     shown = [(index, model) for index, model in enumerate(models) if task in model.tasks]
-    kinds = dict.fromkeys(kind_of(score) for _, model in shown for score in model.tasks[task].scores)
-    return [_table(shown, task, kind, comparable) for kind in kinds]
+    kinds: dict[Kind, dict[Place, dict[int, Score]]] = {}
+    for index, model in shown:
+        for score in model.tasks[task].scores:
+            kinds.setdefault(kind_of(score), {}).setdefault(place_of(score), {})[index] = score
+    return [_table(shown, task, kind, found, comparable) for kind, found in kinds.items()]
 
 
 def kind_of(score: Score) -> Kind:
@@ -55,8 +58,8 @@ def place_of(score: Score) -> Place:
 
 def ordered(places: Mapping[Place, Any]) -> list[Place]:
     """Return places by group, in the order in which groups come up, and then by length."""
-    groups = list(dict.fromkeys(group for group, _ in places))
-    return sorted(places, key=lambda place: (groups.index(place[0]), place[1] is None, place[1] or 0))
+    groups = {group: number for number, group in enumerate(dict.fromkeys(group for group, _ in places))}
+    return sorted(places, key=lambda place: (groups[place[0]], place[1] is None, place[1] or 0))
 
 
 def place_columns(places: Sequence[Place]) -> tuple[list[Column], list[list[Cell]]]:
@@ -73,12 +76,13 @@ def place_columns(places: Sequence[Place]) -> tuple[list[Column], list[list[Cell
     return columns, rows
 
 
-def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind, comparable: Callable[[Score], bool]) -> Table:
-    found: dict[Place, dict[int, Score]] = {}
-    for index, model in shown:
-        for score in model.tasks[task].scores:
-            if kind_of(score) == kind:
-                found.setdefault(place_of(score), {})[index] = score
+def _table(
+    shown: Sequence[tuple[int, Model]],
+    task: str,
+    kind: Kind,
+    found: Mapping[Place, Mapping[int, Score]],
+    comparable: Callable[[Score], bool],
+) -> Table:
     scores = [score for row in found.values() for score in row.values()]
     values = [value for score in scores for value in (score.value, score.low, score.high) if value is not None]
     is_share = not kind[1] and all(0 <= value <= 1 for value in values)
