@@ -2,8 +2,9 @@
 
 import re
 
-_CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
-_IN_OUTPUT, _IN_A_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(rf"[{_CONTROLS}\t\n\r]")
+CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+"""Inside the brackets of a pattern: what a terminal obeys, and what breaks a line or turns the text around it."""
+_IN_OUTPUT, _IN_A_LINE = re.compile(f"[{CONTROLS}]"), re.compile(rf"[{CONTROLS}\t\n\r]")
 
 
 def printable(text: str, one_line: bool = False) -> str:

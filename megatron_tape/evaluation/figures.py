@@ -21,6 +21,7 @@ import numpy as np
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.results import Score
 from megatron_tape.io.files import write_whole
+from megatron_tape.text import CONTROLS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,8 +47,8 @@ MOST_PANELS = 120
 """Axes that one figure may have: more take minutes to lay out."""
 MOST_MODELS = len(COLORS) * len(MARKERS)
 """Models that pictures show: as many as look different."""
-# Control characters, lone surrogates, and marks that turn the direction of the text around them.
-_UNSHOWABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
+# Lone surrogates and noncharacters are shown by neither pages nor pictures.
+_UNSHOWABLE = re.compile(f"[{CONTROLS}\ud800-\udfff\ufffe\uffff]")
 _ORDER: ContextVar[tuple[str, ...]] = ContextVar("order of models", default=())
 DOTS_PER_INCH = 150
 
