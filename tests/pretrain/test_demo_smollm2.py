@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tool_runs import write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.tasks.perplexity import NATS
 from megatron_tape.io.strict_yaml import read_recipe
@@ -75,6 +76,13 @@ def test_the_demo_compares_what_both_methods_trained(tmp_path, model, texts):
 
     again = demo(*arguments)
     assert again.returncode == 0 and again.stdout.count("exists already") == 7
+
+
+def test_ruler_may_have_no_samples_but_not_fewer():
+    assert demo_smollm2.parser().parse_args(["--ruler-samples", "0"]).ruler_samples == 0
+    for samples in ("-1", "\N{ARABIC-INDIC DIGIT THREE}"):
+        with pytest.raises(ConfigError, match="--ruler-samples"):
+            demo_smollm2.parser().parse_args([f"--ruler-samples={samples}"])
 
 
 def test_the_commands_that_evaluate_are_those_of_pretrain_evaluate():
