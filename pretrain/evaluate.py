@@ -145,7 +145,8 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     add("--label", type=str, metavar="NAME", help="how results call the model (default: the directory's name)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it computes (default: a GPU, if any)")
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the model (default: bf16 on a GPU, fp32 on a CPU)")
-    add("--trust-remote-code", action="store_true", help="run Python files in MODEL that this project has not written")
+    trusted = "run Python files in MODEL that this project has not written, and tasks of lm_eval in files of your own"
+    add("--trust-remote-code", action="store_true", help=trusted)
     add("--check", action="store_true", help="only check the command")
     add("--overwrite", action="store_true", help="also evaluate what is finished")
     options, values, places, files = read_settings(parser, sections, argv)
@@ -160,7 +161,10 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     fix = "give --TASK.setting value, or --config FILE.yaml"
     refuse_missing({name: sections[name] for name in names}, values, fix)
     try:
-        return options, [TASKS[name](build_section(name, sections[name], values)) for name in names]
+        tasks = [TASKS[name](build_section(name, sections[name], values)) for name in names]
+        for task in tasks if not options.trust_remote_code else ():
+            task.refuse_code()
+        return options, tasks
     except ConfigError as error:
         raise error.at(places.get(error.key, "").removesuffix(": ")) from None
 

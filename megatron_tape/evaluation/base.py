@@ -150,6 +150,12 @@ class Task:
         Bad data is named by file and line. Called on rank 0 before torch is loaded.
         """
 
+    def refuse_code(self) -> None:
+        """Raise ConfigError if a setting names files that may run code; not called with --trust-remote-code.
+
+        Nothing has been read at that time.
+        """
+
     def inputs(self) -> Sequence[Path]:
         """Return the files that are read; their digests are recorded, and results of other contents are not reused."""
         return ()

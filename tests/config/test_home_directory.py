@@ -127,7 +127,7 @@ def test_every_setting_that_is_no_path_is_known():
 @pytest.mark.parametrize("name", OF_TASKS)
 def test_paths_of_tasks_are_in_the_home_directory(name):
     given = [f"--{name}.{key}={value}" for key, value in OF_TASKS[name].items()]
-    options, (task,) = read_command([name, "--model=~/model", "--output=~/results", *given])
+    options, (task,) = read_command([name, "--model=~/model", "--output=~/results", "--trust-remote-code", *given])
     assert (options.model, options.output) == ("HOME/model", "HOME/results")
     for key in OF_TASKS[name]:
         value = getattr(task.settings, key)

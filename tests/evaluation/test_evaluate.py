@@ -231,6 +231,26 @@ def test_mistakes_end_in_one_sentence_before_anything_is_written(llama, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_tasks_of_the_harness_in_own_files_are_refused_unless_they_are_trusted(tmp_path, capsys):
+    template = "{{ cycler.__init__.__globals__.os.popen('touch %s').read() }}" % (tmp_path / "ran")
+    (tmp_path / "x.yaml").write_text(f'task: x\ndataset_path: !function x.f\ndoc_to_text: "{template}"\n')
+    (tmp_path / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "settings").write_text(f"lm_eval: {{tasks: [arc_easy, {tmp_path / 'x.yaml'}]}}")
+    for given in (
+        [f"--lm_eval.tasks=[{tmp_path / 'x.yaml'}]"],
+        [f"--lm_eval.tasks=[{tmp_path / 'x.yml'}]"],  # whether or not it exists
+        ["--lm_eval.tasks=[x]", f"--lm_eval.include_path={tmp_path}"],
+        ["--config", str(tmp_path / "settings")],
+    ):
+        command = ["lm_eval", "--model", "nowhere", *given]
+        assert evaluate.main(command) == 2
+        error = capsys.readouterr().err
+        assert "may run any code; read it, and pass --trust-remote-code" in error and error.count("\n") == 1, error
+        assert evaluate.read_command([*command, "--trust-remote-code"])[1][0].name == "lm_eval"
+    assert evaluate.read_command(["lm_eval", "--model", "nowhere", "--lm_eval.tasks=[arc_easy]"])
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_is_refused_after_loading_leaves_no_empty_directory(llama, tmp_path, monkeypatch, capsys):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((llama / name).read_bytes()[: 900 if name == "model.safetensors" else None])

@@ -18,6 +18,7 @@ from megatron_tape.evaluation.tasks.lm_eval_changes import changes, described, m
 from megatron_tape.io.records import check_shape
 
 _FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
+_TASK_FILES = (".yaml", ".yml")
 CHANGE = ", change"
 """How metrics end that are changes of others."""
 _SHOWN = 30
@@ -29,9 +30,10 @@ class LmEvalSettings:
     """Any tasks of lm-evaluation-harness, and a comparison with results of the same ones."""
 
     tasks: list[PathText]
-    """Names of tasks, groups or tags, as `lm_eval ls tasks` lists them, or paths of YAML files."""
+    """Names of tasks, groups or tags, as `lm_eval ls tasks` lists them, or paths of YAML files; the latter may run
+    code, and need --trust-remote-code."""
     include_path: PathText | None = None
-    """A directory with tasks of your own."""
+    """A directory with tasks of your own, which may run code, and needs --trust-remote-code."""
     limit: int | None = None
     """At most so many documents of each task, the first ones; null means all."""
     num_fewshot: int | None = None
@@ -86,7 +88,7 @@ class LmEval(Task):
         missing = include is not None and not Path(include).is_dir()
         refuse(missing, self.key("include_path"), f"is {include}, which is not a directory", "correct it")
         for name in settings.tasks:
-            file = name.endswith((".yaml", ".yml"))
+            file = name.endswith(_TASK_FILES)
             refuse(file and not Path(name).is_file(), key, f"has {name}, which is not a file", "correct it")
         if settings.before is not None:
             self._compared()
@@ -94,8 +96,15 @@ class LmEval(Task):
 
         find_tasks(settings.tasks, self._include)
 
+    def refuse_code(self) -> None:
+        # The harness imports functions that a task's file names, and its templates reach all of Python.
+        own = [("include_path", self.settings.include_path)] if self.settings.include_path is not None else []
+        for setting, path in own + [("tasks", name) for name in self.settings.tasks if name.endswith(_TASK_FILES)]:
+            problem = f"names {path}, and tasks of the harness in files of your own may run any code"
+            refuse(True, self.key(setting), problem, "read it, and pass --trust-remote-code to pretrain.evaluate")
+
     def inputs(self) -> list[Path]:
-        files = [Path(name) for name in self.settings.tasks if name.endswith((".yaml", ".yml"))]
+        files = [Path(name) for name in self.settings.tasks if name.endswith(_TASK_FILES)]
         for folder in self._include:
             files += sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix in _FILES)
         return files + ([results_file(self.settings.before)] if self.settings.before else [])
