@@ -28,6 +28,7 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, refuse
 from megatron_tape.extension.base import with_base_settings
+from megatron_tape.io.files import write_whole
 from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.parallel.addresses import check_master_address, gloo_address, out_of_reach
 from megatron_tape.parallel.launcher import check_launched, local_rank, master_port, rank_and_size
@@ -132,7 +133,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     token = secrets.token_hex(8)
     if rank == 0:
         if home is not None:
-            (home / "preflight").write_text(token, encoding="utf-8")
+            write_whole(home / "preflight", [token.encode()], durable=False)
         store.set("ready", "yes")
     store.wait(["ready"])
     facts: dict[str, Any] = {"node": node_name(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}

@@ -277,6 +277,8 @@ def _revoke(home: Path) -> None:
     revoked = home.with_name(home.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):
         os.rename(home, revoked)
+    if revoked.is_symlink():  # what it leads to is not this run's
+        return
     for staged in list(revoked.glob("step-*")):
         with contextlib.suppress(FileNotFoundError):
             os.rename(staged, home.with_name(f"{revoked.name}-{staged.name}"))

@@ -28,6 +28,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.plugins.image import metadata as images
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megatron_tape.errors import FileError
 from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ class EventFile(RecordFile):
 
     def __init__(self, directory: Path, first_step: int):
         """Open the file; a TensorBoard that is already running drops what it has read from `first_step` on."""
+        if os.path.lexists(directory) and not directory.is_dir():
+            raise FileError(str(directory), "is not a directory", "remove it, or set logging.tensorboard to false")
         directory.mkdir(parents=True, exist_ok=True)
         # The clocks of two machines may differ, and TensorBoard must not read this file before an earlier attempt's.
         names = [path.name for path in event_files(directory)]

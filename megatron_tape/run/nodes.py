@@ -12,7 +12,7 @@ from megatron_tape.checkpoint.kept_tokenizer import kept_directory
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
-from megatron_tape.io.files import BLOCKS, fingerprint
+from megatron_tape.io.files import BLOCKS, fingerprint, write_whole
 from megatron_tape.io.versions import toolchain, versions
 from megatron_tape.parallel.launcher import restart_count
 
@@ -76,7 +76,7 @@ def _directory_facts(home: Path) -> dict[str, Any]:
     name, facts = f"preflight-{os.uname().nodename}-{os.getpid()}", {"token": None, "error": None, "wrote": None}
     try:
         facts["token"] = (home / "preflight").read_text(encoding="utf-8")
-        (home / name).write_text("here\n", encoding="utf-8")
+        write_whole(home / name, [b"here\n"], durable=False)
         facts["wrote"] = name
     except OSError as error:
         facts["error"] = f"{error.strerror}: {error.filename}"

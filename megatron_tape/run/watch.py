@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.files import open_to_append
+from megatron_tape.io.files import open_to_append, write_whole
 from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.run.attempts import (
     HUNG,
@@ -229,7 +229,7 @@ class Watch:
         dump = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         if dump is not None and (trace := dump()):
             path = self._attempt.directory / f"collectives-{self._rank:05d}.json"
-            path.write_bytes(trace)
+            write_whole(path, [trace], durable=False)
 
     def _leave(self, outcome: str, status: int, message: str) -> None:
         with contextlib.suppress(OSError):

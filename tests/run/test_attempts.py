@@ -103,6 +103,14 @@ def test_what_an_attempt_published_before_it_was_taken_over_counts(run):
     assert read_attempts(run)[1].facts["checkpoint_step"] == 5
 
 
+def test_taking_a_run_over_touches_nothing_that_a_link_leads_to(run, tmp_path):
+    other = save(claim(tmp_path / "other"), 7).parent
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / ".attempt-000001").symlink_to(other)
+    assert claim(run).number == 2
+    assert (other / "step-00000007").is_dir() and os.listdir(run / "checkpoints") == [".attempt-000002"]
+
+
 def test_only_names_that_an_attempt_can_have_are_numbers(run):
     names = ("²", "٠٠٠٠٠٧", "7", "0000008", "9" * 30, "00000a")
     for name in names:

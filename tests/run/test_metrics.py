@@ -286,6 +286,12 @@ def test_an_event_file_torn_or_damaged_at_any_byte_resumes(tmp_path):
         assert [step for step, _ in curve(tmp_path)] == [1, 3]
 
 
+def test_a_file_in_place_of_the_event_files_directory_is_named(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(FileError, match="tensorboard is not a directory; remove it, or set logging.tensorboard"):
+        MetricsWriter(tmp_path, 100)
+
+
 class Disk:
     """Makes os.write fail like a full disk: it writes what still fits, and only the next call raises."""
 
