@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Strict, TypeAdapter, ValidationError
+from pydantic import Strict, ValidationError
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.records import RECORD_BYTES, parse_record, read_small, write_record
+from megatron_tape.io.records import RECORD_BYTES, parse_record, read_small, validator, write_record
 from megatron_tape.text import counted
 
 FORMAT = 1
@@ -158,16 +157,11 @@ def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> A
     except ValueError as error:
         raise FileError(str(file), f"cannot be used: {error}") from None
     try:
-        return _adapter(kind).validate_python(value)
+        return validator(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "it"
+        place = ".".join(str(part)[:40] for part in first["loc"]) or "it"
         raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
-
-
-@functools.cache
-def _adapter(kind: type) -> TypeAdapter:
-    return TypeAdapter(kind)
 
 
 def _check_depth(value: Any) -> None:
