@@ -128,7 +128,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key)
         ("ruler", {"haystack": "hay"}, "hay:2", "UTF-8"),
         ("ruler", {"haystack": "few"}, "few", "9 words"),
         ("ruler", {"haystack": "sparse"}, "sparse", "larger than 67,108,864 bytes"),
-        ("ruler", {"squad": "hay"}, "hay", "is not JSON"),
+        ("ruler", {"squad": "hay"}, "hay", "is not UTF-8 text"),
         ("ruler", {"squad": "sparse"}, "sparse", "larger than 67,108,864 bytes"),
         ("ruler", {"squad": "odd.json"}, "odd.json", "data is missing"),
         ("ruler", {"hotpotqa": "odd.json"}, "odd.json", "is an object"),
