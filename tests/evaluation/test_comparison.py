@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import FileError
@@ -117,8 +118,25 @@ def test_markdown_has_a_row_for_each_variant_and_the_notes():
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 5 and len({len(line) for line in lines}) == 1
     assert "| tape " in lines[3] and "| 0.7667 |" in lines[3] and "| 0.0755 |" in lines[3]
-    assert "With 3 seeds, a single difference gets p < 0.05 only if it is more than 2.5 times" in text
-    assert "Fewer seeds than the others: nope<b> (2)." in text and "Not finished: tape, seed 4." in text
+    assert "With 3 seeds, a single difference gets p &#60; 0.05 only if it is more than 2.5 times" in text
+    assert "Fewer seeds than the others: nope&#60;b&#62; (2)." in text and "Not finished: tape, seed 4." in text
+    assert "Fewer seeds than the others: nope<b> (2)." in markdown(comparison(), escape=str)
+
+
+@pytest.mark.parametrize("metrics", [1, 2])
+def test_what_a_file_says_is_plain_text_in_markdown(metrics):
+    odd = "x<img src=x onerror=alert(1)> <script>y</script> [c](javascript:z) | **b** `code` https://h.org"
+    scores = [Score(f"{odd} {number}", 0.5, "higher", group=odd, unit=odd, task=odd) for number in range(metrics)]
+    runs = [replace(run(odd, seed, *scores), hardware=odd, data={odd: str(seed)}) for seed in (1, 2)]
+    text = markdown(Comparison({"train": {"steps": odd}}, {}, odd, runs), [odd])
+    assert "<img" in markdown(Comparison({}, {}, odd, runs), escape=str)
+    blocks = MarkdownIt("commonmark").enable(["table"]).parse(text)
+    inline = [child for block in blocks for child in block.children or ()]
+    assert {token.type for token in inline} == {"text"}
+    assert not [block for block in blocks if block.type.startswith(("html", "code", "fence"))]
+    # In a heading, a caption for each table, cells, and notes on steps, hardware, data, missing runs and variants.
+    shown = "".join(child.content for child in inline)
+    assert shown.lower().count(odd.lower()) >= 10
 
 
 def test_the_notes_say_what_was_trained_and_that_one_seed_has_no_test():

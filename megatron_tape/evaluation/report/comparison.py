@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 
 from megatron_tape.evaluation.base import Picture
@@ -26,11 +27,13 @@ from megatron_tape.evaluation.report.tables import (
 )
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
+from megatron_tape.huggingface.export import markdown as markdown_text
 from megatron_tape.text import counted
 
 MOST_TASKS = 50
 """Tasks that are drawn."""
 _LONGEST_TICK = 36
+_FOR_MARKDOWN = partial(markdown_text.plain, longest=10_000)
 _MOST_TOGETHER = 8
 """Metrics that fit into one table."""
 _MARKED = 0.05
@@ -237,20 +240,23 @@ def warnings(comparison: Comparison) -> list[str]:
     return found
 
 
-def markdown(comparison: Comparison, missing: Sequence[str] = ()) -> str:
-    """Return the tables and notes as Markdown, whose columns are aligned for terminals."""
+def markdown(comparison: Comparison, missing: Sequence[str] = (), escape: Callable[[str], str] = _FOR_MARKDOWN) -> str:
+    """Return the tables and notes as Markdown, whose columns are aligned for terminals.
+
+    `escape` makes plain text of what a file says; for a terminal alone, `str` will do.
+    """
     lines = ["# Comparison", ""]
     for task in tasks_of(comparison):
-        lines += [f"## {heading(clean(task))}", ""]
+        lines += [f"## {escape(heading(clean(task)))}", ""]
         for table in metric_tables(comparison, task):
-            lines += [f"{table.caption}:", "", *_markdown_table(table), ""]
+            lines += [f"{escape(table.caption)}:", "", *_markdown_table(table, escape), ""]
     sentences = warnings(comparison) + notes(comparison, missing)
-    return "\n".join([*lines, *(f"- {sentence}" for sentence in sentences), ""])
+    return "\n".join([*lines, *(f"- {escape(sentence)}" for sentence in sentences), ""])
 
 
-def _markdown_table(table: Table) -> list[str]:
+def _markdown_table(table: Table, escape: Callable[[str], str]) -> list[str]:
     cells = [[column.title for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
-    cells = [[text.replace("|", "\\|") for text in row] for row in cells]
+    cells = [[escape(text).replace("|", "\\|") for text in row] for row in cells]
     widths = [max(3, *(len(row[index]) for row in cells)) for index in range(len(table.columns))]
     sides = ["<" if column.kind == "text" else ">" for column in table.columns]
     lines = ["| " + " | ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)) + " |" for row in cells]

@@ -1,8 +1,7 @@
-"""Text from elsewhere in the Markdown of a model card, where it must not become HTML, a link or a table's structure."""
+"""Text from elsewhere in a Markdown file, where it must not become HTML, a link or a table's structure."""
 
 import re
 
-_LONGEST = 1000
 _JOINERS = "\u200c\u200d"
 """Of Persian letters and of emoji."""
 # HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no emphasis.
@@ -10,14 +9,14 @@ _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=
 _LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
 
 
-def plain(value: object) -> str:
-    """Return a value as one line of Markdown that a reader sees as plain text; a long one is cut.
+def plain(value: object, longest: int = 1000) -> str:
+    """Return a value as one line of Markdown that a reader sees as plain text, cut after `longest` characters.
 
     Special characters become character references, which are never structure. Line breaks, and characters that are
     not printable, become spaces.
     """
     text = str(value)
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    text = text if len(text) <= longest else f"{text[:longest]}..."
     kept = (character if character.isprintable() or character in _JOINERS else " " for character in text)
     text = " ".join("".join(kept).split())
     text = _SPECIAL.sub(lambda found: _reference(found[0]), text)
