@@ -183,6 +183,7 @@ def damaged(content):
         ("a.jsonl.gz", lambda raw: cut_off(gzip.compress(raw)), 2),
         ("a.jsonl.gz", lambda raw: damaged(gzip.compress(raw)), 1),
         ("a.jsonl.zst", lambda raw: cut_off(zstandard.compress(raw)), 2),
+        ("a.jsonl.zst", lambda raw: zstandard.compress(raw[:30000]) + b"rubbish", 1),
         ("a.jsonl.gz", lambda raw: b"", 1),
         ("a.parquet", lambda raw: b"PAR1 and then something else", 1),
     ],
@@ -236,7 +237,8 @@ def test_parquet_without_one_column_of_texts_is_refused(tmp_path, table, problem
     assert problem.removesuffix(", so its rest") in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_a_text_that_all_rows_of_parquet_repeat_is_not_copied_for_all(tmp_path):
+def test_a_text_that_all_rows_of_parquet_repeat_is_not_copied_for_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_chunks, "_PARQUET_BYTES", 1 << 24)
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["a" * (1 << 22)]))
     options = {"write_statistics": False, "dictionary_pagesize_limit": 1 << 23}
     pa.parquet.write_table(pa.table({"text": values}), tmp_path / "a.parquet", compression="zstd", **options)
@@ -245,6 +247,35 @@ def test_a_text_that_all_rows_of_parquet_repeat_is_not_copied_for_all(tmp_path):
     for chunk in raw_chunks.read_chunks([FilePart(str(tmp_path / "a.parquet"))], "text", 1 << 18, 1 << 22):
         assert [len(text) for text in chunk.payload] == [1 << 22]
         assert pool.bytes_allocated() - before < 1 << 27
+
+
+@pytest.mark.parametrize(
+    "texts, options, rows",
+    [
+        (["a"] * 99, {}, 64),
+        (["a" * 9] * 300, {"use_dictionary": False}, 8),
+        (["a" * 200] * 99, {}, 5),
+        (["a" * 200] * 3, {"use_dictionary": False}, 3),
+        (["a" * 200] * 3, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}, 1),
+        (["a" * 2000] * 99, {}, None),
+    ],
+)
+def test_rows_of_parquet_are_read_one_by_one_only_where_they_may_be_large(tmp_path, monkeypatch, texts, options, rows):
+    monkeypatch.setattr(raw_chunks, "_PARQUET_BYTES", 1050)
+    table = pa.table({"other": ["b" * 5000] * len(texts), "text": texts})
+    options = {"use_dictionary": ["text"], "compression": "zstd"} | options
+    pa.parquet.write_table(table, tmp_path / "a.parquet", **options)
+    found = []
+    read = pa.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pa.parquet.ParquetFile, "iter_batches", lambda *own, **given: found.append(own[1]) or read(*own, **given)
+    )
+    (chunk,) = raw_chunks.read_chunks([FilePart(str(tmp_path / "a.parquet"))], "text", 1 << 18)
+    assert found == ([rows] if rows else [])
+    if rows:
+        assert chunk.payload == [text.encode() for text in texts]
+    else:
+        assert chunk.problem == "has a dictionary of 2,004 bytes"
 
 
 def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
@@ -314,7 +345,15 @@ def test_what_is_too_large_takes_little_memory(tmp_path):
         assert len(list(raw_chunks.read_chunks([FilePart(str(tmp_path / name))], "text", 1 << 18, 1 << 16))) == count
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1 << 27
+    assert peak < 1 << 23
+
+
+@pytest.mark.parametrize("name, compress", [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)])
+def test_chunks_are_small_however_well_lines_compress(tmp_path, name, compress):
+    lines = b'{"text": "a"}\n' * 300_000
+    (tmp_path / name).write_bytes(compress(lines))
+    payloads = [chunk.payload for chunk in raw_chunks.read_chunks([FilePart(str(tmp_path / name))], "text", 1 << 18)]
+    assert b"".join(payloads) == lines and max(map(len, payloads)) < 1 << 21
 
 
 def test_the_largest_document_belongs_to_the_origin_where_documents_are_skipped(preprocess, corpus, tmp_path):
