@@ -81,8 +81,16 @@ class Comparison:
             for run in self.runs:
                 for score in run.scores:
                     found.setdefault(_without_value(score), {}).setdefault(run.variant, {})[run.seed] = score.value
-            self.__dict__.update(_runs=list(self.runs), _figures=found, _rows={})
+            by_task: dict[str, list[Score]] = {}
+            for metric in found:
+                by_task.setdefault(metric.task, []).append(metric)
+            self.__dict__.update(_runs=list(self.runs), _figures=found, _metrics=by_task, _rows={})
         return self.__dict__["_figures"]
+
+    @property
+    def metrics_by_task(self) -> dict[str, list[Score]]:
+        """The metrics of each task; found together with the figures."""
+        return self.__dict__["_metrics"] if self.figures else {}
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,15 @@ def test_figures_follow_the_runs():
     assert list(made.figures.values()) == [{"rope": {1: 0.5}, "tape": {1: 0.7}}]
 
 
+def test_metrics_are_sorted_by_task_once_for_all_tables(monkeypatch):
+    made = Comparison({}, {}, "a", [run("a", 1, *(replace(score(0.5), task=f"task {n}") for n in range(9)))])
+    known = made.metrics_by_task
+    monkeypatch.setattr(Comparison, "metrics", property(lambda _: pytest.fail("all metrics are read again")))
+    assert markdown(made).count("## Task") == 9 and made.metrics_by_task is known
+    made.runs.append(run("a", 1, score(0.5)))
+    assert [*made.metrics_by_task][9:] == ["selective_copy"] and Comparison({}, {}, "a").metrics_by_task == {}
+
+
 def test_a_baseline_is_chosen_and_may_be_missing():
     assert [row.difference is None for row in rows_of(comparison(baseline="tape"))] == [False, True, False]
     assert all(row.difference is None for row in rows_of(comparison(baseline="fox")))

@@ -52,8 +52,7 @@ _SIZES = (
 
 def tasks_of(comparison: Comparison) -> list[str]:
     """Return the tasks that there are figures of; the training comes last."""
-    found = list(dict.fromkeys(metric.task for metric in comparison.metrics))
-    return sorted(found, key=lambda task: task == TRAINING)
+    return sorted(comparison.metrics_by_task, key=lambda task: task == TRAINING)
 
 
 def metric_tables(comparison: Comparison, task: str) -> list[Table]:
@@ -61,7 +60,7 @@ def metric_tables(comparison: Comparison, task: str) -> list[Table]:
 
     With one seed there are no spreads and tests, which the tables of single metrics are for: the first one suffices.
     """
-    shown = [metric for metric in comparison.metrics if metric.task == task]
+    shown = comparison.metrics_by_task[task]
     compared = [metric for metric in shown if metric.better != "neither"]
     if not 1 < len(compared) <= _MOST_TOGETHER:
         return [_table(comparison, metric) for metric in shown]
@@ -137,7 +136,7 @@ def limits(comparison: Comparison) -> list[str]:
 
 
 def _drawn_metrics(comparison: Comparison, task: str) -> list[Score]:
-    of_task = [metric for metric in comparison.metrics if metric.task == task]
+    of_task = comparison.metrics_by_task[task]
     return [metric for metric in of_task if metric.better != "neither"] or of_task
 
 
