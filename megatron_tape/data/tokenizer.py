@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import shown
 from megatron_tape.data.special_tokens import CONFIG, SpecialTokens, mentioned, refuse_mentioned
+from megatron_tape.data.tokenizer_limits import LimitError, check_ids, check_sentencepiece, parse_tokenizer
 from megatron_tape.data.trial_texts import encodes_as, trial_texts
 from megatron_tape.errors import ConfigError, FileError, UserError, refuse
 from megatron_tape.io.files import write_whole
@@ -101,6 +102,8 @@ def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator
         yield
     except (UserError, MemoryError):
         raise
+    except LimitError as error:
+        raise FileError(str(path), str(error), "use another tokenizer") from None
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a signal, for example
             raise
@@ -223,6 +226,7 @@ class _SentencePiece:
         if not files[TOKENIZER_MODEL]:  # which the library would load
             raise FileError(str(path), "is not a SentencePiece model (it is empty)", _GIVE)
         with library_errors(path, "is not a SentencePiece model", _GIVE):
+            check_sentencepiece(files[TOKENIZER_MODEL])
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files[TOKENIZER_MODEL])
         self._path, self.files, names = path, files, SpecialTokens(files, path)
         kwargs = names.config.get("sp_model_kwargs")
@@ -258,6 +262,10 @@ class _SentencePiece:
                 fix = f"save the tokenizer with transformers, which writes a {TOKENIZER_JSON}"
                 raise FileError(str(path.with_name(CONFIG)), problem, fix)
             added[token] = index
+        try:
+            check_ids([*range(self._pieces), *added.values()])
+        except LimitError as error:
+            raise FileError(str(path.with_name(CONFIG)), f"or added_tokens.json {error}", _SAVE) from None
         return added
 
     def _id_of(self, token: str) -> int | None:
@@ -310,7 +318,7 @@ class _HuggingFace:
     def __init__(self, files: dict[str, bytes], path: Path):
         self._path, self.files = path, dict(files)
         with library_errors(path, "is not a Hugging Face tokenizer.json"):
-            settings = json.loads(files[TOKENIZER_JSON])
+            settings = parse_tokenizer(files[TOKENIZER_JSON])
             self._prepare(files[TOKENIZER_JSON])
         if settings["model"].get("dropout"):
             _refuse_random(path, "model.dropout")
@@ -328,9 +336,6 @@ class _HuggingFace:
                 raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
         self._keep_specials_from_text(settings, names)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if self.vocab_size > 2**31:
-            problem = f"has the id {self.vocab_size - 1:,}, and ids are of 31 bits at most"
-            raise FileError(str(path), problem, _SAVE)
         first = self._model.encode("a", add_special_tokens=True).ids[:1]
         self.prefix = first if first == [self.bos] else []
 

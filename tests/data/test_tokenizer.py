@@ -97,9 +97,9 @@ def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
 
 def test_a_panic_of_the_library_names_the_file(byte_level, tmp_path):
     content = json.loads(byte_level.to_str())
-    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    content["post_processor"]["special_tokens"] = {}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(FileError, match="is not a Hugging Face tokenizer.json"):
+    with pytest.raises(FileError, match="tokenizer.json cannot be loaded"):
         load_tokenizer(tmp_path)
 
 
@@ -400,7 +400,7 @@ def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
 
 def test_a_sentencepiece_model_that_does_not_load_says_why(tmp_path):
     (tmp_path / "x.model").write_text("abc")
-    with pytest.raises(FileError, match=r"is not a SentencePiece model \(.*Parse"):
+    with pytest.raises(FileError, match=r"is not a SentencePiece model \(.*[Pp]ars"):
         load_tokenizer(tmp_path / "x.model")
     (tmp_path / "x.model").write_text("")
     with pytest.raises(FileError, match="it is empty"):
