@@ -8,7 +8,8 @@
 `stdlib` is the source code of this Python's standard library, 31 MB of real text that every machine has. `folders`
 makes one long document of the files of each folder in a directory, such as a checkout. `hub` is a data set of the
 Hugging Face Hub, a local directory of one, or a format (json, parquet, text) with --data-files; each text file is one
-document. The output appears only when it is complete.
+document. Documents that preprocess_data.py would refuse are left out: those that are too large or cannot be UTF-8. The
+output appears only when it is complete.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.data.documents import document_bytes_option
+from megatron_tape.data.documents import LONE_SURROGATE, Problems, document_bytes_option
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, TooLarge
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import atomic_output
@@ -34,20 +35,33 @@ def main() -> None:
     """Parse the command line and write the corpus."""
     arguments = parser().parse_args()
     # Opened first, so that an existing output is rejected before anything is downloaded.
-    with atomic_output(arguments.output, "w", overwrite=arguments.overwrite) as file:
+    with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
+        total, most = None, arguments.max_document_bytes
         if arguments.source == "stdlib":
-            records, total = standard_library(arguments.shuffle), None
+            records = standard_library(arguments.shuffle)
         elif arguments.source == "folders":
-            found = folders(arguments.directory, arguments.suffixes, arguments.shuffle, arguments.max_document_bytes)
-            records, total = found, None
+            records = folders(arguments.directory, arguments.suffixes, arguments.shuffle, most)
         else:
             records, total = hub_texts(arguments), arguments.max_documents
-        progress = command_line.Progress(total)
+        progress, problems = command_line.Progress(total), Problems()
         count = size = 0
-        for count, record in enumerate(records, start=1):
-            size += file.write(json.dumps(record) + "\n")
+        for number, record in enumerate(records, start=1):
+            try:
+                line = json.dumps(record, ensure_ascii=False).encode()
+                problem = str(TooLarge(most)) if len(line) > most else None
+            except UnicodeEncodeError:
+                problem = LONE_SURROGATE
+            if problem is not None:
+                problems.add(problem, record.get("path", f"text {number:,}"))
+                continue
+            size += file.write(line + b"\n")
+            count += 1
             progress.update(count, lambda _: f"{count:,} documents, {size / 1e6:,.1f} MB")  # noqa: B023
+            if count == total:
+                break
         progress.end()
+        for sentence in problems.report():
+            command_line.say(sentence)
         if not count:
             raise FileError(arguments.source, "holds no document; nothing was written")
     command_line.say(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
@@ -71,8 +85,8 @@ def folders(
     """Yield {"text", "path"} of each folder below `root`: its files with these suffixes by name, each below its path.
 
     Hidden folders, those of installed packages, and files that are not text are left out. The order is that of
-    `standard_library`. Raises OSError for what cannot be read, and FileError for a folder of more bytes than a document
-    may have.
+    `standard_library`. A file of more than `document_bytes` is left out, too, and of files that have more together no
+    more are read than show that. Raises OSError for what cannot be read.
     """
     if not root.is_dir():
         raise FileError(str(root), "is no directory", "give the folder that holds the files")
@@ -85,14 +99,22 @@ def folders(
     if not files:
         raise FileError(str(root), f"has no files that end in {' or '.join(suffixes)}", "choose others with --suffixes")
     for folder in _in_order(files, seed):
-        if sum(path.stat().st_size for path in files[folder]) > document_bytes:
-            fix = "choose others with --suffixes, or raise --max-document-bytes"
-            raise FileError(str(files[folder][0].parent), f"has {TooLarge(document_bytes)}", fix)
-        texts = {_name(path.relative_to(root)): _source(path) for path in files[folder]}
-        for path in [path for path, text in texts.items() if text is None]:
-            command_line.say(f"{path} is not text and is left out")
-        if text := "\n".join(f"# {path}\n{text}" for path, text in texts.items() if text):
-            yield {"text": text, "path": folder}
+        texts, size = [], 0
+        for path in files[folder]:
+            name = _name(path.relative_to(root))
+            is_large = path.stat().st_size > document_bytes
+            text = None if is_large else _source(path)
+            if text is None:
+                command_line.say(
+                    f"{name} {f'has {TooLarge(document_bytes)}' if is_large else 'is not text'} and is left out"
+                )
+            elif text:
+                texts.append(f"# {name}\n{text}")
+                size += len(texts[-1])
+                if size > document_bytes:
+                    break
+        if texts:
+            yield {"text": "\n".join(texts), "path": folder}
 
 
 def _stop(error: OSError) -> None:
@@ -130,7 +152,6 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
     if rows.column_names is not None and arguments.text_key not in rows.column_names:
         problem = f"is {arguments.text_key!r}, but {arguments.name} has only the columns {rows.column_names}"
         raise ConfigError("--text-key", problem, "choose one of them")
-    written = 0
     for number, row in enumerate(_rows(rows, arguments.name), start=1):
         text = row.get(arguments.text_key)
         if not isinstance(text, str):
@@ -138,9 +159,6 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
             raise ConfigError("--text-key", problem, "choose another column")
         if text:
             yield {"text": text}
-            written += 1
-        if written == arguments.max_documents:
-            return
 
 
 def _rows(rows: Iterable[dict], name: str) -> Iterator[dict]:
@@ -182,7 +200,6 @@ def parser() -> argparse.ArgumentParser:
     directory.add_argument("directory", type=Path, help="a checkout, for example")
     suffixes = {"nargs": "+", "type": str, "metavar": "SUFFIX", "default": [".py", ".md"]}
     directory.add_argument("--suffixes", **suffixes, help="the files' names end in one of these (default: .py .md)")
-    document_bytes_option(directory)
     shuffle = "in a random order instead of by name, so that data.split holds out text of every kind"
     for source in (stdlib, directory):
         source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
@@ -197,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     for source in (stdlib, directory, hub):
         source.add_argument("--output", required=True, metavar="F.jsonl", help="the file to write")
         source.add_argument("--overwrite", action="store_true", help="replace an existing output")
+        document_bytes_option(source)
     return result
 
 

@@ -33,6 +33,7 @@ once."""
 
 _EXAMPLES = 3
 _EMPTY = "empty text"
+LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot hold"
 
 
 @dataclass
@@ -134,7 +135,8 @@ def read_texts(
         if bad := problems.first():
             place, reason = bad
             others = f", but {_other_keys(chunk, text_key)}" if reason == _no_key(text_key) else ""
-            fix = "choose another text key, or repair or remove it" if others else "repair or remove it"
+            repair = "repair, split or remove it"
+            fix = f"choose another text key, or {repair}" if others else repair
             raise FileError(place, f"cannot be used: {reason}{others}", fix)
         for text in texts:
             yield text, chunk.position
@@ -182,7 +184,7 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return "", "a lone surrogate, which UTF-8 cannot hold"
+        return "", LONE_SURROGATE
     return (text, None) if text else ("", _EMPTY)
 
 

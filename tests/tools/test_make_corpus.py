@@ -56,10 +56,28 @@ def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
     assert "has no files that end in .c" in none.stderr
     missing = run_tool("make_corpus", "folders", tmp_path / "none", "--output", tmp_path / "x.jsonl", code=2)
     assert "is no directory" in missing.stderr and not (tmp_path / "x.jsonl").exists()
-    large = ["--max-document-bytes", 30, "--output", tmp_path / "x.jsonl"]
-    error = run_tool("make_corpus", "folders", root, *large, code=2).stderr
-    assert f"error: {root}/b has more than 30 bytes in one document; choose others with --suffixes" in error
-    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_documents_that_are_too_large_or_no_text_are_left_out(tmp_path, run_tool):
+    (root := tmp_path / "checkout").mkdir()
+    for name, sizes in {"a": [10], "b": [70, 70], "c": [10, 5000], "d": [60]}.items():
+        (root / name).mkdir()
+        for number, size in enumerate(sizes):
+            (root / name / f"{number}.md").write_text("é" * (size // 2))
+    (root / "a" / "large.md").write_bytes(b"\xff" * 5000)
+    (root / "d" / "e.py").write_text("# coding: unicode_escape\n\\ud800")
+    options = ["--max-document-bytes", 130, "--output", tmp_path / "out.jsonl"]
+    report = run_tool("make_corpus", "folders", root, *options).stderr
+    assert read_texts(tmp_path / "out.jsonl") == ["# a/0.md\n" + "é" * 5, "# c/0.md\n" + "é" * 5]
+    for name in ("a/large.md", "c/1.md"):
+        assert f"{name} has more than 130 bytes in one document and is left out" in report
+    assert "skipped 1: more than 130 bytes in one document (b)" in report
+    assert "skipped 1: a lone surrogate, which UTF-8 cannot hold (d)" in report
+    write_lines(tmp_path / "a.jsonl", ["one", "a" * 130, "two", "three"])
+    options += ["--overwrite", "--max-documents", 2]
+    report = run_tool("make_corpus", "hub", "json", "--data-files", tmp_path / "a.jsonl", *options).stderr
+    assert read_texts(tmp_path / "out.jsonl") == ["one", "two"]
+    assert "skipped 1: more than 130 bytes in one document (text 2)" in report
 
 
 @pytest.mark.parametrize("form, streaming", [("directory of jsonl", []), ("parquet files", ["--streaming"])])
