@@ -12,8 +12,11 @@ from evaluation.loss_cases import ByteModel, copies, result_of, run, score, unif
 from harness_cases import BYTES, bpe_tokenizer, random_llama
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.data.raw_chunks import DOCUMENT_BYTES
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.base import Summary
 from megatron_tape.evaluation.model_source import find_model
+from megatron_tape.evaluation.tasks import text_sources
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
 
 RANDOM = np.random.default_rng(0)
@@ -261,3 +264,16 @@ def test_a_split_leaves_only_documents_for_validation(tmp_path):
     run(Perplexity, model, split="60,30,10", **settings)
     held_out = [token for number in (6, 7, 8) for token in reader.document(number)[1:10]]
     assert [token for window in model.scored for token in window] == held_out
+
+
+def test_a_text_may_be_larger_than_a_document_for_training(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"a" * (DOCUMENT_BYTES + 1))
+    (source,) = text_sources.find_sources(str(tmp_path / "a.txt"), None, "perplexity")
+    model = ByteModel(uniform(256))
+    monkeypatch.setattr(model, "encode", lambda text: [len(text) % 256] * 8)
+    text_sources.check_sources([source], model.info, "text", 4, None, "perplexity.data")
+    (document,), short = text_sources.long_documents(source, model, "text", 4, None)
+    assert document.tokens.tolist() == [(DOCUMENT_BYTES + 1) % 256] * 8 and short == 0
+    monkeypatch.setattr(text_sources, "TEXT_BYTES", DOCUMENT_BYTES)
+    with pytest.raises(FileError, match=r"a\.txt cannot be used: more than 12,000,000 bytes in one document; repair"):
+        text_sources.check_sources([source], model.info, "text", 4, None, "perplexity.data")

@@ -35,7 +35,7 @@ def test_user_errors_are_one_sentence_and_leave_nothing(tmp_path, corpus, run_to
     error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 2**40, *output, code=2).stderr
     assert "error: --vocab-size is 1099511627776, refused by SentencePiece: " in error
     error = run_tool("train_tokenizer", "--input", corpus, "--max-document-bytes", 1000, *output, code=2).stderr
-    assert "cannot be used: more than 1,000 bytes in one document" in error
+    assert "cannot be used: more than 1,000 bytes in one document; repair, split or remove it" in error
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "t.model").write_text("existing")
     assert "exists; pass --overwrite" in run_tool("train_tokenizer", "--input", corpus, *output, code=2).stderr

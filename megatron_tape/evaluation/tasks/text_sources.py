@@ -20,6 +20,8 @@ from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo
 
 RAW_TYPE = np.dtype("<u2")
+TEXT_BYTES = 1_000_000_000
+"""The most bytes that a text may have, as a line of JSON, a row or a file: enwik9 is the largest in use."""
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
 """Kinds of models, by `model_type` of their config.json, that cannot read more tokens than they were trained on."""
 
@@ -110,7 +112,7 @@ def check_sources(
         if source.kind == "text":
             problem = f"is the text {source.path}, but {info.label} has no tokenizer"
             refuse(not info.has_tokenizer, key, problem, "give token ids, as an indexed dataset or a .bin")
-            texts = read_texts([source.path], text_key, keep_empty=True)
+            texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
             longest = max((len(text.encode()) for text, _ in texts), default=0)
             refuse(not longest, key, f"is {source.path}, which holds no text", "give another file")
             # A tokenizer may put a mark before a text.
@@ -129,7 +131,7 @@ def long_documents(
     Raises UserError if there are none, or for bad data.
     """
     if source.kind == "text":
-        texts = read_texts([source.path], text_key, keep_empty=True)
+        texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
         documents = (np.asarray(model.encode(text), np.int64) for text, _ in texts)
     else:
         documents = _token_documents(source)
