@@ -23,7 +23,7 @@ from megatron_tape.data.documents import FORMATS, Problems, document_bytes_optio
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.preprocessing import Encoding, encode_files
-from megatron_tape.data.raw_chunks import FilePart, TooLarge
+from megatron_tape.data.raw_chunks import FilePart
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError
 
@@ -88,9 +88,7 @@ def write(
     try:
         for chunk in encode_files(parts, encoding, arguments.workers, arguments.chunk_bytes):
             if arguments.on_error == "stop" and (bad := chunk.problems.first()):
-                is_large = bad[1] == str(TooLarge(arguments.max_document_bytes))
-                repair = "split it, raise --max-document-bytes" if is_large else "repair it"
-                fix = f"{repair}, or pass --on-error skip to leave such documents out"
+                fix = "repair or split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
                 raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
             problems.merge(chunk.problems)
             writer.add(chunk.tokens, chunk.lengths)

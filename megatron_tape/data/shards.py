@@ -139,9 +139,9 @@ def difference(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Describe the first difference of `found` from the origin `wanted`."""
     if "inputs" not in found:
         return "without --shard"
-    for key in (key for key in wanted if key != "files"):
-        here, there = wanted[key], found.get(key)
-        if here == there:
+    for key in dict.fromkeys((*wanted, *found)):
+        here, there = wanted.get(key), found.get(key)
+        if here == there or key == "files":
             continue
         if key != "inputs":
             return "with another tokenizer" if key == "tokenizer" else f"{key} {there!r} instead of {here!r}"

@@ -114,7 +114,7 @@ BAD_LINES = {
 def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + b'{"text": "a\n{"text": "b"}\n')
     error = preprocess(tmp_path / "bad.jsonl", "--chunk-bytes", 20, code=2).stderr
-    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair it, or pass --on-error skip" in error
+    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair or split it, raise" in error
     assert files_in(tmp_path) == ["bad.jsonl"]
 
 
@@ -304,7 +304,7 @@ def test_documents_that_are_too_large_are_bad_ones(preprocess, tmp_path, name, c
     large_in(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
     place = f"{tmp_path}/{name}" + (" row " if name.endswith("parquet") else ":")
     error = preprocess(tmp_path / name, "--max-document-bytes", 100_000, code=2).stderr
-    problem = f"error: {place}3 cannot be used: more than 100,000 bytes in one document; split it, raise --max-docu"
+    problem = f"error: {place}3 cannot be used: more than 100,000 bytes in one document; repair or split it, raise"
     assert problem in error
     options = ["--max-document-bytes", 100_000, "--on-error", "skip", "--chunk-bytes", chunk_bytes]
     report = preprocess(tmp_path / name, *options).stderr
@@ -360,6 +360,14 @@ def test_the_largest_document_belongs_to_the_origin_where_documents_are_skipped(
     preprocess(corpus, "--shard", "0/2", "--on-error", "skip")
     error = preprocess(corpus, "--shard", "0/2", "--on-error", "skip", "--max-document-bytes", 10**6, code=2).stderr
     assert "was made differently (max_document_bytes 12000000 instead of 1000000)" in error
+
+
+def test_shards_that_record_something_more_are_made_differently(preprocess, corpus, tmp_path):
+    preprocess(corpus, "--shard", "0/2")
+    path = tmp_path / "out.shard-00000-of-00002.origin"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_document_bytes": 1}))
+    error = preprocess(corpus, "--shard", "0/2", code=2).stderr
+    assert "was made differently (max_document_bytes 1 instead of None)" in error
 
 
 @pytest.mark.parametrize("number", [1, 70])

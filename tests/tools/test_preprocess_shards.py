@@ -120,7 +120,7 @@ def test_bad_line_of_a_later_shard_is_named_by_its_line_in_the_file(preprocess, 
     with open(tmp_path / "a.jsonl", "ab") as file:
         file.write(b"bad\n")
     error = preprocess(tmp_path / "a.jsonl", "--shard", "2/3", code=2).stderr
-    assert f"error: {tmp_path}/a.jsonl:21 cannot be used: invalid JSON; repair it" in error
+    assert f"error: {tmp_path}/a.jsonl:21 cannot be used: invalid JSON; repair or split it" in error
     assert names(tmp_path) == []
 
 
