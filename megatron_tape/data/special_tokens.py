@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_tape.config.values import shown
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record
 
 _CONTEXTS = ("", ""), ("a", "b"), ("a ", " b"), (" ", ""), ("", " "), ("(", ")"), ('"', '",'), ("1", "2"), ("\n", "\n")
+_TOKENS_AT_ONCE = 64
 CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
@@ -96,13 +99,16 @@ class SpecialTokens:
         return ids(found[0]) if found else None
 
 
-def mentioned(encode: Callable[[str], Sequence[int]], special: Mapping[str, int]) -> list[str]:
+def mentioned(encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special: Mapping[str, int]) -> list[str]:
     """Return those special tokens to which a text that mentions them encodes."""
-    ids, found = set(special.values()), []
-    for token in special:
-        texts = [f"{before}{token}{after}" for before, after in _CONTEXTS]
-        if any(not ids.isdisjoint(encode(text)) for text in texts):
-            found.append(token)
+    tokens, ids, found = list(special), set(special.values()), []
+    for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+        some = tokens[start : start + _TOKENS_AT_ONCE]
+        encoded = encode_batch([f"{before}{token}{after}" for token in some for before, after in _CONTEXTS])
+        of_token = (encoded[at : at + len(_CONTEXTS)] for at in range(0, len(encoded), len(_CONTEXTS)))
+        found += [
+            token for token, texts in zip(some, of_token) if not all(ids.isdisjoint(text.tolist()) for text in texts)
+        ]
     return found
 
 

@@ -245,7 +245,7 @@ class _SentencePiece:
         special |= self.added | {self._token(i): i for i in (self.eod, self.bos) if i is not None}
         named = {token: self._id_of(token) for token in names.special()}
         special |= {token: i for token, i in named.items() if i is not None and i != self._model.unk_id()}
-        refuse_mentioned(path, special, mentioned(self.encode, special), "(it is a user-defined symbol)")
+        refuse_mentioned(path, special, mentioned(self.encode_batch, special), "(it is a user-defined symbol)")
 
     def _check_added(self, names: SpecialTokens, path: Path) -> dict[str, int]:
         """Return the tokens with ids beyond the model's; raises FileError for one that contradicts the model."""
@@ -370,7 +370,7 @@ class _HuggingFace:
         if not ends.isdisjoint(self.encode(f"a{_RARE} {_RARE}")):
             problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
-        found = mentioned(self.encode, special)
+        found = mentioned(self.encode_batch, special)
         if "unk_id" in model:
             # A unigram model may prefer the token in some contexts only.
             found = list(special.keys() & self._model.get_vocab(with_added_tokens=False).keys() | set(found))
@@ -383,7 +383,7 @@ class _HuggingFace:
                 settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
                 self.files[TOKENIZER_JSON] = _dump(settings)
                 self._prepare(self.files[TOKENIZER_JSON])
-            found = mentioned(self.encode, special)
+            found = mentioned(self.encode_batch, special)
             refuse_mentioned(self._path, special, found, "(its vocabulary for text holds it)")
 
     def _unknown_id(self, model: dict[str, Any]) -> int | None:

@@ -3,10 +3,12 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from megatron_tape.data.special_tokens import mentioned
 from megatron_tape.data.tokenizer import difference, library_errors, load_tokenizer, record_of, write_files
 from megatron_tape.errors import FileError
 
@@ -234,6 +236,17 @@ def test_what_cannot_be_kept_from_text_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "|"}')
     with pytest.raises(FileError, match="encodes text that mentions | to the special token 0"):
         load_tokenizer(tmp_path)
+
+
+def test_special_tokens_are_looked_for_in_many_texts_at_once():
+    batches = []
+
+    def encode_batch(texts):
+        batches.append(texts)
+        return [np.array([7 if text == "(<7>)" else 99 if text == '"<99>",' else 200]) for text in texts]
+
+    assert mentioned(encode_batch, {f"<{i}>": i for i in range(100)}) == ["<7>", "<99>"]
+    assert sum(map(len, batches)) == 900 and len(batches) == 2
 
 
 FILES = ["tokenizer_config.json", "special_tokens_map.json"]
