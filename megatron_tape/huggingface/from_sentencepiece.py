@@ -119,7 +119,7 @@ def _keep_whole(tokenizer: Any, symbols: Sequence[str], pieces: Any, source: str
 
     for piece in pieces:
         if piece.type == NORMAL and len(tokenizer.model.tokenize(piece.piece)) != 1:
-            problem = f"has user-defined symbols, and a piece that no merges lead to: {piece.piece!r}"
+            problem = f"has user-defined symbols, and a piece that no merges lead to: {piece.piece!r:.100}"
             raise FileError(source, problem, WITHOUT)
     names = [piece.piece for piece in pieces if piece.type not in _FROM_TEXT and len(piece.piece) > 1]
     cuts = "|".join(rf"\A{_literal(name[0])}(?={_literal(name[1:])}\z)" for name in names)

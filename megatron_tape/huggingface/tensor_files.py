@@ -19,8 +19,8 @@ def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str
     """
     for name, shape in shapes.items():
         if math.prod(shape) > _MOST_ELEMENTS:
-            problem = f"would have the shape {tuple(shape)}, more numbers than any machine can hold"
-            raise UserError(name, problem, "give settings that belong to the weights")
+            problem = f"would have the shape {tuple(shape)!s:.100}, more numbers than any machine can hold"
+            raise UserError(name[:100], problem, "give settings that belong to the weights")
     return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 

@@ -245,7 +245,7 @@ def _of_sentencepiece(
     special |= {"bos": tokenizer.bos, "eos": tokenizer.eod}
     for token, index in sorted(tokenizer.added.items(), key=lambda item: item[1]):
         if converted.get_vocab_size() != index:
-            problem = f"cannot be converted: it adds {token!r} with the id {index}, and the one before is missing"
+            problem = f"cannot be converted: it adds {token!r:.100} with the id {index}, and the one before is missing"
             raise FileError(source, problem, _GIVE)
         converted.add_special_tokens([AddedToken(token, normalized=False, special=True)])
     warnings += _try_out(converted, tokenizer, model, wrong, source)
@@ -285,7 +285,7 @@ def _try_out(converted: Any, ours: Any, model: Any, wrong: list[str], source: st
         raise FileError(source, "cannot be converted: its tokenizer.json would give other ids for some text", _GIVE)
     warnings = []
     if wrong:
-        known = f"({len(wrong):,} are known, such as {ascii(min(wrong))})"
+        known = f"({len(wrong):,} are known, such as {ascii(min(wrong)):.100})"
         warnings.append(f"transformers will read rare sequences of characters {known} in another way than {source}")
     if not encodes_as(ours.encode, theirs, texts):
         likely = "into other pieces that are equally likely"

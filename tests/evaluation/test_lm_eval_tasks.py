@@ -187,6 +187,11 @@ def test_results_before_are_read_and_a_planted_loss_is_named(model, folder, tmp_
         LmEval(settings(folder, before=str(tmp_path), num_fewshot=2)).check(info())
     with pytest.raises(ConfigError, match="has none of the tasks write_word; it has next_word"):
         LmEval(settings(folder, before=str(tmp_path), tasks=["write_word"])).check(info())
+    long = replace(result, settings={"num_fewshot": None}, examples={"x" * 10**5: result.examples["next_word"]})
+    write_results(tmp_path / "odd", lm_eval=long)
+    with pytest.raises(ConfigError, match="has none of the tasks next_word") as caught:
+        LmEval(settings(folder, before=str(tmp_path / "odd"))).check(info())
+    assert len(str(caught.value)) < 1000
 
 
 def test_an_unknown_task_is_refused_with_what_was_meant(folder, monkeypatch):

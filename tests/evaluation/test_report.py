@@ -753,6 +753,18 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path, line, proble
     assert caught.value.subject == str(run / "metrics.jsonl") and len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("key", ["tasks", "versions"])
+def test_a_long_key_is_cut_in_the_message(tmp_path, key):
+    path = write_results(tmp_path, results("x", {"shiny": task([score()])}))
+    content, long = json.loads(path.read_text()), "x" * 10**5
+    part = content if key == "tasks" else content["tasks"]["shiny"]
+    part[key] = {long: 1}
+    path.write_text(json.dumps(content))
+    with pytest.raises(FileError) as caught:
+        read_models([path])
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize(
     "name, make",
     [(name, make) for name in ("metrics.jsonl", "config.yaml") for make in (Path.mkdir, os.mkfifo)]

@@ -17,9 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
-from megatron_tape.huggingface.imports import config_json, from_transformers, new_checkpoint
+from megatron_tape.huggingface.imports import config_json, from_transformers, new_checkpoint, weight_files
 from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.tensor_files import on_meta
+from megatron_tape.model.shapes import whole_shapes
 
 SIZES = dict(
     hidden_size=32,
@@ -387,6 +389,36 @@ def test_a_weight_of_another_shape_or_type_or_not_finite_is_named(tmp_path, name
     with pytest.raises(ValueError, match=name):
         import_model(tmp_path / "source", tmp_path / "imported")
     assert os.listdir(tmp_path) == ["source"]
+
+
+LONG = "x" * 10**5
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda folder, model: weight_files.check_names([*whole_shapes(model), LONG], model, "x"),
+        lambda folder, model: weight_files.check_shapes({"model.norm.weight": (1,) * 10**5}, model, "x"),
+        lambda folder, model: weight_files.open_directory(folder, False),
+        lambda folder, model: weight_files.open_files([folder / "model-1.safetensors"], False),
+        lambda folder, model: on_meta({LONG: (2,) * 10**4}, torch.float32),
+        lambda folder, model: config_json.model_settings(
+            {"model_type": config_json.ENCODED, "position_encoding": LONG}, folder, config_json.Changes("rope")
+        ),
+        lambda folder, model: config_json.model_settings(
+            {"model_type": "tape", "gate_input": LONG}, folder, config_json.Changes(gate_input="state")
+        ),
+    ],
+)
+def test_long_names_and_values_are_cut_in_messages(tmp_path, fails):
+    save_file({"a": torch.zeros(1)}, tmp_path / "first.safetensors")
+    header = json.dumps({"a": {"dtype": LONG, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model-1.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {LONG: "first.safetensors"}}))
+    model = config_json.model_settings(SIZES | {"model_type": "llama", "vocab_size": 90}, tmp_path)
+    with pytest.raises(UserError) as caught:
+        fails(tmp_path, model)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_pickle_that_would_run_code_does_not(tmp_path):

@@ -106,7 +106,7 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
         with quiet(), seeded(name):
             loaded = manager.load([name])
     except Exception as error:  # of the harness, of datasets, of the network, or of the task's own code
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
         fix = "if its data lies on the hub, this machine has to reach it or have it in its cache"
         raise ConfigError("lm_eval.tasks", f"has {name}, which cannot be loaded: {reason}", fix) from error
     for task in loaded["tasks"].values():

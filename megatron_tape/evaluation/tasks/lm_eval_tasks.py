@@ -194,8 +194,8 @@ class LmEval(Task):
             raise ConfigError(key, problem, "evaluate again") from None
         outcomes = _outcomes(found.examples)
         common = set(found.examples) & set(self.settings.tasks)
-        problem = f"is {given}, which has none of the tasks {', '.join(self.settings.tasks)}"
-        refuse(not common, (key, self.key("tasks")), problem, f"it has {', '.join(found.examples)}")
+        problem = f"is {given}, which has none of the tasks {', '.join(self.settings.tasks):.200}"
+        refuse(not common, (key, self.key("tasks")), problem, f"it has {', '.join(found.examples):.200}")
         return results.label, outcomes
 
 

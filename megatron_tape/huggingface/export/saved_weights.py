@@ -85,13 +85,13 @@ class SavedWeights:
                 with safe_open(path, "pt") as file:
                     parts.append(file.get_tensor(key))
             except SafetensorError as error:
-                raise CheckpointError(str(path), f"holds no {key} that can be read: {error}", _ANOTHER) from None
+                raise CheckpointError(str(path), f"holds no {key} that can be read: {error!s:.200}", _ANOTHER) from None
             cut = self.state["sharded"].get(WRAPPED + name)
             shape = list(parts[-1].shape)
             if cut is not None and cut["dim"] < len(shape):
                 shape[cut["dim"]] *= len(self.files)
             if tuple(shape) != self._shapes[name] or parts[-1].dtype is not torch.float32:
-                problem = f"holds {key} as {tuple(parts[-1].shape)}, {parts[-1].dtype}, which is not its model's"
+                problem = f"holds {key} as {tuple(parts[-1].shape)!s:.100}, {parts[-1].dtype}, which is not its model's"
                 raise CheckpointError(str(path), problem, _ANOTHER)
         if cut is None:
             return parts[0]
@@ -152,7 +152,7 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
     for rank, found in enumerate(shapes):
         left_out = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
         for name in [*(name for name in expected if name not in left_out), *found]:
-            where = f"is of another architecture than its settings say: parameter {name}"
+            where = f"is of another architecture than its settings say: parameter {name:.100}"
             if name not in found:
                 raise CheckpointError(str(saved.path), f"{where} is missing (tensor-parallel rank {rank})")
             if name not in expected:
@@ -161,8 +161,8 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
             cut = saved.state["sharded"].get(WRAPPED + name)
             if cut:
                 if not 0 <= cut["dim"] < len(shape) or cut["stride"] < 1 or shape[cut["dim"]] % cut["stride"]:
-                    raise CheckpointError(str(saved.path), f"{where} is cut in a way that it cannot be: {cut}")
+                    raise CheckpointError(str(saved.path), f"{where} is cut in a way that it cannot be: {cut!s:.100}")
                 shape[cut["dim"]] *= len(shapes)
             if tuple(shape) != expected[name]:
-                problem = f"{where} has shape {tuple(shape)} instead of {expected[name]}"
+                problem = f"{where} has shape {tuple(shape)!s:.100} instead of {expected[name]}"
                 raise CheckpointError(str(saved.path), problem)

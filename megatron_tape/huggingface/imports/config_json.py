@@ -267,14 +267,14 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
         problem = f"describes a TAPE model, which cannot become {encoding}"
         raise FileError(str(path), problem, "import it as tape")
     if kind == ENCODED and encoding != settings["position_encoding"]:
-        problem = f"describes a model with {settings['position_encoding']}, which cannot become {encoding}"
+        problem = f"describes a model with {settings['position_encoding']!s:.100}, which cannot become {encoding}"
         raise FileError(str(path), problem, "leave out --position-encoding")
     if changes.of_tape and (encoding != "tape" or kind == ENCODED):
         fix = f"leave it out with {'this export' if encoding == 'tape' else encoding}"
         raise UserError(tuple(changes.of_tape), "is a setting of TAPE", fix)
     for key, value in changes.of_tape.items() if kind == "tape" else ():
         if value != settings.get(key):
-            problem = f"has {key} {settings.get(key)!r}, which cannot become {value!r}"
+            problem = f"has {key} {settings.get(key)!r:.100}, which cannot become {value!r}"
             raise FileError(str(path), problem, "leave it out")
 
 

@@ -80,7 +80,7 @@ class GgufFile(LazyTensors):
             self._file_tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = self._fields.get("general.architecture")
         if self.architecture not in _ARCHITECTURES:
-            problem = f"has the architecture {self.architecture!r}, which cannot be imported"
+            problem = f"has the architecture {self.architecture!r:.100}, which cannot be imported"
             raise FileError(str(path), problem, f"{', '.join(_ARCHITECTURES)} can")
         if self._fields.get("split.count", 0) > 1:
             problem = "is a part of a model"
@@ -99,7 +99,7 @@ class GgufFile(LazyTensors):
         import torch
 
         tensor = self._tensors[name]
-        with self._readable(f"{tensor.name} ({tensor.tensor_type.name})"):
+        with self._readable(f"{tensor.name:.100} ({tensor.tensor_type.name})"):
             weights = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         heads = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
         if self.architecture == "llama" and (projection := name.split(".")[-2]) in heads:
@@ -145,7 +145,8 @@ class GgufFile(LazyTensors):
         prefix, known = f"{self.architecture}.", (*_READ, *_ONLY, *_WITHOUT_EFFECT)
         of_model = (name for name in self._fields if name.startswith(prefix))
         if unknown := [name for name in of_model if name.removeprefix(prefix) not in known]:
-            raise UserError(unknown[0], f"is {self._fields[unknown[0]]!r} in {self.path}, which cannot be imported")
+            problem = f"is {self._fields[unknown[0]]!r:.100} in {self.path}, which cannot be imported"
+            raise UserError(unknown[0][:100], problem)
         return settings
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class GgufFile(LazyTensors):
         kind = self._key("rope.scaling.type", "linear" if stored is None else "none")
         factor = _shortest(self._key("rope.scaling.factor", 1.0))
         if kind not in ("none", "linear"):
-            problem = f"is {kind!r} in {self.path}, which cannot be imported"
+            problem = f"is {kind!r:.100} in {self.path}, which cannot be imported"
             raise UserError("rope.scaling.type", problem, "none, linear can")
         if stored is None:
             linear = kind == "linear" and factor != 1.0
@@ -187,7 +188,9 @@ class GgufFile(LazyTensors):
 
     def _require(self, name: str, value: Any) -> None:
         if self._key(name, value) != value:
-            raise UserError(name, f"is {self._key(name)!r} in {self.path}, which cannot be imported", f"{value!r} can")
+            raise UserError(
+                name, f"is {self._key(name)!r:.100} in {self.path}, which cannot be imported", f"{value!r} can"
+            )
 
     def card(self) -> CardFacts:
         names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
@@ -223,7 +226,9 @@ class GgufFile(LazyTensors):
                         tokenizer.backend_tokenizer.decoder = decoders.Sequence(back)
                     tokenizer.save_pretrained(directory)
                 return True
-            reason = f"of the kind {kind}, {split}, which transformers cannot convert without changing tokens"
+            reason = (
+                f"of the kind {kind!s:.100}, {split!s:.100}, which transformers cannot convert without changing tokens"
+            )
         command_line.say(
             f"the tokenizer in {self.path} is not imported ({reason}); put the model's {TOKENIZER_JSON} next to the "
             "file, and give the directory"

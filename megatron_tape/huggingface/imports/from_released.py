@@ -97,8 +97,8 @@ def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
         try:
             return from_released({plain: tensor})[name]
         except (IndexError, RuntimeError):
-            problem = f"has the shape {tuple(tensor.shape)}, which it has in no model"
-            raise FileError(key, problem, "give the config.json that belongs to the weights") from None
+            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which it has in no model"
+            raise FileError(key[:100], problem, "give the config.json that belongs to the weights") from None
 
     return LazyTensors(sources, read)
 

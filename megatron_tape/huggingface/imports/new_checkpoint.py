@@ -46,7 +46,7 @@ def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> L
         if name in _VOCABULARY:
             shape = (model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
-            problem = f"gives {name} the shape {tuple(tensor.shape)}, but its settings require {shape}"
+            problem = f"gives {name} the shape {tuple(tensor.shape)!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem)
         if tensor.dtype not in _TYPES:
             raise FileError(origin, f"holds {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")

@@ -77,7 +77,7 @@ class _Safetensors(LazyTensors):
                         self._files[name] = path
                         shapes[name] = tuple(file.get_slice(name).get_shape())
             except SafetensorError as error:
-                problem = f"is not a complete safetensors file ({error})"
+                problem = f"is not a complete safetensors file ({error!s:.200})"
                 raise FileError(str(path), problem, "download or write it again") from None
         super().__init__(self._files, self._tensor, shapes)
 
@@ -86,7 +86,9 @@ class _Safetensors(LazyTensors):
             with safe_open(self._files[name], "pt") as file:
                 return file.get_tensor(name)
         except SafetensorError as error:
-            raise FileError(str(self._files[name]), f"holds {name}, which cannot be read: {error}") from None
+            raise FileError(
+                str(self._files[name]), f"holds {name:.100}, which cannot be read: {error!s:.200}"
+            ) from None
 
 
 def _check_header(path: Path) -> None:
@@ -132,7 +134,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
             raise FileError(str(directory), f"is incomplete: {name}, which its index names, is missing")
     weights = open_files([directory / name for name in files], allow_pickle)
     if missing := sorted(set(places) - set(weights)):
-        problem = f"is incomplete: {missing[0]}, which its index names, is in none of its files"
+        problem = f"is incomplete: {missing[0]:.100}, which its index names, is in none of its files"
         raise FileError(str(directory), problem)
     return weights
 
@@ -149,14 +151,14 @@ def check_names(names: Collection[str], model: ModelConfig, origin: str, unread:
         # Older programs also saved rotary frequencies, which follow from the settings.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == OUTPUT):
-            raise FileError(origin, f"holds {name}, which a model with its settings does not have", _MISMATCH)
+            raise FileError(origin, f"holds {name:.100}, which a model with its settings does not have", _MISMATCH)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, origin: str) -> None:
     """Raise FileError if one of these `shapes` is not that of the weight of its name in `model`, unpadded."""
     for name, shape in whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size)).items():
         if shapes.get(name, shape) != shape:
-            problem = f"gives {name} the shape {shapes[name]}, but its settings require {shape}"
+            problem = f"gives {name} the shape {shapes[name]!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem, _MISMATCH)
 
 
