@@ -29,6 +29,8 @@ NAME = "comparison.json"
 TRAINING = "training"
 """The task of scores that describe the training itself."""
 Settings = dict[str, dict[str, Any]]
+_SHOWN = 300
+"""Characters of a difference that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
 def first_of(differences: Sequence[str]) -> str:
     """Return the first differences as text, and how many others there are."""
     others = f"; and {len(differences) - 3} others" if len(differences) > 3 else ""
-    return "; ".join(differences[:3]) + others
+    return "; ".join(one if len(one) <= _SHOWN else f"{one[:_SHOWN]}..." for one in differences[:3]) + others
 
 
 def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[str]:

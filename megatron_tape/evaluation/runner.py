@@ -107,7 +107,7 @@ def unfinished(planned: Iterable[Planned], output: Path, overwrite: bool) -> lis
 
 def _check_same_model(output: Path, results: Results, planned: Planned) -> None:
     if planned.model_digest != results.model.digest:
-        problem = f"holds results of another model, {results.model.path}"
+        problem = f"holds results of another model, {results.model.path:.200}"
         raise FileError(str(output / NAME), problem, "choose another --output")
 
 

@@ -15,6 +15,7 @@ from megatron_tape.evaluation.comparison import (
     FinishedRun,
     add_runs,
     empty,
+    first_of,
     read_comparison,
     rows,
     write_comparison,
@@ -62,6 +63,10 @@ def test_means_spreads_and_differences_are_over_the_seeds():
 def test_huge_values_cost_no_table():
     made = comparison({name: {1: value, 2: 1.5e308} for name, value in (("$\\frac{$", 1.7e308), ("tape", -1.7e308))})
     assert "inf" in markdown(made) and all("frac" in content for content in (markdown(made), page([], [made])))
+
+
+def test_long_differences_are_cut_in_messages():
+    assert len(first_of(["x" * 10**5] * 5)) < 1000 and first_of(["a", "b"]) == "a; b"
 
 
 def test_figures_follow_the_runs():
