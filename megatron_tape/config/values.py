@@ -1,6 +1,7 @@
 """Which values a setting accepts: those of its field's type, as pydantic checks it, described in words."""
 
 import functools
+import re
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -14,7 +15,16 @@ NotNegativeInt = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-PathText = Annotated[str, AfterValidator(expand_home)]
+
+
+def whole_path(path: str) -> str:
+    """Return a path with its `~` expanded. Raises PathError for control characters, with which lists of paths break."""
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", path):
+        raise PathError("it holds a control character, such as a line break", "rename it")
+    return expand_home(path)
+
+
+PathText = Annotated[str, AfterValidator(whole_path)]
 """A path, whose `~` becomes the home directory."""
 
 
@@ -52,7 +62,7 @@ def _expand_all(value: Any, weighted: bool = False) -> Any:
         return [_expand_all(item) for item in value]
     if isinstance(value, dict):
         return expand_keys(value) if weighted else {name: _expand_all(item) for name, item in value.items()}
-    return expand_home(value) if isinstance(value, str) else value
+    return whole_path(value) if isinstance(value, str) else value
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}

@@ -1,6 +1,7 @@
 """A `~` in any setting that is a path is the home directory, in recipes, overrides and tasks of evaluations."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import get_type_hints
 
@@ -66,6 +67,23 @@ def test_a_path_in_the_home_directory_is_whole_in_the_configuration(key, spellin
         config = parsed(spelling.format(key, given))
     assert config_dict(config)[section][name] == expected
     assert "~" not in to_yaml(config)
+
+
+@pytest.mark.parametrize("character", [r"\n", r"\e", r"\0", r"\x85"])
+@pytest.mark.parametrize("key", SETTINGS)
+def test_a_control_character_in_a_path_is_refused(key, character, tmp_path):
+    section, _, name = key.partition(".")
+    given = re.sub(r"~([\w./-]+)", rf'"a\{character}b\1"', SETTINGS[key][0])
+    (tmp_path / "mine.yaml").write_text(f"{section}:\n  {name}: {given}\n")
+    with pytest.raises(ConfigError, match="it holds a control character, such as a line break; rename it") as caught:
+        parsed("--config", str(tmp_path / "mine.yaml"))
+    assert caught.value.key == key
+
+
+def test_a_control_character_in_an_override_is_refused():
+    with pytest.raises(ConfigError, match="it holds a control character") as caught:
+        parsed("--logging.directory=a\nb")
+    assert caught.value.key == "logging.directory"
 
 
 def test_examples_have_paths_and_texts():
