@@ -8,6 +8,10 @@ EXIT_RESTART = 75
 """Exit status of a program that can go on if it is started again."""
 
 
+_LONGEST = 10_000
+"""Characters of a sentence: what a file holds may be part of it."""
+
+
 class UserError(ValueError):
     """An error with its parts; `str()` makes the sentence `place: subject problem; fix`.
 
@@ -40,7 +44,7 @@ class UserError(ValueError):
     def __str__(self) -> str:
         sentence = " ".join(filter(None, (self.subject, self.problem)))
         whole = (f"{self.place}: " if self.place else "") + sentence + (f"; {self.fix}" if self.fix else "")
-        return printable(whole, one_line=True)
+        return printable(whole if len(whole) <= _LONGEST else f"{whole[:_LONGEST]} ...", one_line=True)
 
 
 class ConfigError(UserError):

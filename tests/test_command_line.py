@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tape import command_line
+from megatron_tape.errors import FileError
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = """
@@ -107,6 +108,10 @@ def test_progress_on_a_terminal_clears_its_line_and_escapes_what_it_shows(monkey
     stream.write("\x1b[93m[WARNING]\x1b[0m")  # as DeepSpeed does
     stream.flush()
     assert stream.buffer.getvalue().decode() == f"\r\033[K{SHOWN}, 10.0%, 0:00:00 left\r\033[K\n\x1b[A[WARNING]"
+
+
+def test_a_sentence_about_what_a_file_holds_has_an_end():
+    assert len(str(FileError("file", "names " + "x" * 10**6, "correct it"))) < 11_000
 
 
 def test_a_message_of_several_lines_is_one_line(capsys):
