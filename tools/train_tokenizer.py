@@ -10,9 +10,14 @@ The same input and options give the same tokenizer.
 import argparse
 import heapq
 import io
+import multiprocessing
+import os
 import random
 import re
+import signal
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, document_bytes_option, find_inputs, read_texts
@@ -37,7 +42,7 @@ def main() -> None:
         size = sum(len(text.encode("utf-8")) for text in texts)
         command_line.say(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
         with command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"):
-            file.write(train(texts, arguments.vocab_size, arguments.model_type))
+            file.write(train_apart(texts, arguments.vocab_size, arguments.model_type))
     command_line.say(f"wrote {arguments.output}")
 
 
@@ -101,6 +106,44 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
     except (RuntimeError, OSError, ValueError) as error:  # ValueError for numbers that it cannot hold
         raise _explained(str(error), vocab_size) from error
     return model.getvalue()
+
+
+def train_apart(*arguments: Any) -> bytes:
+    """Return what `train` does in a process of its own, as SentencePiece aborts its process when memory runs out.
+
+    Raises ChildProcessError if that process dies.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    trainer = context.Process(target=_train_and_send, args=(sender, *arguments))
+    trainer.start()
+    sender.close()
+    try:
+        result = receiver.recv()
+    except EOFError:
+        trainer.join()
+        code = trainer.exitcode
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        problem = f"SentencePiece's trainer died ({how}), probably for lack of memory"
+        raise ChildProcessError(f"{problem}; give a smaller --max-bytes, or the program more memory") from None
+    finally:
+        trainer.kill()
+        trainer.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _train_and_send(sender: Connection, *arguments: Any) -> None:
+    # Ctrl-C reaches every process of the terminal; only the parent acts on it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent says what is wrong
+    try:
+        sender.send(train(*arguments))
+    except Exception as error:
+        sender.send(error)
 
 
 def _explained(message: str, vocab_size: int) -> ConfigError:
