@@ -31,6 +31,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
         self.register("type", None, lambda text: _expanded(text))
         self.register("type", Path, path)
+        for number in (int, float):  # in Python, digits of any script are a number
+            self.register("type", number, lambda text, number=number: number(text.encode("ascii")))
 
     def add_subparsers(self, **arguments: Any):
         """Add subparsers; they are given the arguments as they stand, and expand those of their own."""

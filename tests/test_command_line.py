@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tape import command_line
-from megatron_tape.errors import FileError
+from megatron_tape.errors import FileError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = """
@@ -184,3 +184,12 @@ def test_a_whole_number_has_ascii_digits_and_is_not_absurd(text):
     with pytest.raises(argparse.ArgumentTypeError) as caught:
         command_line.whole_number(text)
     assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_numbers_of_options_have_ascii_digits(kind):
+    parser = command_line.Parser()
+    parser.add_argument("--number", type=kind)
+    assert parser.parse_args(["--number=-12"]).number == -12
+    with pytest.raises(UserError, match=f"invalid {kind.__name__} value: '\u0663'"):
+        parser.parse_args(["--number=\u0663"])

@@ -227,7 +227,7 @@ def whole_number_or_0(text: str) -> int:
 def positive(text: str) -> float:
     """Read a finite number above 0."""
     try:
-        number = float(text)
+        number = float(text.encode("ascii"))
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):

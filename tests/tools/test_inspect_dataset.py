@@ -92,6 +92,8 @@ def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
         assert message in error and error.rstrip().count("\n") == error.count("checking")
     for option in (["--documents", "-1"], ["--tokens", "-1"], ["--documents", 2**70], ["--tokens", "\u0663"]):
         assert "is not a whole number" in run_tool("inspect_dataset", long, *option, code=2).stderr
+    error = run_tool("inspect_dataset", long, "--weights", "\u0663", code=2).stderr
+    assert "'\u0663' is not a number above 0" in error
     for minimum, share in ((0, 0.5), (1.5, 0.5), (1e300, 0.5), (8, 0), (8, 1.1), (8, "nan")):
         error = run_tool("inspect_dataset", long, "--seq-length", 32, "--long-documents", minimum, share, code=2).stderr
         assert "--long-documents" in error
