@@ -7,6 +7,7 @@ with, whatever has happened to the files since.
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,6 +130,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             problem = f"holds neither {TOKENIZER_JSON} nor {TOKENIZER_MODEL}"
             raise FileError(str(path), problem, "download one of them into it")
     files = _read_files(main)
+    os.environ["RUST_BACKTRACE"] = "0"  # a panic becomes a sentence
     with library_errors(main, "cannot be loaded"):
         return _HuggingFace(files, main) if main.suffix == ".json" else _SentencePiece(files, main)
 

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -103,6 +104,10 @@ def test_a_panic_of_the_library_names_the_file(byte_level, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(FileError, match="tokenizer.json cannot be loaded"):
         load_tokenizer(tmp_path)
+    code = "import sys; from megatron_tape.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])"
+    settings = {"env": os.environ | {"RUST_BACKTRACE": "1"}, "capture_output": True, "text": True, "timeout": 60}
+    apart = subprocess.run([sys.executable, "-c", code, str(tmp_path)], **settings)
+    assert "panicked" in apart.stderr and "stack backtrace" not in apart.stderr
 
 
 @pytest.mark.parametrize("index", [2**31, 2**32 - 1, 2**40])
