@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
+_MOST_CHARACTERS = 40_000
+"""Of a text; a tokenizer may put 128 characters in place of one, and takes 256 bytes for each."""
 _DIFFICULT = (
     "  two spaces,\ttab\r\n\n\n    def f(x): return x**2  # ▁ ﬁ Ⅳ Å\n"
     "Grüße, привет, 你好, नमस्ते, \u200b🙂👩\u200d👩\u200d👧 <s>[INST]</s><unk> 3.14159  "
@@ -18,7 +20,8 @@ def trial_texts() -> list[str]:
     """Return text that every machine has, and text that is difficult for tokenizers."""
     library = Path(sysconfig.get_path("stdlib"))
     paths = [library / f"{module}.py" for module in _MODULES]
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()] + [_DIFFICULT]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
+    return [text[:_MOST_CHARACTERS] for text in texts] + [_DIFFICULT]
 
 
 def encodes_as(

@@ -9,6 +9,7 @@ from datasets_for_tests import write_tokenizer
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.trial_texts import trial_texts
 from megatron_tape.errors import FileError
 
 
@@ -92,6 +93,18 @@ def test_a_normalizer_and_a_pre_tokenizer_count_together(tmp_path):
         load(tmp_path, lambda settings: settings.update({key: step}))  # noqa: B023
     with pytest.raises(FileError, match="text 500 times longer"):
         load(tmp_path, lambda settings: settings.update(steps))
+
+
+def test_texts_that_try_tokenizers_out_stay_small():
+    assert max(map(len, trial_texts())) == 40_000
+
+
+def test_a_tokenizer_is_in_memory_once(tmp_path, monkeypatch):
+    import tokenizers
+
+    loaded = load(tmp_path, lambda settings: settings["model"]["vocab"].update(only_here=70))
+    monkeypatch.setattr(tokenizers, "Tokenizer", None)
+    assert len(loaded.digest) == 64
 
 
 def template(*parts, ids=(1,), processors=1):
