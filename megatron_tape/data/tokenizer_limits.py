@@ -18,6 +18,8 @@ from megatron_tape.config.values import shown
 _HOLES, _FREE_HOLES = 16, 1_000_000
 _TOKEN_CHARACTERS, _TEXT_CHARACTERS = 10_000, 1000
 """The longest token, and the longest text that a step puts in."""
+_WORD_CHARACTERS = 1000
+"""Of a word that WordPiece splits; its time grows with their third power."""
 _TRIE_BYTES = 4_000_000
 """Of a vocabulary, without what pieces have in common at their beginning; the library takes 350 times as much."""
 _STEPS, _GROWTH = 10_000, 128
@@ -52,6 +54,8 @@ def parse_tokenizer(content: bytes) -> dict[str, Any]:
     _check_tokens([*pieces, *names])
     for tokens in (pieces if is_unigram else [], names):
         _check_trie([token.encode("utf-8", "surrogatepass") for token in tokens])
+    if (longest := model.get("max_input_chars_per_word") or 0) > _WORD_CHARACTERS:
+        raise LimitError(f"splits words of up to {longest:,} characters, more than {_WORD_CHARACTERS:,}")
     _check_texts(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
     _check_growth([*_steps(settings.get("normalizer")), *_steps(settings.get("pre_tokenizer"))])
     _check_growth([*_steps(settings.get("decoder"))])

@@ -163,6 +163,16 @@ def test_tokens_that_take_much_memory_are_refused(tmp_path, monkeypatch):
             load(tmp_path, lambda settings: settings.update(change))  # noqa: B023
 
 
+def test_words_that_take_long_to_split_are_refused(tmp_path):
+    def word_piece(longest):
+        kind = {"type": "WordPiece", "unk_token": "w0", "continuing_subword_prefix": "##"}
+        return lambda settings: settings["model"].update(kind, max_input_chars_per_word=longest)
+
+    load(tmp_path, word_piece(1000))
+    with pytest.raises(FileError, match="splits words of up to 1,001 characters, more than 1,000"):
+        load(tmp_path, word_piece(1001))
+
+
 def test_a_key_that_is_given_twice_is_refused(tmp_path):
     write_tokenizer(tmp_path / "tokenizer.json")
     content = (tmp_path / "tokenizer.json").read_text()
