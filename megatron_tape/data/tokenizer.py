@@ -397,7 +397,7 @@ class _HuggingFace:
 
     @property
     def digest(self) -> str:
-        return _digest(self._model.to_str())
+        return _digest(self.files[TOKENIZER_JSON])
 
     @functools.cached_property
     def same_as(self) -> str | None:
@@ -428,12 +428,12 @@ class _HuggingFace:
 
 
 @functools.lru_cache(maxsize=8)
-def _digest(written: str) -> str:
-    """Return the sha256 of what decides which ids a text becomes, given a `tokenizer.json` as the library writes it.
+def _digest(content: bytes) -> str:
+    """Return the sha256 of what decides which ids a text becomes in a `tokenizer.json`; a large one takes a second."""
+    import tokenizers
 
-    The library spells defaults out, which files may leave out. Of a large tokenizer this takes a second.
-    """
-    settings = json.loads(written)
+    # As the library writes it: files spell defaults out or leave them out.
+    settings = json.loads(tokenizers.Tokenizer.from_buffer(content).to_str())
     model = settings["model"]
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         model[name] = model.get(name) or None

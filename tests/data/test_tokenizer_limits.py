@@ -99,14 +99,6 @@ def test_texts_that_try_tokenizers_out_stay_small():
     assert max(map(len, trial_texts())) == 40_000
 
 
-def test_a_tokenizer_is_in_memory_once(tmp_path, monkeypatch):
-    import tokenizers
-
-    loaded = load(tmp_path, lambda settings: settings["model"]["vocab"].update(only_here=70))
-    monkeypatch.setattr(tokenizers, "Tokenizer", None)
-    assert len(loaded.digest) == 64
-
-
 def template(*parts, ids=(1,), processors=1):
     of = {"text": {"Sequence": {"id": "A", "type_id": 0}}, "token": {"SpecialToken": {"id": "x", "type_id": 0}}}
     tokens = {"x": {"id": "x", "ids": list(ids), "tokens": ["w1"] * len(ids)}}
