@@ -180,7 +180,7 @@ def _settings(files: dict[str, bytes], name: str, source: str) -> dict[str, Any]
 
 
 def _some(texts: Sequence[str]) -> str:
-    """Return texts for a message, of which there may be too many."""
+    """Return texts joined for a message; of many, only the first ones."""
     rest = len(texts) - _SHOWN
     return ", ".join(texts[:_SHOWN]) + (f" and {rest:,} more" if rest > 0 else "")
 

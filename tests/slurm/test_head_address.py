@@ -34,7 +34,7 @@ JobId=7 JobName=my Requeue=0 job
    StdOut=/etc/passwd
    Restarts=9
    WorkDir=/work
-   StdOut=/work/a b.out
+   StdOut=/logs/a b.out
 """
 # As for the last task of an array: Slurm shows all tasks, more than a pipe holds.
 SCONTROL = 'SLURM_JOB_ID=7; scontrol() { for ((task = 0; task < 500; task++)); do printf %s "$JOB"; done; }'
@@ -49,7 +49,7 @@ def test_arguments_of_a_job_are_not_taken_for_its_fields():
     environment = {"JOB": JOB, "PATH": "/usr/bin:/bin"}
     command = ["bash", "-euo", "pipefail", "-c", f"{SCONTROL}{FIELDS}", "bash", str(COMMON)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
-    fields = ["JobState RUNNING", "Restarts 2", "Requeue 1", "ExcNodeList n[1-2]", "Reservation ", "/work/a b.out"]
+    fields = ["JobState RUNNING", "Restarts 2", "Requeue 1", "ExcNodeList n[1-2]", "Reservation ", "/logs/a b.out"]
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, fields, "")
 
 

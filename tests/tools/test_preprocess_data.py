@@ -290,7 +290,7 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
 
 
 def large_in(path, texts):
-    """Write texts, in the format of the path's name, of which the third is one that compresses well."""
+    """Write texts in the format that the path's name says. The third text compresses well."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".parquet":
         pa.parquet.write_table(pa.table({"text": texts}), path)

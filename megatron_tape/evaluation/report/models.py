@@ -49,12 +49,12 @@ class _Row(TypedDict):
 
 @dataclass
 class Curve:
-    """What a run has logged of a metric: its points, or means over blocks of them, and what is known of all."""
+    """A metric of a run: its points, or the means of equally long blocks of points, and statistics over all points."""
 
     steps: array = field(default_factory=lambda: array("d"))
-    """Of the first point of each block."""
+    """The step of the first point in each block."""
     tokens: array | None = field(default_factory=lambda: array("d"))
-    """Tokens of the training so far, of the same points; None if a row lacks them."""
+    """Tokens that training had seen at these points; None if a row lacks them."""
     values: array = field(default_factory=lambda: array("d"))
     count: int = 0
     total: float = 0.0
@@ -64,13 +64,13 @@ class Curve:
     """The lowest value and its step."""
     highest: float = -math.inf
     median: float | None = None
-    """Of the metrics whose median is shown."""
+    """The median, for metrics added with `of_median`."""
     recent: float | None = None
     """The mean over the last twentieth of the blocks."""
     _block: int = 1
     """Points of a block; the last one may have fewer."""
     _all: array = field(default_factory=lambda: array("d"))
-    """The values of all points, of which there is to be a median."""
+    """All values, kept until the median is computed."""
 
     def add(self, step: int, tokens: float | None, value: float, of_median: bool = False) -> None:
         """Add the next point."""
