@@ -53,6 +53,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     add("--output", metavar="DIR", help="where everything goes (default: runs/compare/<name of the recipe>)")
     add("--evaluation", metavar="FILE.yaml", help="tasks, as pretrain.evaluate --config takes them, in place of those "
         "of the recipe's section evaluation")  # fmt: skip
+    add("--trust-remote-code", action="store_true", help="run tasks of lm_eval in files of your own")
     add("--baseline", type=str, metavar="VARIANT", help="what the others are compared with (default: the first)")
     add("--results", metavar="FILE", help="a comparison.json, made elsewhere, whose runs are not repeated")
     add("--jobs", type=int, metavar="N", help="runs side by side (default: one per GPU or, without any, per CPU core)")

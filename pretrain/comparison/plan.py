@@ -228,7 +228,7 @@ def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
 def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
     """Return the tasks as arguments of pretrain.evaluate, None if there are none."""
     if options.evaluation is not None:
-        return ["--config", options.evaluation]
+        return ["--config", options.evaluation, *["--trust-remote-code"] * options.trust_remote_code]
     given = base.evaluation.given()
     if not given and (trained := (base.data.generator or {}).get("task")) is not None:
         problem = f"is not set, and {options.recipe} trains on {trained}, of which only a task tells what is learned"

@@ -291,6 +291,16 @@ def test_tasks_may_come_from_a_file(recipe, tmp_path):
     assert all(run.config.evaluation.given() == {} for run in plan.runs)
 
 
+def test_tasks_of_lm_eval_in_files_of_ones_own_need_consent(recipe, tmp_path):
+    file = tmp_path / "evaluation.yaml"
+    file.write_text("lm_eval: {tasks: [mine], include_path: mytasks}")
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        plan_of(recipe, tmp_path / "out", "--evaluation", file)
+    with pytest.raises(ConfigError) as refused:  # for other reasons: a model of 12 tokens, without a tokenizer
+        plan_of(recipe, tmp_path / "out", "--evaluation", file, "--trust-remote-code")
+    assert "--trust-remote-code" not in str(refused.value)
+
+
 def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_path):
     prefix = write_all(tmp_path) / "a"
     tiny = ROOT / "tests" / "recipes" / "tiny.yaml"
