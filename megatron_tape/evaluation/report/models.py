@@ -135,7 +135,7 @@ class Run:
         return self.settings.get(section, {}).get(name)
 
     def curve(self, metric: str) -> Curve:
-        """Return what is known of a metric; a curve without points if it was never logged."""
+        """Return the curve of a metric, which is empty if the metric was never logged."""
         return self.curves.get(metric, _NOTHING)
 
 
