@@ -24,11 +24,9 @@ from megatron_tape.evaluation.report import scores as scores_module
 from megatron_tape.evaluation.report import time_spent, training_curves
 from megatron_tape.evaluation.report.models import Model, clean, read_models
 from megatron_tape.evaluation.report.page import embedded, page
-from megatron_tape.evaluation.report.published import SHAPE, entries, published_tables
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
 from megatron_tape.evaluation.report.training_curves import evaluation_seconds
 from megatron_tape.evaluation.results import TaskResult
-from megatron_tape.evaluation.tasks import TASKS
 from pretrain import report
 
 NASTY = '<script>alert("x")</script>&amp;"\' onload=$x$ \u202e\x07\ud800'
@@ -511,68 +509,6 @@ def test_what_is_neither_a_run_nor_results_is_refused(tmp_path, capsys):
     ):
         assert status_of(partial(report.main, [*map(str, arguments)])) == 2
         assert sentence in capsys.readouterr().err
-
-
-LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
-OUR_LLAMA = {"hidden_size": 4096, "num_layers": 32, "num_attention_heads": 32, "ffn_hidden_size": 11008}
-
-
-def extended(*, config=LLAMA, trained_length=8192, protocol="longlora", path="x/PG-19/test.bin", **others):
-    scores = [score(value=8.5, length=2048, group="test"), score(value=9.5, length=512, group="test")]
-    found = task(scores, settings={"protocol": protocol}, data={path: "0" * 64})
-    return results("ours", {"perplexity": found}, config=config, trained_length=trained_length, **others)
-
-
-def test_figures_of_the_paper_stand_beside_ours_where_the_settings_agree(tmp_path):
-    (model,) = read_models([write_results(tmp_path, extended())])
-    (table,) = published_tables([model])
-    for said in ("PG19", "beside the TAPE paper (2025)", "how ours was trained is not known here"):
-        assert said in table.caption
-    titles = [column.title for column in table.columns]
-    assert titles == ["length (tokens)", "ours", *(f"{name} (paper)" for name in ("TAPE", "LoRA", "Theta"))]
-    assert [column.published for column in table.columns] == [False, False, True, True, True]
-    # 512 tokens are not in the paper, and 1,024 were not evaluated here.
-    assert [[cell.text for cell in row] for row in table.rows] == [["2,048", "8.500", "7.642", "9.098", "8.640"]]
-    parsed = Page(page([model]))
-    assert parsed.table("PG19", "papers")[1][1:3] == ["8.500", "7.642"]
-    marked = [a for name, a in parsed.elements if name == "td" and "published" in a["class"]]
-    assert len(marked) == 3 and "were not measured here" in parsed.sections["papers"]
-
-
-@pytest.mark.parametrize(
-    "changed, agree",
-    [
-        ({}, True),
-        ({"config": OUR_LLAMA}, True),
-        ({"run": {"step": 1000, "settings": settings(train__steps=1000, train__global_batch_size=64)}}, True),
-        ({"path": "PG19.bin"}, True),
-        ({"protocol": "documents"}, False),
-        ({"trained_length": 4096}, False),
-        ({"config": {**LLAMA, "num_hidden_layers": 22}}, False),
-        ({"path": "x/books.bin"}, False),
-        ({"run": {"step": 9, "settings": settings(train__steps=9, train__global_batch_size=64)}}, False),
-    ],
-)
-def test_figures_of_the_paper_are_not_shown_where_a_setting_differs(tmp_path, changed, agree):
-    models = read_models([write_results(tmp_path, extended(**changed))])
-    assert len(published_tables(models)) == agree
-
-
-def test_the_papers_tests_are_matched_by_settings_that_the_tasks_have():
-    for entry in entries():
-        known = {item.name for item in dataclasses.fields(TASKS[entry["task"]].Settings)}
-        assert {key.partition(".")[0] for key in entry.get("settings", {})} <= known, entry["title"]
-        assert ("lengths" in entry) != ("groups" in entry) and set(entry.get("shape", {})) <= SHAPE.keys()
-
-
-def test_figures_by_group_are_matched_whatever_the_length(tmp_path):
-    shares = {"up to 80 digits": 0.4, "x": 0.9}
-    scores = [score("exact match", share, "higher", group=group) for group, share in shares.items()]
-    shape = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 2048}
-    found = task(scores, settings={"digits": 40, "longest": None, "step": 1})
-    file = write_results(tmp_path, results("ours", {"addition": found}, config=shape))
-    (table,) = published_tables(read_models([file]))
-    assert [[cell.text for cell in row][:3] for row in table.rows] == [["up to 80 digits", "0.400", "0.328"]]
 
 
 class _Drawn(Task):

@@ -23,7 +23,6 @@ from megatron_tape.evaluation.figures import COLORS, MOST_MODELS, in_order, with
 from megatron_tape.evaluation.report import comparison as comparing
 from megatron_tape.evaluation.report.differences import comparability, setting_tables, token_differences
 from megatron_tape.evaluation.report.models import Model, clean
-from megatron_tape.evaluation.report.published import published_tables
 from megatron_tape.evaluation.report.scores import draw_scores, score_tables
 from megatron_tape.evaluation.report.tables import Table, enumerated, heading, task_names, task_title
 from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, phases, spent_by, spikes, time_lines
@@ -96,7 +95,7 @@ def page(models: Sequence[Model], comparisons: Sequence[Comparison] = (), missin
     `missing` names runs of the comparisons that are not finished.
     """
     compared = [_comparison(comparison, number, missing) for number, comparison in enumerate(comparisons, 1)]
-    sections = [_scores, _training, _time_spent, _tasks, _settings, _speeds, _published]
+    sections = [_scores, _training, _time_spent, _tasks, _settings, _speeds]
     with in_order([model.label for model in models]), without_warnings():
         made = [*compared, *(section(models) for section in sections)]
     environment = Environment(
@@ -275,13 +274,3 @@ def _speeds(models: Sequence[Model]) -> Section:
     hardware = dict.fromkeys(clean(task.hardware) for model in models for task in model.tasks.values())
     introduction = f"Evaluated on {enumerated(list(hardware))}." if hardware else ""
     return Section("speeds", "Speeds", introduction, [Part(tables=tables)] if tables else [])
-
-
-def _published(models: Sequence[Model]) -> Section:
-    return Section(
-        "papers",
-        "Beside published figures",
-        "Columns marked (paper) hold figures that a paper reports; they were not measured here. They are shown where "
-        "task, protocol, data by name, model size and, where it is known, training agree with ours.",
-        [Part(tables=[table]) for table in published_tables(models)],
-    )

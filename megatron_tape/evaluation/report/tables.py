@@ -36,8 +36,6 @@ class Column:
     title: str
     kind: Literal["number", "text", "code"] = "text"
     model: int | None = None
-    published: bool = False
-    """Whether it holds somebody else's figures."""
 
 
 @dataclass(frozen=True)
