@@ -2,13 +2,15 @@
 
     python -m benchmarks.preprocess --workers 1 2 --repetitions 3 --record
 
-Both are started as a user starts them, so imports count. They run one after the other, `--repetitions` times; medians
-are reported. No figure appears unless both wrote the same bytes.
+`as_megatron` implements Megatron-LM's way for this comparison only. Both are started as a user starts them, so imports
+count. They run one after the other, `--repetitions` times; medians are reported. No figure appears unless both wrote
+the same bytes.
 """
 
 import argparse
 import filecmp
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from pathlib import Path
 
 from benchmarks.environment import ROOT, Record, add_record_arguments, positive
 from megatron_tape import command_line
+
+MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatron(*sys.argv[1:])"
 
 
 def main() -> None:
@@ -58,22 +62,56 @@ def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> di
         options = ("--workers", workers, "--append-eod", "--overwrite")
         files = ("--input", corpus, "--tokenizer", tokenizer, "--output-prefix", ours)
         seconds["ours"].append(run("tools/preprocess_data.py", *files, *options))
-        seconds["megatron"].append(run("benchmarks/megatron_preprocess.py", corpus, tokenizer, theirs, workers))
+        seconds["megatron"].append(run("-c", MEGATRON, corpus, tokenizer, theirs, workers))
         for ending in (".bin", ".idx"):
             if not filecmp.cmp(f"{ours}{ending}", f"{theirs}{ending}", shallow=False):
                 raise ValueError(f"the two tools wrote different {ending} files; no speed is reported")
     return seconds
 
 
-def run(program: str, *arguments: object) -> float:
-    """Run a program of this repository and return its seconds; raises ValueError with its last output on failure."""
+def run(*arguments: object) -> float:
+    """Run Python with these arguments and return its seconds; raises ValueError with its last output on failure."""
+    command = [sys.executable, *map(str, arguments)]
     started = time.perf_counter()
-    result = subprocess.run(
-        [sys.executable, str(ROOT / program), *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
-    )
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if result.returncode:
-        raise ValueError(f"{program} failed: {result.stderr.strip()[-500:]}")
+        raise ValueError(f"{command} failed: {result.stderr.strip()[-500:]}")
     return time.perf_counter() - started
+
+
+_tokenizer = None
+
+
+def as_megatron(source: str, tokenizer: str, prefix: str, workers: str) -> None:
+    """Write `prefix`.bin and .idx as Megatron-LM's preprocessing tool does, which imports torch and Megatron-core.
+
+    Each document is one task of a pool (sent 32 at a time), which parses a line and returns its ids as a list; the
+    parent turns each list into an array and passes it to Megatron-core's builder.
+    """
+    import torch  # noqa: F401
+    from megatron.core.datasets import indexed_dataset
+
+    _start(tokenizer)
+    dtype = indexed_dataset.DType.optimal_dtype(_tokenizer.vocab_size())
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    with open(source, encoding="utf-8") as lines:
+        with multiprocessing.Pool(int(workers), initializer=_start, initargs=(tokenizer,)) as pool:
+            for ids, lengths, _ in pool.imap(_encode, lines, 32):
+                builder.add_document(ids, lengths)
+    builder.finalize(f"{prefix}.idx")
+
+
+def _start(path: str) -> None:
+    global _tokenizer
+    import sentencepiece
+
+    _tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
+
+
+def _encode(line: str) -> tuple[list[int], list[int], int]:
+    ids = _tokenizer.encode_as_ids(json.loads(line)["text"])
+    ids.append(_tokenizer.eos_id())
+    return ids, [len(ids)], len(line)
 
 
 if __name__ == "__main__":
