@@ -3,7 +3,6 @@
 import json
 
 import gguf
-import numpy as np
 from safetensors.torch import load_file
 
 F32 = gguf.GGMLQuantizationType.F32
@@ -36,12 +35,10 @@ def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
     if (dim := config.get("head_dim")) is not None:
         writer.add_key_length(dim)
         writer.add_value_length(dim)
+        writer.add_rope_dimension_count(more.pop("rope__dimension_count", dim))
     for key, value in more.items():
         add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         add[type(value)](f"{arch}.{key.replace('__', '.')}", value)
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
     names, tensors = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], layers), {}
     for name, tensor in load_file(source / "model.safetensors").items():
         base, suffix = name.rsplit(".", 1)
@@ -49,8 +46,6 @@ def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             weights = permuted(weights, heads if "q_proj" in name else groups)
         tensors[f"{names.get_name(base)}.{suffix}"] = weights
-    if rope["rope_type"] == "llama3":
-        tensors["rope_freqs.weight"] = llama3_factors(rope, dim or config["hidden_size"] // heads)
     if change is not None:
         change(tensors)
     for name, weights in tensors.items():
@@ -62,19 +57,3 @@ def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def llama3_factors(rope, dim):
-    """The divisors of the frequencies, by the loop in llama.cpp's converter."""
-    factors, original = [], rope["original_max_position_embeddings"]
-    for index in range(0, dim, 2):
-        wavelength = 2 * np.pi * rope["rope_theta"] ** (index / dim)
-        if wavelength < original / rope["high_freq_factor"]:
-            factors.append(1.0)
-        elif wavelength > original / rope["low_freq_factor"]:
-            factors.append(rope["factor"])
-        else:
-            width = rope["high_freq_factor"] - rope["low_freq_factor"]
-            smooth = (original / wavelength - rope["low_freq_factor"]) / width
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(factors, dtype=np.float32)

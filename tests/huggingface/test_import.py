@@ -62,7 +62,7 @@ FAMILY = {
     "mistral": dict(sliding_window=None, head_dim=12),
     "mistral_of_width_34": dict(sliding_window=None, hidden_size=34, initializer_range=0.1),
     "qwen2": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
-    "qwen3": dict(head_dim=12, tie_word_embeddings=True),
+    "qwen3": dict(head_dim=128, tie_word_embeddings=True),
 }
 IDS = torch.randint(90, (2, 60), generator=torch.Generator().manual_seed(5))
 

@@ -46,27 +46,26 @@ def import_model(
     if path is None and not source.is_dir():
         fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
         raise FileError(str(source), "is neither a directory nor a GGUF file", fix)
-    gguf, path = (None, source / "config.json") if path is None else (path, path)
-    with errors_of_settings(path):
-        weights = None if gguf is None else GgufFile(gguf)
-        settings = read_settings(path) if weights is None else weights.settings()
-        if position_encoding is None and settings.get("model_type") != ENCODED:
-            position_encoding = "tape"
-        model = model_settings(settings, path, Changes(position_encoding, **changes))
-    exported_here = settings["model_type"] in ("tape", ENCODED)
-    card = source_card(source, base_model, exported_here)
-    origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
     with TemporaryDirectory() as converted:
+        gguf = None if path is None else GgufFile(path, Path(converted))
+        path = source / "config.json" if path is None else path
+        with errors_of_settings(path):
+            settings = read_settings(path) if gguf is None else gguf.settings()
+            if position_encoding is None and settings.get("model_type") != ENCODED:
+                position_encoding = "tape"
+            model = model_settings(settings, path, Changes(position_encoding, **changes))
+        exported_here = settings["model_type"] in ("tape", ENCODED)
+        card = source_card(source, base_model, exported_here)
+        origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
         tokenizer = find_tokenizer(source, model.unpadded_vocab_size)
-        if weights is None:
+        if gguf is None:
             weights = open_directory(source, allow_pickle)
         else:
-            card, origin = weights.card() | card, f"{origin} (GGUF, {weights.quantization})"
-            command_line.say(
-                f"{gguf} holds {weights.quantization}; the checkpoint gets the fp32 numbers they stand for"
-            )
-            if tokenizer is None and weights.write_tokenizer(Path(converted)):
+            card, origin = gguf.card() | card, f"{origin} (GGUF, {gguf.quantization})"
+            command_line.say(f"{path} holds {gguf.quantization}; the checkpoint gets the fp32 numbers they stand for")
+            if tokenizer is None and gguf.write_tokenizer(Path(converted)):
                 tokenizer = find_tokenizer(Path(converted), model.unpadded_vocab_size)
+            weights = gguf.weights()
         if model.position_encoding == "tape" and not exported_here:
             weights = with_new_tape(weights, model, seed)
         write_imported(output, model, weights, origin, tokenizer, card=card)
