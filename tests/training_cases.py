@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
 from megatron_tape.data.batches import Batches
+from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.model.names import kind_of
 from megatron_tape.run.judging import read_attempts
 from megatron_tape.training import engine, trainer
@@ -264,7 +265,10 @@ def spike_runs(folder, prefix):
         skips = [*settings("skip"), AVERAGE, tp(2), zero(1)]
         results["spike_skip"] = resumed_run(folder, "spike-skip", *skips, at=4, **eight)
     with spikes(6, (1,)):
-        results["spike_rewind"] = resumed_run(folder, "spike-rewind", *settings("rewind"), zero(3), at=6, **eight)
+        rewinds = [*settings("rewind"), zero(3)]
+        until_spike = [option("train.steps", 8), option("checkpoint.interval", 2)]
+        run(folder, "spike-rewind", *rewinds, *until_spike, expect=EXIT_RESTART)
+        results["spike_rewind"] = resumed_run(folder, "spike-rewind", *rewinds, at=6, **eight)
     # What a rewind does, by hand: from the fourth step on, with the data after the sixth.
     checkpoint = option("checkpoint.resume", f"{folder}/spike-rewind/checkpoints/step-00000004")
     build = trainer.Trainer._build
@@ -276,30 +280,17 @@ def spike_runs(folder, prefix):
     with mock.patch.object(trainer.Trainer, "_build", elsewhere):
         results["rewound"] = run(folder, "rewound", prefix, zero(3), checkpoint, option("train.steps", 8))
     records = Path(folder, "spike-rewind", "attempts").glob("*/spikes.jsonl")
-    results["spike_beside_damage"] = spike_beside_damage(folder, prefix)
     results["spike_records"] = [json.loads(line) for path in records for line in path.read_text().splitlines()]
     return results
 
 
-def spike_beside_damage(folder, prefix):
-    """A run goes back to its second step, after which it has a checkpoint whose damage only its bytes show."""
-    settings = [prefix, option("train.spikes", SPIKES % "rewind"), option("checkpoint.interval", 2)]
-    run(folder, "spike-damaged", *settings, option("train.steps", 4))
-    if dist.get_rank() == 0:
-        file = min(Path(folder, "spike-damaged", "checkpoints", "step-00000004").glob("tensors-*"))
-        content = file.read_bytes()
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    dist.barrier()
-    with spikes(4, (1,)):
-        return run(folder, "spike-damaged", *settings, option("train.steps", 8))
-
-
 def spike_twice(folder, prefix):
-    """A run that ends because of its second spike."""
+    """A run that starts again because of its first spike, and ends because of its second."""
     again = [prefix, option("train.spikes", SPIKES % "rewind"), option("train.steps", 8)]
     with spikes(6, (1, 2)):
-        status = train.main(["--config", str(RECIPE), f"--logging.directory={folder}/spike-twice", *again])
-    return {"status": status, "rows": rows(Path(folder, "spike-twice"))}
+        arguments = ["--config", str(RECIPE), f"--logging.directory={folder}/spike-twice", *again]
+        statuses = [train.main(arguments) for _ in range(2)]
+    return {"statuses": statuses, "rows": rows(Path(folder, "spike-twice"))}
 
 
 def checksums(folder, name, step):

@@ -353,9 +353,10 @@ class TrainConfig:
     spikes: dict[str, int | float | str] | None = None
     """Look for steps whose loss or gradient norm is far above that of the last updates, and do something about them:
     {action: skip, window: 100, threshold: 6, limit: 10}, of which all but action are these by default. action is warn;
-    skip, which leaves the update out; or rewind, which goes back to the newest checkpoint and passes over the data
-    since then. A spike is threshold standard deviations above the median of the last window updates; limit is how many
-    may be skipped, or how often the run may go back, before it ends. null does not look."""
+    skip, which leaves the update out; or rewind, which ends the process with status 75; started again, the run
+    continues from its newest checkpoint and skips the data since then. A spike is threshold standard deviations above
+    the median of the last window updates; limit is how many may be skipped, or how often the run may go back, before
+    it ends. null does not look."""
     average: dict[str, int | float | str] | None = None
     """Also keep an average of the weights, in fp32 and divided as the optimizer's state is: {kind: ema, decay: 0.999},
     a moving average over the updates, which skipped steps leave as it is, or {kind: last, count: 10, every: 100}, the

@@ -15,7 +15,7 @@ class SpikeSettings:
     """The keys of `train.spikes`."""
 
     action: Literal["warn", "skip", "rewind"] = "warn"
-    """Say so; or leave the update out; or go back to the newest checkpoint and pass over the data since then."""
+    """Say so; or leave the update out; or start again from the newest checkpoint, without the data since then."""
     window: Annotated[int, Field(ge=3, le=10_000)] = 100
     """How many updates a step is compared with; the first ones are compared with nothing."""
     threshold: Positive = 6.0

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt, UserError
 from megatron_tape.io.files import open_to_append, remove, sync_directory, write_whole
-from megatron_tape.io.records import read_small, write_record
+from megatron_tape.io.records import read_record, read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
@@ -37,9 +37,9 @@ LAST_ATTEMPT = 999_999
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 TRAINING = "training"
 """The stage in which steps are made."""
-REWINDING, REWOUND = "rewinding", "rewound steps"
-"""What a heartbeat counts beside its stages: going back within an attempt, and the steps that were lost by it."""
 SPIKES = "spikes.jsonl"
+SKIPPED = "skipped_data.json"
+"""Which data a run with `train.spikes.action: rewind` skips, among its checkpoints."""
 UNREADY = "unready"
 """The nodes could not train together, for a reason that may pass. After REFUSED, another start would fail again."""
 
@@ -113,6 +113,20 @@ class Spike(TypedDict):
     """warn, skip or rewind."""
     number: int
     """Counted from 1 over the whole run."""
+
+
+class SkippedData(TypedDict):
+    """Where a run continues after a spike: the contents of `skipped_data.json`.
+
+    A run that starts from a checkpoint with fewer `samples` continues with the data after these.
+    """
+
+    step: int
+    """Of the spike."""
+    samples: int
+    """Sequences up to and including those of that step."""
+    spikes: int
+    """How many the run has had."""
 
 
 class RunVanished(StaleAttempt):
@@ -228,6 +242,13 @@ class Attempt:
         with open_to_append(self.directory / SPIKES) as file:
             file.write(f"{json.dumps(spike)}\n".encode())
 
+    def record_skipped_data(self, skipped: SkippedData) -> None:
+        """Make the next attempt skip data; raises OSError if a newer attempt has taken over the run, or the disk fails.
+
+        As a checkpoint, the record is published from `home`.
+        """
+        write_whole(self.home.parent / SKIPPED, [f"{json.dumps(skipped)}\n".encode()], staging=self.home)
+
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
     ) -> None:
@@ -253,6 +274,14 @@ def stop_reason(directory: Path) -> str | None:
     except ValueError:  # the file exists, so a stop was requested, whatever it contains
         reason = ""
     return " ".join(reason.split()) or "a request to stop"
+
+
+def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
+    """Return which data the run with these checkpoints skips, or None. Raises FileError for a damaged record."""
+    try:
+        return read_record(checkpoint_directory / SKIPPED, SkippedData)
+    except FileNotFoundError:
+        return None
 
 
 def attempt_numbers(run_directory: str | Path) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_tape.run.attempts import HUNG, REWINDING, REWOUND, TRAINING
+from megatron_tape.run.attempts import HUNG, TRAINING
 from megatron_tape.run.judging import AttemptRecord
 
 KEPT, REPEATED, SAVES, EVALUATION = "kept steps", "repeated steps", "saves", "evaluation"
@@ -65,15 +65,14 @@ def _spent(attempt: AttemptRecord, next_start: float, oldest: float) -> Spent:
         seconds[_kind(stage)] += min(max(0.0, duration), LONGEST)
     first, last = beat.get("from_step", 0), beat.get("step") or 0
     kept = max(0, min(last, oldest) - first) / (last - first) if last > first else 0
-    seconds |= {KEPT: kept * seconds[KEPT], REPEATED: seconds[REPEATED] + (1 - kept) * seconds[KEPT]}
+    seconds |= {KEPT: kept * seconds[KEPT], REPEATED: (1 - kept) * seconds[KEPT]}
     seconds[OTHER] = max(0.0, ended - started - sum(seconds.values()))
     return Spent(attempt.number, started, ended, seconds)
 
 
 def _kind(stage: str) -> str:
-    of_steps = {TRAINING: KEPT, REWOUND: REPEATED, REWINDING: START}
-    if stage in of_steps:
-        return of_steps[stage]
+    if stage == TRAINING:
+        return KEPT
     return SAVES if stage in ("saving", "waiting to save") else EVALUATION
 
 

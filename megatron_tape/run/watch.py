@@ -21,8 +21,6 @@ from megatron_tape.io.files import open_to_append, write_whole
 from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.run.attempts import (
     HUNG,
-    REWINDING,
-    REWOUND,
     STALE,
     TRAINING,
     Attempt,
@@ -56,7 +54,7 @@ class Watch:
     SIGUSR2 asks for a profile of the next ones.
     After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is added to
     `stacks-NODE.txt` in the attempt's directory, its last collectives are in `collectives-RANK.json` beside it, and the
-    process ends. Before `begin_training`, and while the run goes back to a checkpoint, the timeout is at least an hour.
+    process ends. Before `begin_training`, the timeout is at least an hour.
     """
 
     def __init__(self, hang_timeout: float | None):
@@ -71,10 +69,6 @@ class Watch:
         self._begun: dict[str, float] = {}
         self._stages: dict[str, float] | None = None
         """Seconds by stage since training began."""
-        self._leg = 0, 0.0
-        """The step from which training began or began again, and its seconds by then."""
-        self._rewinds = False
-        """Whether the run is going back to a checkpoint."""
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._profile_requested = False
@@ -102,16 +96,10 @@ class Watch:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Note that work has advanced, and what comes next: a stage of the start-up, or of a step.
-
-        While the run goes back to a checkpoint, the timeout is that of the start-up.
-        """
-        if stage == REWINDING:
-            self._hang_timeout = longest_wait(self._training_hang_timeout)
+        """Note that work has advanced, and what comes next: a stage of the start-up, or of a step."""
         before, now = self._facts["stage"], time.monotonic()
         if self._stages is not None:
-            counted = REWINDING if self._rewinds else before
-            self._stages[counted] = self._stages.get(counted, 0.0) + now - self._since
+            self._stages[before] = self._stages.get(before, 0.0) + now - self._since
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
         self._since = now
         if self._attempt is not None and self._hang_timeout is not None:
@@ -121,21 +109,8 @@ class Watch:
     def begin_training(self, step: int = 0) -> None:
         """Apply `hang_timeout` as it was given from now on; `step` steps are already done."""
         self.progress(TRAINING)
-        if self._stages is None:
-            self._begun = {"from_step": step, "began": time.time()}
-            self._stages = {}
-        self._rewinds = False
-        self._leg = step, self._stages.get(TRAINING, 0.0)
+        self._begun, self._stages = {"from_step": step, "began": time.time()}, {}
         self._hang_timeout = self._training_hang_timeout
-
-    def rewind(self, step: int) -> None:
-        """Count the time of all steps after `step` as lost, and what follows before `begin_training` as going back."""
-        self.progress(REWINDING)
-        first, before = self._leg
-        last, seconds = self._facts["step"], self._stages.get(TRAINING, 0.0)
-        lost = (seconds - before) * min(1.0, (last - step) / max(1, last - first))
-        self._stages = self._stages | {TRAINING: seconds - lost, REWOUND: self._stages.get(REWOUND, 0.0) + lost}
-        self._rewinds = True
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items, and count each as progress."""

@@ -43,8 +43,6 @@ class CheckpointSaver:
         self._engine, self._config, self._watch = engine, config, watch
         self._writer = Writer(engine, config, watch.attempt, frozen_from, tokenizer_files)
         self._current: Save | None = None
-        self.any_complete = False
-        """Whether it has completed a checkpoint."""
 
     def save(self, step: int, samples: int, progress: dict, wait: bool) -> bool:
         """Save a checkpoint after `step` steps on `samples` sequences; return whether it is complete.
@@ -79,7 +77,7 @@ class CheckpointSaver:
         with self._failure_reported():
             path = self._current.advance()
         if path is not None:
-            self._current, self.any_complete = None, True
+            self._current = None
             logger.info("saved %s", path)
         return path is not None
 

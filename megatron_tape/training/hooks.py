@@ -51,6 +51,8 @@ class Training(Protocol):
     """None except on rank 0."""
     step: int
     """The last completed step."""
+    samples: int
+    """How many sequences the run has seen, and skipped, by then."""
     enters_stage: bool
     """Whether the next step is the first to read another stage of `data.stages`."""
 

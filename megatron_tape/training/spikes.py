@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.config.stages import Stage, stage_at
 from megatron_tape.config.steering import SpikeSettings
 from megatron_tape.errors import FileError, TrainingStopped
@@ -28,7 +29,7 @@ VALUES, FOUND = "spike_values", "spikes_found"
 
 
 class Rewind(Exception):
-    """The run is to go back to its newest checkpoint, on every rank alike."""
+    """The run is to be started again from its newest checkpoint, on every rank alike; the message says why."""
 
 
 class Spikes:
@@ -94,7 +95,7 @@ class SpikeHook(Hook):
         return False
 
     def _found(self, trainer: Training, step: int, loss: float, norm: float) -> None:
-        """Record a spike; raises Rewind if the run is to go back, TrainingStopped if it has had too many."""
+        """Record a spike; raises Rewind if the run is to start again, TrainingStopped if it has had too many."""
         action, number = self._settings.action, trainer.progress.get(FOUND, 0) + 1
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
@@ -111,4 +112,9 @@ class SpikeHook(Hook):
                 "lower optimizer.lr, look at the data, or raise train.spikes.limit"
             )
         if action == "rewind":
-            raise Rewind
+            attempt = trainer.watch.attempt
+            with Agreement(trainer.layout, attempt.check_owner) as agreement:
+                if trainer.layout.rank == 0:
+                    attempt.record_skipped_data({"step": step, "samples": trainer.samples, "spikes": number})
+            agreement.check(attempt.home, "cannot record which data is skipped")
+            raise Rewind(f"a spike at step {step} sends the run back to its newest checkpoint")

@@ -24,7 +24,7 @@ from megatron_tape.config.monitoring import wandb_of
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.inputs import check_same_data, fingerprints, recorded_tokenizer
+from megatron_tape.data.inputs import fingerprints, recorded_tokenizer
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
@@ -33,7 +33,7 @@ from megatron_tape.model.initialization import initialize_weights, weight_initia
 from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.run.attempts import INTERRUPTED, REWINDING, TRAINING, Attempt
+from megatron_tape.run.attempts import INTERRUPTED, SKIPPED, TRAINING, Attempt, read_skipped_data
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
 from megatron_tape.run.weights_and_biases import WandbRun
@@ -95,6 +95,12 @@ class Trainer:
         self.step, self.samples = 0, 0
         if self.checkpoint is not None:
             self.step, self.samples = self.checkpoint.step, self.checkpoint.state["consumed_samples"]
+        directory = Path(config.checkpoint.directory)
+        skipped = on_rank_0(self.layout, directory, "cannot start", lambda: read_skipped_data(directory))
+        self.spikes = 0
+        if skipped is not None and skipped["samples"] > self.samples:
+            self.samples, self.spikes = skipped["samples"], skipped["spikes"]
+            logger.info("%s: the data up to the spike at step %d is skipped", directory / SKIPPED, skipped["step"])
         self.tokenizer: Tokenizer | None = None
         self._data: dict[str, str] = {}
 
@@ -106,9 +112,10 @@ class Trainer:
     def run(self) -> str | None:
         """Train to the last step.
 
-        Returns None, or the reason if the watch was asked to stop; in that case the state was saved after the current
-        step, if that was possible. Raises TrainingStopped if the loss or gradient remains infinite or NaN, and
-        ConfigError if data.tokenizer is another tokenizer than that of the checkpoint.
+        Returns None, or why the run has to be started again: a spike sends it back to its newest checkpoint, or the
+        watch was asked to stop; in that case the state was saved after the current step, if that was possible. Raises
+        TrainingStopped if the loss or gradient remains infinite or NaN, and ConfigError if data.tokenizer is another
+        tokenizer than that of the checkpoint.
         """
         if self.step >= self.config.train.steps:
             logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
@@ -125,53 +132,23 @@ class Trainer:
         self._data = fingerprints(self.config) if self.layout.rank == 0 else {}
         self._build()
         try:
-            stopped = self._train_past_spikes()
-        except TrainingStopped:  # on every rank alike
+            with garbage_kept():
+                stopped = self._train()
+            reason = None if stopped is None else f"{self.watch.stop or 'a signal to another rank'} {stopped}"
+        except Rewind as rewind:  # on every rank alike, as is TrainingStopped
+            self.saves.finish()
+            reason = str(rewind)
+        except TrainingStopped:
             self.saves.finish()
             raise
         finally:
             if self.writer is not None:
                 self.writer.close()
         self.engine.close()
-        if stopped is None:
-            self._leave_together()
-            return None
-        reason = f"{self.watch.stop or 'a signal to another rank'} {stopped}"
-        if self.layout.rank == 0:  # before any rank exits and the launcher ends the others
+        if reason is not None and self.layout.rank == 0:  # before any rank exits and the launcher ends the others
             self.watch.record_end(INTERRUPTED, reason)
         self._leave_together()
         return reason
-
-    def _train_past_spikes(self) -> str | None:
-        while True:
-            with garbage_kept(), contextlib.suppress(Rewind):
-                return self._train()
-            self._go_back()
-
-    def _go_back(self) -> None:
-        """Return to the newest checkpoint, or to the start, but not to its place in the data."""
-        self.saves.finish()
-        if self.writer is not None:
-            self.writer.close()
-        found, saved = self.progress[FOUND], self.saves.any_complete
-        self.micro_batches.close()
-        self.engine.close()
-        self.model = self.engine = self.saves = self.hooks = self.batches = self.micro_batches = None
-        gc.collect()  # before another model gets memory, and the data is opened again
-        self.watch.progress(REWINDING)
-        if saved or self.checkpoint is not None:
-            # Beside the checkpoint that the run began with there may be later ones that are damaged.
-            own = saved or self.checkpoint.path.parent == Path(self.config.checkpoint.directory)
-            resume = "auto" if own else str(self.checkpoint.path)
-            checkpoint = dataclasses.replace(self.config.checkpoint, resume=resume)
-            self.checkpoint = open_to_resume(dataclasses.replace(self.config, checkpoint=checkpoint), self.layout)
-        self.step = 0 if self.checkpoint is None else self.checkpoint.step
-        same = partial(check_same_data, self.config, self._data, Path(self.config.logging.directory))
-        on_rank_0(self.layout, Path(self.config.logging.directory), "cannot go back", same)
-        logger.info("going back to step %d; the data read since then is passed over", self.step)
-        self.watch.rewind(self.step)
-        self._build()
-        self.progress = self.progress | {FOUND: found}
 
     @property
     def enters_stage(self) -> bool:
@@ -219,12 +196,14 @@ class Trainer:
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
             restoring.load_training_state(self.checkpoint, self.engine)
-            seen = self.checkpoint.state["consumed_samples"]  # fewer than now, after going back
+            seen = self.checkpoint.state["consumed_samples"]  # fewer than now if data is skipped
             self.progress |= of_same_data(self.checkpoint.state["progress"], self.stages, seen, self.samples)
             where = (self.checkpoint.path, self.step + 1, config.train.steps)
             logger.info("continuing from %s at step %d of %d", *where)
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
+        if self.spikes:
+            self.progress[FOUND] = self.spikes
         if layout.rank == 0:  # which writes it
             self.progress["data"] = self._data
             record = recorded_tokenizer(config) if self.tokenizer is None else record_of(self.tokenizer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.errors import UserError
+from megatron_tape.errors import EXIT_RESTART, UserError
 from megatron_tape.text import counted, duration
 from pretrain.comparison.plan import PlannedRun
 from pretrain.comparison.programs import SIGNALS
@@ -124,6 +124,8 @@ class Jobs:
         run, status, stage = active.run, active.process.poll(), active.stage + 1
         if status is None:
             return
+        if status == EXIT_RESTART and self.stopped is None:
+            status, stage = 0, active.stage  # once more
         if status == 0 and stage < len(run.stages) and self.stopped is None:
             if (process := self._started(run, stage, slot)) is None:
                 del self._active[slot]

@@ -19,7 +19,7 @@ from launch import start_python
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import status_of
-from megatron_tape.errors import ConfigError, FileError, UserError
+from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, UserError
 from megatron_tape.evaluation.comparison import changed_settings, read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import fingerprint
@@ -195,7 +195,9 @@ class Stage:
             raise self.statuses[key]
         if key in self.statuses:
             log.write_text("step 1\nValueError: it broke\n")
-        self.processes.append(Played(self.statuses.get(key, 0), self.looks, **self.played))
+        status = self.statuses.get(key, 0)
+        status = status.pop(0) if isinstance(status, list) else status
+        self.processes.append(Played(status, self.looks, **self.played))
         self.most = max(self.most, sum(process.looks >= 0 for process in self.processes))
         if len(self.started) == self.interrupt_at:
             signal.raise_signal(signal.SIGTERM)
@@ -229,6 +231,13 @@ def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, capsys):
     assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9") and jobs.stopped is None
     assert ("rope", "seed-1", "pretrain.evaluate") not in stage.started
     assert "failed: rope, seed 1" in capsys.readouterr().err
+
+
+def test_a_stage_that_ends_with_the_status_to_start_again_is_started_again(recipe, tmp_path):
+    key = ("rope", "seed-1", "pretrain.train")
+    stage = Stage({key: [EXIT_RESTART, 0]})
+    jobs, finished = done(plan_of(recipe, tmp_path), stage)
+    assert len(finished) == 4 and stage.started.count(key) == 2 and not jobs.failed
 
 
 def test_a_run_that_cannot_be_started_does_not_lose_the_others(recipe, tmp_path):

@@ -15,9 +15,6 @@ from training_cases import RECIPE, option, rows
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.training import trainer
-from megatron_tape.training.hooks import Hook, HookResult
-from megatron_tape.training.spikes import FOUND, Rewind
 from pretrain import evaluate, extend_context, train
 
 SIZE = 300
@@ -190,24 +187,6 @@ def test_a_base_without_a_tokenizer_knows_that_of_its_data(place, capfd):
     done = convert("to-hf", "--checkpoint", "run", "--output", "bad", "--tokenizer", "b")
     assert done.returncode == 2 and "encodes text in another way" in done.stderr
     assert convert("to-hf", "--checkpoint", "run", "--output", "good", "--tokenizer", "a").returncode == 0
-
-
-def test_data_that_was_replaced_is_noticed_when_a_run_goes_back(place, monkeypatch, capfd):
-    class Finds(Hook):
-        def after_step(self, trainer, step, result):
-            if step == 3 and FOUND not in trainer.progress:
-                trainer.progress = trainer.progress | {FOUND: 1}
-                write_dataset("data", documents=90)
-                raise Rewind
-            return HookResult()
-
-        def due(self, trainer, step):
-            return False
-
-    made = trainer.hooks_of
-    monkeypatch.setattr(trainer, "hooks_of", lambda config: made(config) | {"finds": Finds()})
-    assert start("--checkpoint.interval=1", steps=4) == 1
-    assert "cannot go back" in (error := capfd.readouterr().err) and "data.prefix has changed since" in error
 
 
 def test_what_was_added_to_a_checkpoint_and_what_differs_at_the_path_is_told(place, capfd):

@@ -14,7 +14,7 @@ from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, FileError, StaleAttempt
 from megatron_tape.io.files import digest
 from megatron_tape.run import watch as watching
-from megatron_tape.run.attempts import Attempt, RunVanished, stop_reason
+from megatron_tape.run.attempts import SKIPPED, Attempt, RunVanished, read_skipped_data, stop_reason
 from megatron_tape.run.judging import crash_loop, decide, nodes_to_exclude, read_attempts
 
 
@@ -325,6 +325,18 @@ def test_bad_nodes_are_left_out_unless_none_would_remain_and_endless_bad_nodes_a
 
 DEEP = "[" * 100_000
 UNUSABLE = ["", "[]", "null", "3", DEEP, b"\xff"]
+
+
+def test_which_data_is_skipped_is_recorded_by_the_newest_attempt_alone_and_a_damaged_record_is_refused(run):
+    first, newest = claim(run), claim(run)
+    assert read_skipped_data(run / "checkpoints") is None
+    with pytest.raises(FileNotFoundError):
+        first.record_skipped_data({"step": 9, "samples": 36, "spikes": 1})
+    newest.record_skipped_data({"step": 6, "samples": 24, "spikes": 1})
+    assert read_skipped_data(run / "checkpoints")["samples"] == 24
+    (run / "checkpoints" / SKIPPED).write_text('{"step": 6}')
+    with pytest.raises(FileError, match="samples is missing"):
+        read_skipped_data(run / "checkpoints")
 
 
 @pytest.mark.parametrize(

@@ -102,38 +102,6 @@ def test_a_run_without_records_of_time_has_no_shares(tmp_path):
     assert totals(tmp_path) == {} and shares(totals_of(spent(read_attempts(tmp_path)))) == {}
 
 
-def test_a_rewind_counts_its_own_time_and_the_steps_that_it_loses(tmp_path, monkeypatch):
-    """From step 4 to 8 and back to 6, then to 7 and back to 6 again: of 8 and 3 seconds of steps, 4 and 3 are lost."""
-    moment = [100.0]
-    monkeypatch.setattr(watching.time, "monotonic", lambda: moment[0])
-    monkeypatch.setattr(watching.time, "time", lambda: moment[0])
-    monkeypatch.setattr(watching.threading.Thread, "start", lambda thread: None)
-    watch, limits = Watch(60.0), []
-    try:
-        watch.attach(Attempt.claim(tmp_path, tmp_path / "checkpoints", {"nodes": []}), 0)
-        for seconds, call in (
-            (10, lambda: watch.begin_training(4)),
-            (8, lambda: watch.progress("training", 8)),
-            (0, lambda: watch.progress("rewinding")),
-            (2, lambda: watch.rewind(6)),
-            (3, lambda: watch.progress("building the model", 6)),
-            (4, lambda: watch.begin_training(6)),
-            (3, lambda: watch.progress("training", 7)),
-            (1, lambda: watch.rewind(6)),
-            (5, lambda: watch.begin_training(6)),
-            (6, lambda: watch.progress("training", 9)),
-        ):
-            moment[0] += seconds
-            call()
-            watch.record_end("finished", "")
-            limits.append(read_attempts(tmp_path)[0].heartbeat["hang_timeout"])
-    finally:
-        watch.close()
-    assert limits == [60, 60, 3600, 3600, 3600, 60, 60, 3600, 60, 60]
-    rewinding = 2 + 3 + 4 + 5
-    assert totals(tmp_path) == {KEPT: 4 + 6.0, REPEATED: 4 + 3 + 1.0, START: 10.0 + rewinding}
-
-
 def test_a_watch_counts_each_stage_from_the_beginning_of_training(tmp_path, monkeypatch):
     moment = [100.0]
     monkeypatch.setattr(watching.time, "monotonic", lambda: moment[0])
