@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_tape.command_line import Parser
+from megatron_tape.config.datasets import with_datasets
 from megatron_tape.config.schema import ModelConfig, RunConfig, build_model, default_of, key_of, keys_of
 from megatron_tape.config.values import PathSettingError, PathText, accept, describe, shown, takes_mapping
 from megatron_tape.errors import ConfigError, refuse
@@ -61,7 +62,7 @@ def read_run_config(
         built = {name: build_section(name, sections[name], completed) for name in sections if name != "model"}
         config = RunConfig(model=build_model(encodings, _of_section("model", completed)), **built)
         _ = config.data.source
-        config = with_directories(config, name)
+        config = with_directories(with_datasets(config), name)
         check(config)
     except ConfigError as error:
         given = (known for key in error.subjects for known in (key, key.rpartition(".")[0]) if known in places)

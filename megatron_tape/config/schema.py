@@ -115,8 +115,9 @@ class DataConfig:
     """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
 
     prefix: Weighted | list[float | PathText] | PathText | None = None
-    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
-    that gives a split less than one sequence is left out of that split, with a warning."""
+    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A pattern
+    such as data/web-* stands for the datasets that match it when the run begins; they share its weight by tokens. A
+    dataset that gives a split less than one sequence is left out of that split, with a warning."""
     stages: list[Annotated[dict[str, Any], paths_at("prefix", weighted=True)]] | None = None
     """What to train on after that, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 % of
     the run's tokens; several follow each other. Validation data stays that of prefix."""

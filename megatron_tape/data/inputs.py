@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_tape import command_line
+from megatron_tape.config.datasets import is_pattern
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.config.stages import prefixes_of, stages_of
@@ -61,8 +62,9 @@ def _check_prefixes(config: RunConfig) -> None:
         for suffix in (".idx", ".bin"):
             with naming_the_setting("data.prefix", prefix):
                 missing = not Path(prefix + suffix).is_file()
-            fix = "preprocess the corpus or correct it"
-            refuse(missing, "data.prefix", f"names {prefix}, but {prefix}{suffix} does not exist", fix)
+            problem = "no dataset matches it" if is_pattern(prefix) else f"{prefix}{suffix} does not exist"
+            fix = "correct it, or preprocess the corpus to the end"
+            refuse(missing, "data.prefix", f"names {prefix}, but {problem}", fix)
 
 
 def check_writable(key: str, directory: str | None, existing_is_enough: bool = False) -> None:

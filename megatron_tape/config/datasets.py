@@ -1,0 +1,51 @@
+"""Patterns in `data.prefix` and `data.stages`, such as data/web-*, and the datasets that they match."""
+
+import dataclasses
+import glob
+import os
+
+from megatron_tape.config.schema import RunConfig, blend
+
+_ENDINGS = (".bin", ".idx", ".bin.partial", ".idx.partial")
+"""Of complete and of incomplete datasets. A pattern matches both, so that incomplete ones are refused, not left out."""
+
+
+def is_pattern(prefix: str) -> bool:
+    """Return whether a prefix may match several datasets."""
+    return any(character in prefix for character in "*?[")
+
+
+def matching(prefix: str) -> list[str]:
+    """Return the prefixes of the datasets that a pattern matches, sorted; the prefix itself if there are none."""
+    if not is_pattern(prefix) or any(os.path.exists(prefix + ending) for ending in _ENDINGS):
+        return [prefix]
+    found = {path.removesuffix(end) for end in _ENDINGS for path in glob.glob(prefix + end, recursive=True)}
+    return sorted(found) or [prefix]
+
+
+def resolved(prefix: dict[str, float] | list[float | str] | str | None) -> dict[str, float] | list | str | None:
+    """Return a value of `data.prefix` with the matching datasets in place of each pattern.
+
+    They share the pattern's weight in proportion to their tokens. A pattern that matches nothing stays.
+    """
+    prefixes, weights = blend(prefix)
+    found = [matching(name) for name in prefixes]
+    if found == [[name] for name in prefixes]:
+        return prefix
+    if weights is None:
+        return list(dict.fromkeys(name for names in found for name in names))
+    result: dict[str, float] = {}
+    for names, weight in zip(found, weights):
+        sizes = [os.path.getsize(f"{name}.bin") if os.path.isfile(f"{name}.bin") else 1 for name in names]
+        for name, size in zip(names, sizes):
+            result[name] = result.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
+    return result
+
+
+def with_datasets(config: RunConfig) -> RunConfig:
+    """Return a configuration with datasets in place of patterns, so that a run records and compares those."""
+    stages = config.data.stages and [
+        stage | {"prefix": resolved(stage["prefix"])} if "prefix" in stage else stage for stage in config.data.stages
+    ]
+    data = dataclasses.replace(config.data, prefix=resolved(config.data.prefix), stages=stages)
+    return dataclasses.replace(config, data=data)

@@ -1,0 +1,68 @@
+"""Patterns in `data.prefix`: which datasets they stand for, and when that is decided."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.config.datasets import resolved
+from megatron_tape.config.schema import to_yaml
+from megatron_tape.config.stages import stages_of
+from megatron_tape.data.inputs import check_data_files
+from megatron_tape.errors import ConfigError
+
+RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    """Three datasets of one, two and three tokens, whose names are not in their order on disk."""
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("web-2", 4), ("books", 6), ("web-1", 2)):
+        (tmp_path / f"{name}.idx").touch()
+        (tmp_path / f"{name}.bin").write_bytes(bytes(size))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "prefix, expected",
+    [
+        (None, None),
+        ("web-1", "web-1"),
+        ("web-*", ["web-1", "web-2"]),
+        ("./web-[2-9]", ["./web-2"]),
+        ("none-*", "none-*"),
+        (["books", "web-?", "web-2"], ["books", "web-1", "web-2"]),
+        ({"books": 1, "web-*": 3}, {"books": 1.0, "web-1": 1.0, "web-2": 2.0}),
+        ([1, "books", 3, "web-*"], {"books": 1.0, "web-1": 1.0, "web-2": 2.0}),
+        ({"web-*": 3, "web-2": 1}, {"web-1": 1.0, "web-2": 3.0}),
+        ([0.3, "web-1", 0.7, "books"], [0.3, "web-1", 0.7, "books"]),
+    ],
+)
+def test_matching_datasets_are_sorted_and_share_the_weight_by_tokens(datasets, prefix, expected):
+    assert resolved(prefix) == pytest.approx(expected) if isinstance(expected, dict) else resolved(prefix) == expected
+
+
+def test_an_existing_name_with_such_characters_is_no_pattern(datasets):
+    (datasets / "web-[12].idx").touch()
+    assert resolved("web-[12]") == "web-[12]"
+
+
+def test_a_run_records_what_matched_when_it_began(datasets):
+    stages = "--data.stages=[{prefix: ./web-*, share: 0.5}]"
+    config = parse_run_config(["--config", RECIPE, "--data.prefix=web-*", stages, "--data.tokenizer=null"])
+    assert config.data.prefix == ["web-1", "web-2"]
+    assert [stage.config.data.prefix for stage in stages_of(config)][1] == ["./web-1", "./web-2"]
+    (datasets / "recorded.yaml").write_text(to_yaml(config))
+    (datasets / "web-3.idx").touch()
+    assert parse_run_config(["--config", "recorded.yaml"]).data == config.data
+
+
+@pytest.mark.parametrize("ending", [".bin", ".bin.partial", ".idx.partial"])
+def test_incomplete_datasets_and_patterns_without_any_are_refused(datasets, ending):
+    for pattern, problem in (("web-*", "web-3.idx does not exist"), ("none-*", "no dataset matches it")):
+        (datasets / f"web-3{ending}").touch()
+        config = parse_run_config(["--config", RECIPE, f"--data.prefix={pattern}", "--data.tokenizer=null"])
+        with pytest.raises(ConfigError, match=problem) as caught:
+            check_data_files(config)
+        assert caught.value.key == "data.prefix"
