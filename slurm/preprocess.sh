@@ -1,23 +1,20 @@
 #!/bin/bash
-# Tokenize a corpus with a Slurm job array: every task makes one part, and the last to finish joins them into P.bin and
-# P.idx, which are byte for byte what a single tools/preprocess_data.py would write.
+# Tokenize a corpus in a job, which makes the dataset P, or in the tasks of an array, each of which makes one dataset of
+# its share of the input files:
 #
-#   sbatch --array=0-7 --cpus-per-task=16 slurm/preprocess.sh --input 'data/*.jsonl' --tokenizer t.model \
-#       --output-prefix data/c4 --append-eod
-#   slurm/preprocess.sh ARGS...      submits itself as an array of 8 tasks
+#   sbatch --cpus-per-task=16 slurm/preprocess.sh --input raw.jsonl --tokenizer t.model --output-prefix P --append-eod
+#   sbatch --array=0-7 --cpus-per-task=16 slurm/preprocess.sh --input 'raw/*.jsonl' --tokenizer t.model \
+#       --output-prefix P --append-eod
+#   slurm/preprocess.sh ARGS...      submits itself as one job
 #
 # ARGS are those of tools/preprocess_data.py; relative paths are relative to where you submit. Every task uses the CPUs
-# that Slurm gives it: one, unless --cpus-per-task or your site asks for more.
-#
-# If tasks fail, run it again with the same array: complete parts are kept, and a requeued task starts its own part
-# again. The joined dataset needs as much space again as the parts, which are then removed. While a task joins the parts,
-# the link P.merge-JOB holds its number; after a failed job the link may remain and can be removed.
+# that Slurm gives it: one, unless --cpus-per-task or your site asks for more. Train on what the array makes with
+# --data.prefix 'P-*'. If tasks fail, submit the same array again: complete datasets are kept.
 #SBATCH --job-name=tape-preprocess
-#SBATCH --array=0-7
 #SBATCH --ntasks=1
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=slurm-%x-%A_%a.out
+#SBATCH --output=slurm-%x-%j.out
 
 set -euo pipefail
 
@@ -50,74 +47,11 @@ if [ -n "$by_hand" ]; then
   submit "$0" "$@"
   exit
 fi
-[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || fail "this job is not an array; submit with sbatch --array=0-7"
-
-task=$SLURM_ARRAY_TASK_ID
-count=$SLURM_ARRAY_TASK_COUNT
-shard=$((task - SLURM_ARRAY_TASK_MIN))
-if [ $((SLURM_ARRAY_TASK_MAX - SLURM_ARRAY_TASK_MIN + 1)) -ne "$count" ]; then
-  fail "the array has gaps; submit with consecutive numbers such as --array=0-7"
-fi
-
-prefix="" overwrite="" previous=""
-for argument in "$@"; do
-  case $argument in
-    --output-prefix=*) prefix=${argument#*=} ;;
-    --overwrite) overwrite=--overwrite ;;
-  esac
-  [ "$previous" != --output-prefix ] || prefix=$argument
-  previous=$argument
-done
-[ -n "$prefix" ] || fail "--output-prefix is missing; name the dataset to write"
-case $prefix in
-  # The shell expands it neither after = nor in quotes.
-  "~"*) prefix=$(run_python -c 'import os, sys; print(os.path.expanduser(sys.argv[1]))' "$prefix") ;;
-esac
-
-run_python "$root/tools/preprocess_data.py" --workers "${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "$@" \
-  --shard "$shard/$count"
-
-# What a part was made from, without the fingerprints of its own files.
-origin_of() { sed '/^ "files": {/,/^ }/d' -- "$1.origin"; }
-
-# Every task counts the parts only after its own is complete, so that the last one sees all of them.
-shopt -s nullglob
-of=of-$(printf %05d "$count")
-part=$prefix.shard-$(printf %05d "$shard")-$of
-indices=("$prefix".shard-*-"$of".idx)
-complete=${#indices[@]}
-if [ "$complete" -ge "$count" ]; then
-  # With --overwrite, some parts may be old and made from other input. A part's index is created last and removed first.
-  for index in "${indices[@]}"; do
-    if ! cmp -s <(origin_of "$part") <(origin_of "${index%.idx}") || [ ! -e "$index" ]; then
-      complete=$((complete - 1))
-    fi
-  done
-fi
-lock=$prefix.merge-$SLURM_ARRAY_JOB_ID
-
-# Creating a link that names its owner is atomic; a requeued owner recognizes its own link.
-take_lock() {
-  if ln -sT -- "$task" "$lock" 2>/dev/null; then owner=$task; else owner=$(readlink -- "$lock"); fi
-}
-
-owner=$(readlink -- "$lock" || true)
-if [ -z "$owner" ]; then
-  [ -e "$part.idx" ] || exit 0 # the dataset is complete
-  if [ "$complete" -lt "$count" ]; then
-    echo "task $task: $complete of $count parts are complete; the last task joins them"
-    exit 0
+part=()
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+  if [ $((SLURM_ARRAY_TASK_MAX + 1)) -ne "$SLURM_ARRAY_TASK_COUNT" ]; then
+    fail "the array does not begin at 0, or has gaps; submit all of it, such as --array=0-7: complete datasets are kept"
   fi
-  # Try twice, since the owner may remove its link between the two commands of take_lock.
-  take_lock || take_lock || fail "$lock cannot be written; join the parts with tools/merge_datasets.py --shards $prefix"
+  part=(--part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT")
 fi
-if [ "$owner" != "$task" ]; then
-  echo "task $task: task $owner joins the parts"
-  exit 0
-fi
-echo "task $task: joining the parts"
-status=0
-# shellcheck disable=SC2086
-run_python "$root/tools/merge_datasets.py" --shards="$prefix" --count "$count" --remove-shards $overwrite || status=$?
-rm -f -- "$lock"
-exit $status
+run_python "$root/tools/preprocess_data.py" --workers "${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "$@" "${part[@]}"

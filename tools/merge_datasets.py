@@ -1,7 +1,6 @@
-"""Join indexed datasets in the given order, or the shards that preprocess_data.py --shard made.
+"""Join indexed datasets in the given order into one.
 
-    python tools/merge_datasets.py --shards data/c4 --remove-shards
-    python tools/merge_datasets.py --input data/c4 data/wiki --output-prefix data/both
+    python tools/merge_datasets.py --input 'data/c4-*' data/wiki --output-prefix data/both
 
 The result appears under its name only when it is complete. Memory does not grow with the number of tokens.
 """
@@ -9,77 +8,26 @@ The result appears under its name only when it is complete. Memory does not grow
 import argparse
 
 from megatron_tape import command_line
-from megatron_tape.data import shards
+from megatron_tape.config.datasets import matching
 from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, check_output_prefix
-from megatron_tape.data.origins import check_tokenizer, common_origin, read_origin, unknown_tokenizers
-from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.data.origins import check_tokenizer, common_origin, unknown_tokenizers
+from megatron_tape.errors import FileError
 
 
 def main() -> None:
     """Parse the command line and merge."""
     arguments = parser().parse_args()
-    if arguments.shards is not None:
-        if arguments.output_prefix is not None:
-            raise ConfigError("--output-prefix", "is given, but --shards P writes P", "leave it out")
-        merge_shards(arguments.shards, arguments)
-        return
-    if arguments.output_prefix is None:
-        raise ConfigError("--input", "needs --output-prefix", "add it")
-    if arguments.remove_shards or arguments.count is not None:
-        raise ConfigError(("--remove-shards", "--count"), "and --count belong to --shards", "leave them out")
     check_output_prefix("--output-prefix", arguments.output_prefix)
-    merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
+    prefixes = [prefix for pattern in arguments.input for prefix in matching(pattern)]
+    merge(prefixes, arguments.output_prefix, overwrite=arguments.overwrite)
 
 
-def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
-    """Merge all shards of `prefix`; raises FileError when one is missing, damaged or of another origin."""
-    found = shards.find_shards(prefix, arguments.count)
-    if not found:
-        if read_origin(prefix, of_any_files=True) is None:
-            raise FileError(prefix, "has no shards", "make them with tools/preprocess_data.py --shard")
-        IndexedDatasetReader(prefix)
-        command_line.say(f"{prefix} is complete already and has no shards; nothing to do")
-        return
-    origin = _common_origin([shard.prefix(prefix) for shard in found])
-    whole = set(found)
-    everyone = [shards.Shard(index, found[0].count) for index in range(found[0].count)]
-    if shards.is_made(prefix, origin, arguments.overwrite):
-        command_line.say(f"{prefix} is complete already")
-    else:
-        if missing := [str(shard.index) for shard in everyone if shard not in whole]:
-            named = ", ".join(missing[:10]) + ", ..." * (len(missing) > 10)
-            problem = f"lacks {len(missing):,} of its {len(everyone):,} shards: {named}"
-            fix = f"make them with tools/preprocess_data.py --shard {missing[0]}/{len(everyone)}"
-            raise FileError(prefix, problem, fix)
-        merge([shard.prefix(prefix) for shard in everyone], prefix, overwrite=True, origin=origin)
-    if arguments.remove_shards:
-        for shard in everyone:
-            shards.remove(shard.prefix(prefix))
-        command_line.say(f"removed the shards of {prefix}")
-
-
-def _common_origin(prefixes: list[str]) -> dict:
-    first = None
-    for prefix in prefixes:
-        origin = read_origin(prefix)
-        if origin is None and read_origin(prefix, of_any_files=True) is not None:
-            raise FileError(prefix, "is not whole, or was replaced: its .origin is of other files", "make it again")
-        if origin is None or "inputs" not in origin:
-            raise FileError(prefix, "has no .origin file, so it may come from other inputs", "make it again")
-        first = origin if first is None else first
-        if not shards.same_origin(origin, first):
-            reason = shards.difference(first, origin)
-            raise FileError(prefix, f"was made differently from {prefixes[0]} ({reason})", "make one of them again")
-    return first
-
-
-def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: dict | None = None) -> None:
+def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
-    Without `origin`, that of the result names the tokenizer that made all of them. Raises FileError when one is not
-    whole, is multimodal, was made with another tokenizer or has another token type than the first, or when all are
-    empty.
+    The result's origin names the tokenizer that made all of them. Raises FileError when one is not whole, is
+    multimodal, was made with another tokenizer or has another token type than the first, or when all are empty.
     """
     origins = check_tokenizer(prefixes, None, "")
     if warning := unknown_tokenizers(origins, "the same as of the others"):
@@ -115,7 +63,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: d
         finally:
             progress.end()
         with command_line.step("writing the index"):
-            writer.finish(origin or common_origin(origins.values()))
+            writer.finish(common_origin(origins.values()))
     command_line.say(
         f"{output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens, {progress.seconds:.1f} s"
     )
@@ -124,14 +72,10 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: d
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__)
-    sources = result.add_mutually_exclusive_group(required=True)
-    sources.add_argument("--input", nargs="+", metavar="P", help="prefixes of datasets, in order, of one token type")
-    sources.add_argument("--shards", metavar="P", help="merge the shards of P into P")
     add = result.add_argument
-    add("--output-prefix", metavar="P", help="with --input: write P.bin and P.idx")
-    several = "with --shards: the number of shards, if P has shards of several counts"
-    add("--count", type=command_line.whole_number, metavar="N", help=several)
-    add("--remove-shards", action="store_true", help="remove the shards once they are merged")
+    what = "prefixes of datasets of one token type, in order, or quoted patterns"
+    add("--input", nargs="+", required=True, metavar="P", help=what)
+    add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
     return result
 

@@ -6,26 +6,25 @@
 The result does not depend on --workers. It appears under its name only when it is complete: an interrupted run leaves
 at most P.bin.partial and P.idx.partial, which the next run replaces.
 
-Several machines can share the work: `--shard I/N` makes one of N parts, P.shard-0000I-of-0000N, and
-`tools/merge_datasets.py --shards P` joins them into the very bytes that one process would have written;
-`slurm/preprocess.sh` does both in a Slurm job array. P.origin records with which tokenizer a dataset was made, which
-training and evaluation compare with the model's, and of shards also from which inputs and settings. A complete
-dataset that was made from the same inputs and settings is kept, so a part may be run again at any time; one that was
-made from other inputs or settings is replaced only with --overwrite.
+Several machines can share many files: `--part I/N` reads every N-th of them, from number I (from 0) on, and makes the
+dataset P-I-of-N; `slurm/preprocess.sh` does so in every task of a Slurm job array. Training takes all of them with
+`--data.prefix 'P-*'`, and `tools/merge_datasets.py` joins datasets into one. A part that is complete is kept unless
+--overwrite is given. P.origin records with which tokenizer a dataset was made, which training and evaluation compare
+with the model's.
 """
 
 import argparse
+import glob
 import os
+import re
 
 from megatron_tape import command_line
-from megatron_tape.data import shards
 from megatron_tape.data.documents import FORMATS, Problems, document_bytes_option, find_inputs
-from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix
+from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix, dataset_paths
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.preprocessing import Encoding, encode_files
-from megatron_tape.data.raw_chunks import FilePart
 from megatron_tape.data.tokenizer import load_tokenizer
-from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.errors import ConfigError, FileError, refuse
 
 
 def main() -> None:
@@ -38,44 +37,46 @@ def main() -> None:
     if arguments.append_eod and tokenizer.eod is None:
         raise FileError(arguments.tokenizer, "has no end-of-document token", "leave out --append-eod")
     encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
-    if arguments.shard is not None:
-        write_shard(shards.Shard.parse(arguments.shard), paths, encoding, arguments)
-        return
-    with IndexedDatasetWriter(arguments.output_prefix, encoding.dtype, overwrite=arguments.overwrite) as writer:
-        speed = write(writer, [FilePart(path) for path in paths], encoding, arguments)
+    prefix, overwrite = arguments.output_prefix, arguments.overwrite
+    if arguments.part is not None:
+        prefix = prefix_of_part(prefix, *arguments.part)
+        if dataset_paths(prefix)[1].exists() and not overwrite:
+            command_line.say(f"{prefix} is complete already; nothing to do")
+            return
+        paths = files_of_part(paths, *arguments.part)
+        overwrite = True  # what a killed process has left
+    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
+        speed = write(writer, paths, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "holds no document", "check it and --text-key")
         writer.finish(encoding.origin)
-    command_line.say(f"{arguments.output_prefix}: {speed}")
-
-
-def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> None:
-    """Write a shard, unless it or the whole dataset already exists; raises FileError if an input changes."""
-    prefix = shard.prefix(arguments.output_prefix)
-    origin = shards.describe_origin(paths, encoding, arguments.on_error)
-    for existing in (arguments.output_prefix, prefix):
-        if shards.is_made(existing, origin, arguments.overwrite):
-            command_line.say(f"{existing} is complete already; nothing to do")
-            return
-    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=True) as writer:
-        speed = write(writer, shard.cut(paths), encoding, arguments)
-        now = shards.describe_origin(paths, encoding, arguments.on_error)
-        if not shards.same_origin(now, origin):
-            reason = shards.difference(now, origin)
-            raise FileError(prefix, f"was made while its inputs changed ({reason})", "make it again")
-        writer.finish(origin)
     command_line.say(f"{prefix}: {speed}")
 
 
-def write(
-    writer: IndexedDatasetWriter, parts: list[FilePart], encoding: Encoding, arguments: argparse.Namespace
-) -> str:
+def prefix_of_part(prefix: str, index: int, count: int) -> str:
+    """Return the prefix of part `index` of `count`; FileError if there are parts of another count."""
+    for path in glob.glob(f"{glob.escape(prefix)}-*-of-*.idx"):
+        other = re.fullmatch(r"-[0-9]+-of-([0-9]+)\.idx", path[len(prefix) :])
+        if other and int(other[1]) != count:
+            fix = "remove the parts of the other count, or choose another --output-prefix"
+            raise FileError(path, f"is one of {int(other[1])} parts, and --part makes one of {count}", fix)
+    return f"{prefix}-{index:05}-of-{count:05}"
+
+
+def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
+    """Return every `count`-th file, from number `index` on."""
+    problem = f"is {index}/{count}, but --input names only {len(paths):,} files"
+    refuse(count > len(paths), "--part", problem, "make fewer parts, since a file is not divided")
+    return paths[index::count]
+
+
+def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> str:
     """Tokenize into the writer, showing progress, and return a summary.
 
     Raises FileError at a bad document unless bad documents are skipped.
     """
-    size = sum(part.size for part in parts)
-    command_line.say(f"{len(parts):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
+    size = sum(map(os.path.getsize, paths))
+    command_line.say(f"{len(paths):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
     progress = command_line.Progress(size)
     problems, text_bytes = Problems(), 0
 
@@ -86,7 +87,7 @@ def write(
         )
 
     try:
-        for chunk in encode_files(parts, encoding, arguments.workers, arguments.chunk_bytes):
+        for chunk in encode_files(paths, encoding, arguments.workers, arguments.chunk_bytes):
             if arguments.on_error == "stop" and (bad := chunk.problems.first()):
                 fix = "repair or split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
                 raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
@@ -101,9 +102,17 @@ def write(
     return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
 
 
+def part(text: str) -> tuple[int, int]:
+    """Read an option such as 3/8."""
+    match = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not I/N with I from 0 to N - 1, such as 0/8")
+    return int(match[1]), int(match[2])
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = command_line.Parser(description=__doc__, epilog=f"{FORMATS}\n\n{shards.CUT}")
+    result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
     add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
     add("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or a directory with one of them")
@@ -123,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
         help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
-    add("--shard", metavar="I/N", help="make only part I (from 0) of N; see below")
+    add("--part", type=part, metavar="I/N", help="make only part I (from 0) of N: P-I-of-N, of every N-th input file")
     size = "bytes given to a worker at a time (default: %(default)s)"
     add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
     document_bytes_option(result)

@@ -15,8 +15,6 @@ from megatron_tape import command_line
 from megatron_tape.data.raw_chunks import (
     DOCUMENT_BYTES,
     Chunk,
-    FilePart,
-    Place,
     TooLarge,
     UnreadableFile,
     is_text_file,
@@ -41,9 +39,9 @@ class Problems:
     """How many documents were bad, by reason, and the first few examples of each."""
 
     counts: Counter = field(default_factory=Counter)
-    examples: dict[str, list[Place | str]] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, reason: str, *places: Place | str, count: int = 1) -> None:
+    def add(self, reason: str, *places: str, count: int = 1) -> None:
         self.counts[reason] += count
         examples = self.examples.setdefault(reason, [])
         examples.extend(places[: _EXAMPLES - len(examples)])
@@ -55,13 +53,13 @@ class Problems:
 
     def first(self) -> tuple[str, str] | None:
         """Return place and reason of the first bad document, or None."""
-        return next(((str(places[0]), reason) for reason, places in self.examples.items()), None)
+        return next(((places[0], reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
         """Yield a sentence for every reason."""
         for reason, count in self.counts.most_common():
             more = ", ..." if count > len(self.examples[reason]) else ""
-            yield f"skipped {count:,}: {reason} ({', '.join(map(str, self.examples[reason]))}{more})"
+            yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
 
 
 def find_inputs(patterns: list[str]) -> list[str]:
@@ -128,7 +126,7 @@ def read_texts(
 
     An empty text is a bad one, unless `keep_empty`, and so is one of more than `document_bytes`.
     """
-    for chunk in read_chunks([FilePart(path) for path in paths], text_key, 1 << 18, document_bytes):
+    for chunk in read_chunks(paths, text_key, 1 << 18, document_bytes):
         if isinstance(chunk, UnreadableFile):
             raise chunk
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)

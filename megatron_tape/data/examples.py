@@ -14,7 +14,7 @@ from typing import Any
 from megatron_tape.config.examples import PLACE, examples_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.documents import parse_json
-from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, FilePart, TooLarge, UnreadableFile, read_chunks
+from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, TooLarge, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer
 from megatron_tape.errors import FileError, UserError, refuse
 
@@ -53,13 +53,13 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     if not path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
         fix = "give .jsonl or .json (also .gz, .zst), or a zip of SCROLLS"
         raise UnreadableFile(path, "has an unknown format", fix)
-    for chunk in read_chunks([FilePart(path)], "", _CHUNK, DOCUMENT_BYTES):
+    for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
             raise chunk
         if chunk.is_too_large:
-            raise FileError(str(chunk.place(chunk.first)), f"has {chunk.payload[0]}", "shorten or remove it")
+            raise FileError(chunk.place(chunk.first), f"has {chunk.payload[0]}", "shorten or remove it")
         for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
-            yield str(chunk.place(number)), line
+            yield chunk.place(number), line
 
 
 def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:

@@ -150,7 +150,6 @@ class IndexedDatasetWriter:
                 file.sync()
             prints = {file.path.suffix: fingerprint(file.partial_path, BLOCKS) for file in files}
             self._origin = PartialFile(self._origin_path)
-            # slurm/preprocess.sh compares the lines of origins but for those of the files.
             self._origin.file.write(json.dumps({**origin, "files": prints}, indent=1).encode())
             files.insert(0, self._origin)
         for file in files:

@@ -6,7 +6,7 @@ counts as one of these.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -24,21 +24,14 @@ class Origin(TypedDict):
     tokenizer: TokenizerRecord
     append_eod: bool
     """Whether every document ends in the tokenizer's end-of-document token."""
-    files: NotRequired[dict[str, str]]
+    files: dict[str, str]
     """Fingerprints of the dataset's files by their endings."""
-    text_key: NotRequired[str]
-    on_error: NotRequired[str]
-    max_document_bytes: NotRequired[int]
-    """The bound beyond which documents were skipped, if bad documents were."""
-    cut: NotRequired[int]
-    """How shards are cut; see `data.shards`."""
-    inputs: NotRequired[dict[str, list[int]]]
 
 
-def read_origin(prefix: str | Path, of_any_files: bool = False) -> Origin | None:
+def read_origin(prefix: str | Path) -> Origin | None:
     """Return the origin of a dataset, or None if it has none; FileError if it is malformed.
 
-    It counts only if the dataset's files are those that it was written with, unless `of_any_files`.
+    It counts only if the dataset's files are those that it was written with.
     """
     try:
         origin = read_record(origin_path(prefix), Origin)
@@ -47,7 +40,7 @@ def read_origin(prefix: str | Path, of_any_files: bool = False) -> Origin | None
     except FileError as error:
         fix = f"remove that file, or make the dataset {prefix} again"
         raise FileError(error.subject, error.problem, fix) from None
-    return origin if of_any_files or origin.get("files") == fingerprints_of(prefix) else None
+    return origin if origin["files"] == fingerprints_of(prefix) else None
 
 
 def fingerprints_of(prefix: str | Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import token_dtype
 from megatron_tape.data.origins import Origin
-from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, FilePart, UnreadableFile, read_chunks
+from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer, record_of
 from megatron_tape.errors import FileError, refuse
 
@@ -93,12 +93,12 @@ def _encode(tokenizer: Tokenizer, texts: list[str], numbers: list[int], chunk: C
             try:
                 tokenizer.encode_batch([text])
             except FileError as error:
-                raise error.at(str(chunk.place(number))) from None
+                raise error.at(chunk.place(number)) from None
         raise
 
 
-def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
-    """Yield the documents of `parts`, in order, encoded by `workers` processes.
+def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
+    """Yield the documents of files, in order, encoded by `workers` processes.
 
     A file that cannot be read to its end becomes a problem of a chunk without documents. Raises ChildProcessError when
     a worker dies or lacks memory, and UserError for more workers than this process can have.
@@ -112,7 +112,7 @@ def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_
         # Fork the workers before this process starts any thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
-        for chunk in read_chunks(parts, encoding.text_key, chunk_bytes, encoding.document_bytes):
+        for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
             pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
             # The end of what is too large may be far away, or never come.
             allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1

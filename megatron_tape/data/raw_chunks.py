@@ -4,7 +4,6 @@ This is the cheap half of reading; `documents.parse_chunk`, which may run in ano
 """
 
 import codecs
-import functools
 import itertools
 import os
 import zlib
@@ -29,23 +28,6 @@ class UnreadableFile(FileError):
 
 
 @dataclass(frozen=True)
-class FilePart:
-    """A file to read; with `stop`, only its lines that start in the bytes [start, stop).
-
-    Only files of which `is_cuttable` holds have such parts.
-    """
-
-    path: str
-    start: int = 0
-    stop: int | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes on disk, as exactly as is known without reading."""
-        return os.path.getsize(self.path) if self.stop is None else self.stop - self.start
-
-
-@dataclass(frozen=True)
 class TooLarge:
     """A document of more than `limit` bytes, whose content is not kept."""
 
@@ -59,9 +41,8 @@ class TooLarge:
 class Chunk:
     """Some consecutive documents of a file, unparsed: whole lines as bytes, or a list of raw texts and TooLarge.
 
-    `first` is the number, from 1, of the first line or row; lines are counted from byte `offset` of the file. `unit`
-    is what the file counts: "line", "row", or "" for a file that is one document. `position` is how many bytes of the
-    inputs, as they lie on disk, have been read.
+    `first` is the number, from 1, of the first line or row. `unit` is what the file counts: "line", "row", or "" for a
+    file that is one document. `position` is how many bytes of the inputs, as they lie on disk, have been read.
     """
 
     path: str
@@ -69,34 +50,17 @@ class Chunk:
     first: int
     payload: bytes | list[bytes | None | TooLarge]
     position: int = 0
-    offset: int = 0
 
     @property
     def is_too_large(self) -> bool:
         """Whether it is a single document, which is too large."""
         return len(self.payload) == 1 and isinstance(self.payload[0], TooLarge)
 
-    def place(self, number: int) -> "Place":
-        """Return where a document of this file is."""
-        return Place(self.path, self.unit, number, self.offset)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a document is: line or row `number` of a file, as in `Chunk`.
-
-    Its name is found only when it is shown, since lines have to be counted from the beginning of the file.
-    """
-
-    path: str
-    unit: str
-    number: int
-    offset: int
-
-    def __str__(self) -> str:
+    def place(self, number: int) -> str:
+        """Return where line or row `number` of this file is, for messages."""
         if self.unit == "line":
-            return f"{self.path}:{lines_before(self.path, self.offset) + self.number}"
-        return f"{self.path} row {self.number}" if self.unit == "row" else self.path
+            return f"{self.path}:{number}"
+        return f"{self.path} row {number}" if self.unit == "row" else self.path
 
 
 def is_text_file(path: str) -> bool:
@@ -111,15 +75,10 @@ def text_format(path: str) -> str:
     return Path(path).suffix
 
 
-def is_cuttable(path: str) -> bool:
-    """Return whether a file may be read in parts, a FilePart each: uncompressed JSON lines."""
-    return path.endswith((".jsonl", ".json"))
-
-
 def read_chunks(
-    parts: list[FilePart], text_key: str, chunk_bytes: int, document_bytes: int = DOCUMENT_BYTES
+    paths: list[str], text_key: str, chunk_bytes: int, document_bytes: int = DOCUMENT_BYTES
 ) -> Iterator[Chunk | UnreadableFile]:
-    """Yield the documents of `parts` in order, in chunks of about `chunk_bytes`.
+    """Yield the documents of files in order, in chunks of about `chunk_bytes`.
 
     A document of more than `document_bytes`, counted as it is stored when decompressed, such as a line of JSON, yields
     TooLarge in its place. A file that ends too early or cannot be decompressed yields its whole lines, then an
@@ -127,64 +86,36 @@ def read_chunks(
     """
     position = 0
     chunk_bytes = min(chunk_bytes, max(document_bytes, 1 << 16))
-    for part in parts:
+    for path in paths:
         try:
-            yield from _read_file(part, text_key, chunk_bytes, document_bytes, position)
+            yield from _read_file(path, text_key, chunk_bytes, document_bytes, position)
         except UnreadableFile as error:
             yield error
         except OSError as error:
-            yield UnreadableFile(part.path, f"cannot be read to its end ({error})")
-        position += part.size
+            yield UnreadableFile(path, f"cannot be read to its end ({error})")
+        position += os.path.getsize(path)
 
 
 class _Counted:
-    """Reads at most `limit` bytes of a file and counts them, since a pipe cannot report its position."""
+    """Counts the bytes that are read of a file, since a pipe cannot report its position."""
 
-    def __init__(self, file: IO[bytes], limit: int | None = None):
+    def __init__(self, file: IO[bytes]):
         self._file = file
-        self._limit = limit
         self.count = 0
 
     def read(self, size: int) -> bytes:
-        data = self._file.read(size if self._limit is None else min(size, self._limit - self.count))
+        data = self._file.read(size)
         self.count += len(data)
         return data
 
 
-def _start_of_line(file: IO[bytes], position: int) -> int:
-    """Return where the first line at or after `position` begins, or the end of the file if there is none."""
-    if position:
-        file.seek(position - 1)
-        while (line := file.readline(_BLOCK)) and not line.endswith(b"\n"):  # a line may be of any length
-            pass
-    return file.tell()
-
-
-@functools.lru_cache
-def lines_before(path: str, offset: int) -> int:
-    """Count the lines in the first `offset` bytes of a file, for messages only."""
-    if not offset:  # a pipe cannot be opened again
-        return 0
-    lines = 0
-    with open(path, "rb") as file:
-        while block := file.read(min(offset - file.tell(), _BLOCK)):
-            lines += block.count(b"\n")
-    return lines
-
-
-def _read_file(part: FilePart, text_key: str, chunk_bytes: int, document_bytes: int, position: int) -> Iterator[Chunk]:
-    path = part.path
+def _read_file(path: str, text_key: str, chunk_bytes: int, document_bytes: int, position: int) -> Iterator[Chunk]:
     kind = text_format(path)
     if kind == ".parquet":
         yield from _read_parquet(path, text_key, chunk_bytes, document_bytes, position)
         return
     with open(path, "rb") as opened:
-        begin, limit = 0, None
-        if part.stop is not None:
-            begin = _start_of_line(opened, part.start)
-            limit = _start_of_line(opened, part.stop) - begin
-            opened.seek(begin)
-        file = _Counted(opened, limit)
+        file = _Counted(opened)
         blocks = _decompress(file, path, chunk_bytes)
         if kind == ".txt":
             text = _whole_text(blocks, document_bytes)
@@ -193,12 +124,12 @@ def _read_file(part: FilePart, text_key: str, chunk_bytes: int, document_bytes: 
         number = 1
         for payload in _whole_lines(blocks, chunk_bytes, document_bytes):
             if isinstance(payload, TooLarge):
-                yield Chunk(path, "line", number, [payload], position + file.count, begin)
+                yield Chunk(path, "line", number, [payload], position + file.count)
                 number += 1
                 continue
-            if begin == 0 and number == 1:
+            if number == 1:
                 payload = payload.removeprefix(codecs.BOM_UTF8)
-            yield Chunk(path, "line", number, payload, position + file.count, begin)
+            yield Chunk(path, "line", number, payload, position + file.count)
             number += payload.count(b"\n")
 
 

@@ -75,6 +75,27 @@ def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit, tmp_
         assert [line for line in passed_on if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
 
 
+@pytest.mark.parametrize(
+    "last, count, told", [(None, 0, ""), (2, 3, " --part 1/3"), (1, 1, "the array does not begin at 0")]
+)
+def test_tasks_of_an_array_preprocess_a_part_each(tmp_path, last, count, told):
+    """Slurm runs a copy of the script."""
+    script = shutil.copy(REPOSITORY / "slurm" / "preprocess.sh", tmp_path)
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "   Command={REPOSITORY}/slurm/preprocess.sh --input x"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TAPE_PYTHON": "echo", "SLURM_JOB_ID": "7"}
+    variables |= {"SLURM_CPUS_ON_NODE": "2"}
+    if count:
+        task = {"ID": 1, "MAX": last, "COUNT": count}
+        variables |= {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in task.items()}
+    command = ["bash", script, "--input", "a b*"]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    if last == 1:
+        assert done.returncode == 1 and told in done.stderr
+    else:
+        assert done.stdout == f"{REPOSITORY}/tools/preprocess_data.py --workers 2 --input a b*{told}\n"
+
+
 CHAIN = [RECIPE, "--data.prefix=a", "--model.position_encoding=rope"]
 CHAIN += ["--extend", str(REPOSITORY / "tests" / "recipes" / "extend.yaml"), "--data.prefix=a"]
 

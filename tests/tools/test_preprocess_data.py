@@ -20,8 +20,8 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from tool_runs import command, read_pair, write_lines
 
 from megatron_tape.data import preprocessing, raw_chunks
-from megatron_tape.data.documents import Problems, parse_chunk, read_texts
-from megatron_tape.data.raw_chunks import Chunk, FilePart
+from megatron_tape.data.documents import read_texts
+from megatron_tape.data.raw_chunks import Chunk
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 
@@ -157,18 +157,6 @@ def test_a_bad_line_in_a_pipe_is_named(preprocess, tmp_path):
     assert len(IndexedDataset(str(tmp_path / "out"))) == 2
 
 
-def test_lines_are_counted_only_for_the_places_that_are_shown(tmp_path, monkeypatch):
-    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' + b"1\n" * 8)
-    parts = [FilePart(str(tmp_path / "bad.jsonl"), 5, 30)]
-    problems = Problems()
-    monkeypatch.setattr(raw_chunks, "lines_before", lambda path, offset: pytest.fail("counted"))
-    for chunk in raw_chunks.read_chunks(parts, "text", 1):
-        problems.merge(parse_chunk(chunk, "text")[2])
-    monkeypatch.undo()
-    places = ", ".join(f"{tmp_path}/bad.jsonl:{line}" for line in (2, 3, 4))
-    assert list(problems.report()) == [f"skipped 8: not a JSON object ({places}, ...)"]
-
-
 def cut_off(content):
     return content[: len(content) * 3 // 4]
 
@@ -244,7 +232,7 @@ def test_a_text_that_all_rows_of_parquet_repeat_is_not_copied_for_all(tmp_path, 
     pa.parquet.write_table(pa.table({"text": values}), tmp_path / "a.parquet", compression="zstd", **options)
     pool = pa.default_memory_pool()
     before = pool.bytes_allocated()
-    for chunk in raw_chunks.read_chunks([FilePart(str(tmp_path / "a.parquet"))], "text", 1 << 18, 1 << 22):
+    for chunk in raw_chunks.read_chunks([str(tmp_path / "a.parquet")], "text", 1 << 18, 1 << 22):
         assert [len(text) for text in chunk.payload] == [1 << 22]
         assert pool.bytes_allocated() - before < 1 << 27
 
@@ -270,7 +258,7 @@ def test_rows_of_parquet_are_read_one_by_one_only_where_they_may_be_large(tmp_pa
     monkeypatch.setattr(
         pa.parquet.ParquetFile, "iter_batches", lambda *own, **given: found.append(own[1]) or read(*own, **given)
     )
-    (chunk,) = raw_chunks.read_chunks([FilePart(str(tmp_path / "a.parquet"))], "text", 1 << 18)
+    (chunk,) = raw_chunks.read_chunks([str(tmp_path / "a.parquet")], "text", 1 << 18)
     assert found == ([rows] if rows else [])
     if rows:
         assert chunk.payload == [text.encode() for text in texts]
@@ -316,19 +304,19 @@ def test_documents_that_are_too_large_are_bad_ones(preprocess, tmp_path, name, c
 def test_the_largest_document_is_exact(tmp_path, chunk_bytes):
     lines = [b"1" * length for length in (3, 10, 11, 10, 12, 40, 1)]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    found = raw_chunks.read_chunks([FilePart(str(tmp_path / "a.jsonl"))], "text", chunk_bytes, 10)
+    found = raw_chunks.read_chunks([str(tmp_path / "a.jsonl")], "text", chunk_bytes, 10)
     large = [chunk.first for chunk in found if isinstance(chunk.payload, list)]
     assert large == [3, 5, 6]
     for size, kept in ((10, True), (11, False)):
         (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"x" * size)
-        (chunk,) = raw_chunks.read_chunks([FilePart(str(tmp_path / "a.txt"))], "text", chunk_bytes, 10)
+        (chunk,) = raw_chunks.read_chunks([str(tmp_path / "a.txt")], "text", chunk_bytes, 10)
         assert (chunk.payload == [b"x" * size]) == kept
 
 
 def test_a_line_without_an_end_is_an_error_before_its_end(tmp_path):
     (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
     encoding = preprocessing.Encoding(Characters(), "text", True, 1000)
-    results = preprocessing.encode_files([FilePart(str(tmp_path / "endless.jsonl"), 0, None)], encoding, 1, 1 << 18)
+    results = preprocessing.encode_files([str(tmp_path / "endless.jsonl")], encoding, 1, 1 << 18)
     assert list(next(results).problems.counts) == ["more than 1,000 bytes in one document"]
     results.close()
 
@@ -342,7 +330,7 @@ def test_what_is_too_large_takes_little_memory(tmp_path):
         file.write(b'\n{"text": "after"}\n')
     tracemalloc.start()
     for name, count in (("a.txt", 1), ("a.jsonl.gz", 2)):
-        assert len(list(raw_chunks.read_chunks([FilePart(str(tmp_path / name))], "text", 1 << 18, 1 << 16))) == count
+        assert len(list(raw_chunks.read_chunks([str(tmp_path / name)], "text", 1 << 18, 1 << 16))) == count
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 23
@@ -352,22 +340,8 @@ def test_what_is_too_large_takes_little_memory(tmp_path):
 def test_chunks_are_small_however_well_lines_compress(tmp_path, name, compress):
     lines = b'{"text": "a"}\n' * 300_000
     (tmp_path / name).write_bytes(compress(lines))
-    payloads = [chunk.payload for chunk in raw_chunks.read_chunks([FilePart(str(tmp_path / name))], "text", 1 << 18)]
+    payloads = [chunk.payload for chunk in raw_chunks.read_chunks([str(tmp_path / name)], "text", 1 << 18)]
     assert b"".join(payloads) == lines and max(map(len, payloads)) < 1 << 21
-
-
-def test_the_largest_document_belongs_to_the_origin_where_documents_are_skipped(preprocess, corpus, tmp_path):
-    preprocess(corpus, "--shard", "0/2", "--on-error", "skip")
-    error = preprocess(corpus, "--shard", "0/2", "--on-error", "skip", "--max-document-bytes", 10**6, code=2).stderr
-    assert "was made differently (max_document_bytes 12000000 instead of 1000000)" in error
-
-
-def test_shards_that_record_something_more_are_made_differently(preprocess, corpus, tmp_path):
-    preprocess(corpus, "--shard", "0/2")
-    path = tmp_path / "out.shard-00000-of-00002.origin"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_document_bytes": 1}))
-    error = preprocess(corpus, "--shard", "0/2", code=2).stderr
-    assert "was made differently (max_document_bytes 1 instead of None)" in error
 
 
 @pytest.mark.parametrize("number", [1, 70])
@@ -392,7 +366,7 @@ def test_a_worker_without_memory_names_the_documents(monkeypatch, tmp_path):
     monkeypatch.setattr(Characters, "encode_batch", fails)
     encoding = preprocessing.Encoding(Characters(), "text", True)
     with pytest.raises(ChildProcessError, match=r"lacks memory for the documents from .*a\.jsonl:1 on; use fewer"):
-        list(preprocessing.encode_files([FilePart(str(tmp_path / "a.jsonl"))], encoding, 1, 1))
+        list(preprocessing.encode_files([str(tmp_path / "a.jsonl")], encoding, 1, 1))
 
 
 def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_path):
