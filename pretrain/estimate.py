@@ -14,44 +14,18 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
 from megatron_tape.planning.flops import flops_per_step
-from megatron_tape.planning.hardware import KINDS, Hardware, with_rates
+from megatron_tape.planning.hardware import KINDS, Hardware
 from megatron_tape.planning.memory import Memory, checkpoint_bytes, checkpoints_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
-from megatron_tape.planning.search import (
-    CHOSEN,
-    GIB,
-    HEADROOM,
-    ONE_GPU,
-    Prediction,
-    SearchResult,
-    fits,
-    search,
-    smaller,
-)
-from megatron_tape.planning.step_time import step_time
+from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, ONE_GPU, Candidate, SearchResult, fits, search, smaller
+from megatron_tape.planning.step_time import EFFICIENCY, step_time
 from megatron_tape.position import encoding_of
 from megatron_tape.text import counted, duration
 
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
 """Common GPU memory sizes, and the GiB that are actually available on each."""
 LARGEST = max(GPU_MEMORY.values())
-PHASES = {
-    "projections": "projections and MLP",
-    "attention": "attention",
-    "position": "position update",
-    "elementwise": "norms, residuals, activation",
-    "recomputation": "recomputation",
-    "loss": "output layer and loss",
-    "optimizer": "gradients' sum and optimizer",
-    "host": "waiting for the host",
-    "tensor_parallel": "tensor-parallel communication",
-    "context_parallel": "context-parallel communication",
-    "pipeline_parallel": "pipeline-parallel communication",
-    "zero": "ZeRO's communication",
-    "bubble": "bubble: stages wait for others",
-}
-"""Names of the phases of a step."""
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -62,9 +36,9 @@ PARTS = {
     "working": "extra at the peak",
 }
 """Names of the parts of the peak."""
-ROW = "{:>6}{:>8}{:>9}{:>6}{:>5}{:>6}{:>10}{:>9}{:>10}{:>6}{:>7}"
+ROW = "{:>6}{:>8}{:>9}{:>6}{:>5}{:>6}{:>10}{:>9}{:>7}"
 """How a search lists a layout."""
-COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB")
+COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute", "s/step", "GiB")
 TOO_LARGE = 2
 """Layouts that need more than so many times the memory of a GPU are not listed beside those that fit."""
 
@@ -85,12 +59,6 @@ def main(argv: list[str] | None = None) -> int:
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
     config = parse_run_config(settings, with_base_settings)
     hardware = KINDS[options.gpu or "H100"]
-    hardware = with_rates(hardware, options.rates) if options.rates else hardware
-    if hardware.name not in KINDS:
-        _warn(
-            f"predicted for {hardware.name}: what was not measured is that of another machine, so that times mean "
-            "little"
-        )
     gib = hardware.memory if gib is None and options.gpu else gib
     if options.search:
         plan, gib = Plan(config, processes, generation=hardware.generation), gib or hardware.memory
@@ -114,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
         prog="python -m pretrain.estimate",
         usage="%(prog)s --config X.yaml [--section.key value ...] [--processes N] [--gpu-memory GIB] "
-        "[--gpu KIND] [--rates FILE] [--search]",
-        description="Estimate parameters, memory per GPU, FLOPs, step time, tokens and disk space of a run, without a "
-        "GPU.",
+        "[--gpu KIND] [--search]",
+        description="Count parameters, memory per GPU, FLOPs, tokens and disk space of a run, without a GPU, and "
+        "assume a step time.",
         epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
     )
     add = parser.add_argument
@@ -126,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     gpu_help = "kind of GPU, for memory and the step time, which is otherwise that of an H100"
     kinds = {kind.lower(): kind for kind in KINDS}
     add("--gpu", type=lambda text: kinds.get(text.lower(), text), choices=KINDS, help=gpu_help)
-    add("--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones")
     search_help = (
         "list the ten fastest layouts that fit on --processes GPUs: tensor-, context- and pipeline-parallel sizes, "
         "virtual stages, ZeRO stage, micro-batch size and recomputation; the global batch stays"
@@ -146,7 +113,7 @@ def _warn_of_encoding(model: ModelConfig) -> None:
     if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
         _warn(
             f"{encoding} must {described(slower)} in attention, counted at the speed of RoPE's; steps take longer than "
-            "predicted"
+            "assumed"
         )
 
 
@@ -193,29 +160,29 @@ def _attention(plan: Plan) -> str:
 
 def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
     try:
-        found = Prediction(plan, step_time(plan, hardware), memory(plan))
+        time = step_time(plan, hardware)
     except ConfigError as error:
-        yield "step time", f"not predicted: {error}"
+        yield "step time", f"not assumed: {error}"
         return
-    total, speed = found.time.total, found.tokens_per_second
-    yield "step time (predicted, not measured)", f"{total:8.3f} s on {_named(hardware)}"
-    for phase, name in PHASES.items():
-        if seconds := getattr(found.time, phase):
-            yield f"  {name}", f"{seconds:8.3f} s {seconds / total:4.0%}"
-    yield "tokens per second", f"{speed * plan.processes:,.0f}, {speed:,.0f} per GPU"
-    yield "MFU", f"{found.utilization(hardware):.1%}"
-    yield "time of the run", duration(total * plan.tokens / plan.tokens_per_step)
+    parts = {"communication": time.communication, "waiting for other stages": time.bubble}
+    of_these = "".join(f", {value / time.total:.0%} {name}" for name, value in parts.items() if value)
+    yield "step time, assumed", f"{_seconds(time.total)} s on {_assumed(hardware)}{of_these}"
+    yield "time of the run, assumed", duration(float(f"{time.total * plan.tokens / plan.tokens_per_step:.2g}"))
 
 
-def _named(hardware: Hardware) -> str:
-    measured = ", ".join(hardware.measured)
-    return f"{hardware.name}, " + (f"measured: {measured}; else assumed" if measured else "rates assumed")
+def _seconds(time: float) -> str:
+    """Return two digits, as no more can be assumed."""
+    return f"{float(f'{time:.2g}'):g}"
+
+
+def _assumed(hardware: Hardware) -> str:
+    return f"{hardware.name} at {EFFICIENCY:.0%} of the peak"
 
 
 def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> Iterator[str]:
     gpus, batch = counted(plan.processes, "GPU"), counted(plan.config.train.global_batch_size, "sequence")
     yield (
-        f"predicted for {gpus}, {_named(hardware)}; {batch} of {plan.model.seq_length:,} tokens a step; "
+        f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens a step; "
         f"{counted(found.tried, 'layout')}"
     )
     if not found.tried:
@@ -223,22 +190,21 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
         yield from _reasons(found)
         return
     yield f"attention, assumed: {_attention(plan)}"
-    yield ROW.format(*COLUMNS) + "  most time in"
-    for prediction in found.fitting:
-        most = ", ".join(f"{name} {share:.0%}" for name, share in prediction.phases()[:3])
-        yield f"{_row(prediction, hardware)}  {most}"
+    yield ROW.format(*COLUMNS)
+    for candidate in found.fitting:
+        yield _row(candidate)
     others = found.too_large
     if found.fitting:
         yield f"the first of these: {_settings(found.fitting[0].plan.config)}"
-        others = [prediction for prediction in others if prediction.memory.peak < TOO_LARGE * gib * GIB]
+        others = [candidate for candidate in others if candidate.memory.peak < TOO_LARGE * gib * GIB]
     if found.fitting and others:
         yield f"as fast, but too large for {gib:g} GiB, of which {HEADROOM:.0%} must stay free:"
     elif not found.fitting:
-        others = sorted(others, key=lambda prediction: prediction.memory.peak)
+        others = sorted(others, key=lambda candidate: candidate.memory.peak)
         yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free" + "; the smallest:" * bool(others)
-    for prediction in others[:5]:
-        size, part = max((getattr(prediction.memory, part), name) for part, name in PARTS.items())
-        yield f"{_row(prediction, hardware)}  {size / GIB:.1f} of them {part}"
+    for candidate in others[:5]:
+        size, part = max((getattr(candidate.memory, part), name) for part, name in PARTS.items())
+        yield f"{_row(candidate)}  {size / GIB:.1f} of them {part}"
     yield from _reasons(found)
 
 
@@ -256,20 +222,18 @@ def _reasons(found: SearchResult) -> Iterator[str]:
         yield f"{counted(times, 'layout')} cannot run: {why}"
 
 
-def _row(prediction: Prediction, hardware: Hardware) -> str:
-    plan = prediction.plan
+def _row(candidate: Candidate) -> str:
+    plan, train = candidate.plan, candidate.plan.config.train
     return ROW.format(
         plan.tensor_size,
         plan.context_size,
         plan.pipeline,
         plan.replicas // plan.context_size,
         plan.zero_stage,
-        plan.config.train.micro_batch_size,
-        plan.config.train.recompute,
-        f"{prediction.time.total:.3f}",
-        f"{prediction.tokens_per_second:,.0f}",
-        f"{prediction.utilization(hardware):.1%}",
-        f"{prediction.memory.peak / GIB:.1f}",
+        train.micro_batch_size,
+        train.recompute,
+        _seconds(candidate.time.total),
+        f"{candidate.memory.peak / GIB:.1f}",
     )
 
 

@@ -13,7 +13,6 @@ from models import SMALL, build, load_whole, random_tokens, small_model, whole_w
 from plans import middle_model, saved_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import rates
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
@@ -318,7 +317,6 @@ def main(folder):
         for name, changes in COUNTED.items()
     }
     results["held"] = [*held_and_saved()]
-    results["links"] = [rates.of_links(node_size, torch.device("cpu")) for node_size in (2, 1)]
     results["faults"] = faults
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
     return results

@@ -4,12 +4,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import get_args, get_type_hints
+from typing import NamedTuple, get_args, get_type_hints
 
 from megatron_tape.config.schema import RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.planning.flops import flops_per_step
-from megatron_tape.planning.hardware import Hardware
+from megatron_tape.planning.hardware import NODE_SIZE, Hardware
 from megatron_tape.planning.memory import Memory, memory
 from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.step_time import StepTime, step_time
@@ -51,36 +50,21 @@ def fits(needed: Memory, gib: float) -> bool:
     return needed.peak <= (1 - HEADROOM) * gib * GIB
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a plan is predicted to take."""
+class Candidate(NamedTuple):
+    """A layout, with its assumed time."""
 
     plan: Plan
     time: StepTime
     memory: Memory
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens that one GPU trains on in a second."""
-        return self.plan.tokens_per_step / self.time.total / self.plan.processes
-
-    def utilization(self, hardware: Hardware) -> float:
-        """Return the MFU: the share of the GPU's peak that goes into the model's FLOPs."""
-        return flops_per_step(self.plan) // self.plan.processes / self.time.total / hardware.peak
-
-    def phases(self) -> list[tuple[str, float]]:
-        """Return the phases of a step and their shares of its time, the largest first."""
-        seconds = sorted(((seconds, name) for name, seconds in dataclasses.asdict(self.time).items()), reverse=True)
-        return [(name, taken / self.time.total) for taken, name in seconds]
 
 
 @dataclass
 class SearchResult:
     """The outcome of a search."""
 
-    fitting: list[Prediction] = field(default_factory=list)
+    fitting: list[Candidate] = field(default_factory=list)
     """The fastest that fit, the fastest first."""
-    too_large: list[Prediction] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
     """Those that would be as fast, but do not fit, the fastest first."""
     tried: int = 0
     """How many layouts there are without those refused."""
@@ -93,26 +77,26 @@ def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wante
 
     Tensor-, context- and pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch size and recomputation are
     tried; the global batch and all other settings stay as they are. Tensor parallelism stays within a node, and stages
-    hold equal numbers of layers, or the first and the last one fewer. Raises ConfigError if the run itself cannot be
-    predicted.
+    hold equal numbers of layers, or the first and the last one fewer. Raises ConfigError if no time can be assumed
+    for the run.
     """
     found, timed = SearchResult(), []
-    for candidate in candidates(plan, hardware.node_size, validate, found.refused):
-        timed.append((step_time(candidate, hardware), candidate))
+    for changed in candidates(plan, validate, found.refused):
+        timed.append((step_time(changed, hardware), changed))
     found.tried = len(timed)
     # Of layouts that are as fast, the one that needs less comes first: the earlier one.
-    for time, candidate in sorted(timed, key=lambda pair: pair[0].total):
-        prediction = Prediction(candidate, time, memory(candidate))
-        (found.fitting if fits(prediction.memory, gib) else found.too_large).append(prediction)
+    for time, changed in sorted(timed, key=lambda pair: pair[0].total):
+        candidate = Candidate(changed, time, memory(changed))
+        (found.fitting if fits(candidate.memory, gib) else found.too_large).append(candidate)
         if len(found.fitting) == wanted:
             break
     return found
 
 
-def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
+def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
     """Yield `plan` in every layout that `validate` accepts; count in `refused` why others were not."""
     processes, train = plan.processes, plan.config.train
-    for tensor_size, context_size, stages, virtual, layers in _layouts(plan, node_size):
+    for tensor_size, context_size, stages, virtual, layers in _layouts(plan):
         shared = train.global_batch_size * tensor_size * context_size * stages // processes
         for micro_batch_size in (2**i for i in range(max(1, shared.bit_length()))):
             changes = {
@@ -135,10 +119,10 @@ def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[
                     yield dataclasses.replace(plan, config=replaced(config, {"train.recompute": recompute}))
 
 
-def _layouts(plan: Plan, node_size: int) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
+def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
     """Yield tensor-, context- and pipeline-parallel sizes, virtual stages and, if they are not equal, their layers."""
     layers = plan.model.num_layers
-    for tensor_size in _divisors(plan.processes, node_size):
+    for tensor_size in _divisors(plan.processes, NODE_SIZE):
         for context_size in _divisors(plan.processes // tensor_size, plan.model.num_attention_heads):
             yield tensor_size, context_size, 1, 1, None
             for stages in _divisors(plan.processes // (tensor_size * context_size), layers // 2)[1:]:

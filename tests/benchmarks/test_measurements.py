@@ -9,11 +9,9 @@ import torch
 
 from benchmarks import (
     attention,
-    cpu_parts,
     encodings,
     generate,
     preprocess,
-    rates,
     timing,
 )
 from megatron_tape.huggingface.modeling import attention_tape
@@ -177,28 +175,6 @@ def test_an_encoding_with_wrong_attention_gets_no_figure(recorded, monkeypatch):
     assert "differ" in row["failed"] and "step_over_rope" not in row
     with pytest.raises(SystemExit):
         encodings.parse(["--only", "alibi", "dream"])
-
-
-def test_the_parts_of_a_layer_are_added_up(monkeypatch, capsys):
-    for name, size in {"S": 32, "H": 2, "D": 8, "C": 16, "FFN": 32, "P": 4}.items():
-        monkeypatch.setattr(cpu_parts, name, size)
-    threads = torch.get_num_threads()
-    assert cpu_parts.main(["--repetitions=2"]) == 0
-    torch.set_num_threads(threads)
-    head, *rows, ratio = capsys.readouterr().out.splitlines()
-    found = {row[:28].strip(): [float(number) for number in row[28:].split()] for row in rows}
-    together = found.pop("together")
-    assert found["position update"][0] == found["gate of the update"][0] == 0.0
-    del found["rotation alone"]
-    sums = [sum(column) for column in zip(*found.values())]
-    assert all(abs(a - b) < 0.5 for a, b in zip(sums, together)) and ratio.startswith("TAPE / RoPE: ")
-
-
-def test_rates_of_this_device_are_written_for_the_estimate(tmp_path):
-    rates.main([f"--output={tmp_path / 'rates.json'}"])
-    assert set(json.loads((tmp_path / "rates.json").read_text())["rates"]) == {
-        "matmul", "attention", "state_attention", "memory_bandwidth", "operation_start",
-    }  # fmt: skip
 
 
 def test_preprocessing_gives_no_figure_unless_both_tools_wrote_the_same(tmp_path, monkeypatch):

@@ -107,13 +107,6 @@ def test_each_of_two_processes_holds_and_saves_what_is_estimated(results, case):
     assert activations(plan, fused_norms=False).saved == pytest.approx(saved, rel=0.01)
 
 
-def test_links_inside_and_between_nodes_are_measured(results):
-    in_a_node, in_two_nodes = results["links"]
-    assert in_a_node.keys() == {"intra_node_bandwidth", "intra_node_latency"}
-    assert in_two_nodes.keys() == {"inter_node_bandwidth", "inter_node_latency"}
-    assert min(*in_a_node.values(), *in_two_nodes.values()) > 0
-
-
 @pytest.mark.parametrize("cp", [1, 2])
 def test_under_zero_3_each_rank_draws_its_part_of_the_whole_weights(results, cp):
     result = results["partitions"][cp]

@@ -69,7 +69,7 @@ def test_a_searched_or_changed_plan_keeps_the_generation_of_its_gpus():
     from megatron_tape.planning.search import candidates, smaller
 
     plan = dataclasses.replace(of_recipe(8), generation=OTHER_GPU)
-    assert {candidate.generation for candidate in candidates(plan, 8, validate, Counter())} == {OTHER_GPU}
+    assert {candidate.generation for candidate in candidates(plan, validate, Counter())} == {OTHER_GPU}
     assert smaller(plan, 1, validate).plan.generation == OTHER_GPU
 
 

@@ -1,6 +1,5 @@
-"""What `python -m pretrain.estimate` prints: the estimate, advice, predicted times and the search for a layout."""
+"""What `python -m pretrain.estimate` prints: the estimate, advice, assumed times and the search for a layout."""
 
-import json
 import re
 import subprocess
 import sys
@@ -152,8 +151,6 @@ def test_what_fits_is_no_warning(run):
         (["--search"], "--search needs --processes"),
         (["--search", "--processes=16", "--train.recompute=full"], "--search chooses train.recompute itself"),
         (["--search", "--processes=8", "--train.precision=fp32"], "train.precision is fp32"),
-        (["--search", "--processes=8", "--deepspeed.offload_optimizer=true"], "on the host"),
-        (["--rates", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_mistakes_end_in_one_sentence(refused, arguments, named):
@@ -169,46 +166,29 @@ def test_an_estimate_needs_no_torch():
     subprocess.run(command_line, check=True, capture_output=True, cwd=RECIPES.parents[1])
 
 
-def test_the_phases_of_a_step_add_up(run):
+def test_a_step_time_is_marked_as_assumed_and_has_two_digits(run):
     output, expected = run("--processes", "64", *TWO).out, step_time(of_recipe(64, *TWO), KINDS["H100"])
-    total = re.search(r"^step time \(predicted, not measured\) +([\d.]+) s on H100, rates assumed$", output, re.M)
-    phases = re.findall(r"^  [^\n]* ([\d.]+) s +\d+%$", output, re.M)
-    assert float(total[1]) == pytest.approx(expected.total, abs=1e-3)
-    assert sum(map(float, phases)) == pytest.approx(expected.total, abs=0.01) and len(phases) == 8
-    assert re.search(rf"^tokens per second +{512 * 4096 / expected.total:,.0f}, ", output, re.M)
+    row = re.search(r"^step time, assumed +([\d.]+) s on H100 at 40% of the peak, (\d+)% communication$", output, re.M)
+    assert float(row[1]) == pytest.approx(expected.total, rel=0.05) and len(row[1].strip("0.").replace(".", "")) <= 2
+    assert int(row[2]) == round(100 * expected.communication / expected.total)
 
 
 @pytest.mark.parametrize(
     "option, said",
     [
-        ("--train.precision=fp32", r"^step time +not predicted: train.precision is "),
-        ("--gpu=h200", " s on H200, rates assumed"),  # whose name may be written in small letters
+        ("--train.precision=fp32", r"^step time +not assumed: train.precision is "),
+        ("--gpu=h200", " s on H200 at"),  # whose name may be written in small letters
     ],
 )
 def test_the_step_time_is_that_of_the_named_gpu_or_is_said_to_be_unknown(run, option, said):
     assert re.search(said, run(option).out, re.M)
 
 
-@pytest.mark.parametrize(
-    "gpu, named, warned",
-    [
-        ("NVIDIA H100 80GB HBM3", "on H100, measured: matmul, attention; else assumed", False),
-        ("CPU", "on H100 with rates of CPU, measured: matmul, attention; else assumed", True),
-    ],
-)
-def test_measured_rates_are_named(run, tmp_path, gpu, named, warned):
-    path = tmp_path / "rates.json"
-    path.write_text(json.dumps({"gpu": gpu, "rates": {"matmul": 7e14, "attention": 3e14}}))
-    output, error = run("--rates", str(path))
-    assert named in output
-    assert error.startswith("warning: predicted for H100 with rates of CPU: ") if warned else error == ""
-
-
 def test_a_search_names_the_settings_of_the_fastest_layout(run, tmp_path):
     output = run("--processes=64", "--search").out
     settings = re.search(r"^the first of these: (.*)$", output, re.M)[1].split()
     first = output.splitlines()[3].split()
-    assert f" {first[7]} s on H100, rates assumed" in run("--processes=64", *settings).out
+    assert f" {first[7]} s on H100 at" in run("--processes=64", *settings).out
     assert {"--parallel.sequence_parallel", "--parallel.pipeline_layers"} < set(settings)
 
 
@@ -227,26 +207,24 @@ def test_a_search_tries_only_what_the_settings_allow(run, tmp_path):
 
 def test_no_layout_is_tried_twice():
     plan = of_recipe(8)
-    found = [str(candidate.config) for candidate in candidates(plan, 8, validate, Counter())]
+    found = [str(candidate.config) for candidate in candidates(plan, validate, Counter())]
     assert len(found) == len(set(found)) > 100
 
 
 def test_a_search_lists_layouts_and_why_others_do_not_fit(run):
     output = run("--search", "--processes=16", "--gpu-memory=40").out
-    rows = re.findall(
-        r"^ +(\d+) +\d+ +[\dx]+ +\d+ +([123]) +\d+ +\w+ +([\d.]+) +[\d,]+ +[\d.]+% +([\d.]+)  (.*)$", output, re.M
-    )
+    rows = re.findall(r"^ +(\d+) +\d+ +[\dx]+ +\d+ +([123]) +\d+ +\w+ +([\d.]+) +([\d.]+)(.*)$", output, re.M)
     fitting, others = rows[:10], rows[10:]
     assert [float(row[2]) for row in fitting] == sorted(float(row[2]) for row in fitting)
-    assert all(float(row[3]) <= 0.9 * 40 for row in fitting) and "projections" in fitting[0][4]
+    assert all(float(row[3]) <= 0.9 * 40 for row in fitting)
     assert 0 < len(others) <= 5 and all(0.9 * 40 < float(row[3]) < 2 * 40 for row in others)
-    assert "activations" in others[0][4] and "predicted for 16 GPUs, H100, rates assumed" in output
+    assert "activations" in others[0][4] and "assumed for 16 GPUs, H100 at" in output
 
 
 def test_a_search_without_a_layout_that_fits_lists_the_smallest_and_without_any_says_why(run):
     output = run("--search", "--processes=16", "--gpu-memory=1", status=1).out
     assert "none fits in 1 GiB, of which 10% must stay free; the smallest:\n" in output
-    sizes = [float(size) for size in re.findall(r"% +([\d.]+)  ", output.partition("smallest:")[2])]
+    sizes = [float(size) for size in re.findall(r" ([\d.]+)  [\d.]+ of them", output.partition("smallest:")[2])]
     assert len(sizes) == 5 and sizes == sorted(sizes)
     output = run("--search", "--processes=63", status=1).out
     assert "\nno layout can run on 63 GPUs\n" in output and "fits in" not in output

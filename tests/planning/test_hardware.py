@@ -1,10 +1,8 @@
 """Peaks of GPUs by the names that CUDA states."""
 
-import json
-
 import pytest
 
-from megatron_tape.planning.hardware import KINDS, peak_flops, with_rates
+from megatron_tape.planning.hardware import peak_flops
 
 NAMES = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -36,9 +34,3 @@ def test_a_name_of_cuda_has_the_peak_of_its_data_sheet(name):
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_gpus_and_parts_of_gpus_have_no_peak(name):
     assert peak_flops(name) is None
-
-
-def test_rates_of_a_gb200_are_not_those_of_a_b200(tmp_path):
-    path = tmp_path / "rates.json"
-    path.write_text(json.dumps({"gpu": "NVIDIA GB200", "rates": {"matmul": 1.6e15}}))
-    assert with_rates(KINDS["B200"], path).name == "B200 with rates of NVIDIA GB200"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_tape.planning.communication import ALL_GATHER, Traffic, communication
-from megatron_tape.planning.flops import product_flops
 from megatron_tape.planning.memory import memory_of_stage
 from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.rehearsal.run import Rehearsal
@@ -56,12 +55,7 @@ def compared(outcome: Rehearsal, processes: int) -> Iterator[Row]:
     yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
     yield Row("peak while the weights are made", outcome.start, None, None)
     yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
-    products, by_muon = (
-        outcome.record.product_flops,
-        plan.muon_elements > 0,
-    )  # what it computes and sends is not counted
-    tolerance = None if by_muon else TOLERANCE
-    yield Row("FLOPs of matrix products (10^9)", products, product_flops(plan), tolerance, unit=10**9)
+    by_muon = plan.muon_elements > 0  # what it sends is not counted
     planned, sent = communication(plan, outcome.replicated_share), outcome.record.traffic
     totals = Counter()
     for (group, _), traffic in planned.items():

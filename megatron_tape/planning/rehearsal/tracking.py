@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from megatron_tape.planning.communication import (
     ALL_GATHER,
@@ -67,8 +66,6 @@ class Record:
     """How often the host waits for the GPU, by phase, reason and place."""
     launches: Counter = field(default_factory=Counter)
     """Kernels of our own, by name."""
-    product_flops: int = 0
-    """FLOPs of matrix products, attention's left out, as torch counts them."""
 
 
 class Tracker(TorchDispatchMode):
@@ -165,9 +162,6 @@ class Tracker(TorchDispatchMode):
             )
         for tensor in outputs:
             self._book(tensor)
-        counts = flop_registry.get(func._overloadpacket)
-        if counts is not None and "attention" not in func.__name__:
-            self.record.product_flops += counts(*args, **kwargs, out_val=result)
         return result
 
     def _phase_now(self) -> str:
