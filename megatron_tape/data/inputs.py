@@ -30,8 +30,6 @@ _SAMPLED = 256
 """How many documents of a dataset are looked at for their end."""
 _LARGE_INDEX = 1 << 30
 """Bytes of an index that takes seconds to check."""
-_BLOCK = 1 << 20
-"""How many documents are counted at once."""
 
 
 def check_data_files(config: RunConfig) -> None:
@@ -214,8 +212,7 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
 def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
     """Return the numbers of the datasets that give a split a whole sequence, and what is wrong with each of the others.
 
-    `split` is training or validation. Of a large dataset only the first documents are looked at. Raises ConfigError if
-    no dataset is left, FileError if one cannot be read.
+    `split` is training or validation. Raises ConfigError if no dataset is left, FileError if one cannot be read.
     """
     prefixes, seq_length = blend(config.data.prefix)[0], config.model.seq_length
     train, validation, _ = split_shares(config.data.split)
@@ -224,12 +221,9 @@ def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
     for number, prefix in enumerate(prefixes):
         lengths = IndexedDatasetReader(prefix).lengths
         first, last = (round(bound * len(lengths)) for bound in bounds)
-        tokens = 0
-        for start in range(first, last, _BLOCK):
-            tokens += int(lengths[start : min(start + _BLOCK, last)].sum(dtype=np.int64))
-            if tokens > seq_length:
-                kept.append(number)
-                break
+        tokens = int(lengths[first:last].sum(dtype=np.int64))
+        if tokens > seq_length:
+            kept.append(number)
         else:
             problems.append(
                 f"is {config.data.split}, whose {split} share gives {tokens:,} tokens of {prefix}, less than one "

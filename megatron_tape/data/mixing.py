@@ -20,15 +20,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.index_cache import DamagedIndex, cached, load_array, open_new, save_array
-from megatron_tape.data.long_documents import (
-    Pools,
-    numbers_of_long,
-    passes_in_words,
-    share_past_in_mix,
-    training_lengths,
-)
+from megatron_tape.data.long_documents import Pools, passes_in_words, training_lengths
 from megatron_tape.data.windows import DocumentWindows, cut_documents
 
 logger = logging.getLogger(__name__)
@@ -184,7 +178,7 @@ def mix_with_long_documents(
 
         def make(prefix: str = member.prefix) -> dict[str, np.ndarray]:
             lengths = training_lengths(prefix, config.data.split)
-            return cut_documents(lengths, numbers_of_long(lengths, minimum), seq_length)
+            return cut_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
 
         key = [member.prefix, settings.tokenizer.unique_identifiers, config.data.split, minimum, seq_length]
         cut = cached(cache, "DocumentWindows", key, make)
@@ -206,12 +200,4 @@ def mix_with_long_documents(
             logger.info(sentence)
             if warning:
                 logger.warning("warning: %s", warning)
-        prefixes, weights = blend(config.data.prefix)
-        lengths = [training_lengths(prefix, config.data.split) for prefix in prefixes]
-        far = config.model.seq_length // 2
-        mixed = share_past_in_mix(lengths, weights, config.model.seq_length, [far], minimum, share)
-        logger.info(
-            f"{100 * mixed[0]:.1f} % of training positions are {far:,} or more tokens into their document "
-            "(50 % would be if each sequence were one document)"
-        )
     return mix

@@ -6,15 +6,18 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_tape.data.long_documents import windows_of
-
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:
     """Return where the windows of `documents` (D,) lie, indices into the `lengths` of a dataset: arrays (D,), int64.
 
-    `ends_of_whole` counts the whole windows up to and with each document, and `left` the tokens that fill none.
+    `ends_of_whole` counts the whole windows up to and with each document, and `left` the tokens that fill none. Windows
+    of a document begin at its start and lie side by side; the token after each, its last label, is in the document too.
+    A single token that is left is only a label, and counts as none.
     """
-    whole, left = windows_of(lengths[documents], seq_length)
+    lengths = lengths[documents].astype(np.int64)
+    whole = np.maximum(lengths - 1, 0) // seq_length
+    left = lengths - whole * seq_length
+    left[(whole > 0) & (left == 1)] = 0
     return {"documents": documents, "ends_of_whole": np.cumsum(whole), "left": left}
 
 

@@ -1,4 +1,4 @@
-"""`data.long_documents`: what is drawn, from where in its document, in which order, and how far it reaches."""
+"""`data.long_documents`: what is drawn, from where in its document, in which order, and how often it repeats."""
 
 import re
 
@@ -10,10 +10,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from models import small_model
 
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
-from megatron_tape.data import long_documents
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_datasets
-from megatron_tape.data.long_documents import Pools, share_past_in_mix, share_past_in_stream
 from megatron_tape.data.windows import DocumentWindows, cut_documents
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
@@ -180,61 +178,6 @@ def test_documents_of_borderline_lengths_fill_windows(tmp_path, sizes, expected)
         assert len(windows[index]["tokens"]) == LENGTH
 
 
-def share_past(rows, distances):
-    """Count the positions of real batches that lie so far after the start of their document in the window."""
-    far = np.zeros(len(distances))
-    for row in rows:
-        start = 0
-        for position, token in enumerate(row):
-            far += position - start >= np.array(distances)
-            start = position + 1 if token == EOD else start
-    return far / (LENGTH * len(rows))
-
-
-@pytest.mark.parametrize("minimum, share, weights", [(64, 0.6, None), (40, 0.3, [0.8, 0.2]), (150, 1.0, None)])
-def test_the_computed_reach_is_that_of_real_batches(configure, lengths, folder, tmp_path, minimum, share, weights):
-    if minimum == 150:  # whole windows alone
-        write(folder / "long", [161] * 30, 900_000)
-        lengths, names = {"long": [161] * 30}, ["long"]
-    else:
-        names = ["books", "web"]
-    rows = tokens_of(build(configure(names, minimum, share, steps=300, weights=weights)))
-    training = [np.array(lengths[name][: len(lengths[name]) * 9 // 10]) for name in names]
-    distances = [1, 4, 8, 16, 24, 31]
-    computed = share_past_in_mix(training, weights, LENGTH, distances, minimum, share)
-    assert computed == pytest.approx(share_past(rows, distances), abs=0.01)
-    if minimum == 150:
-        assert computed == pytest.approx([31 / 32, 28 / 32, 24 / 32, 0.5, 8 / 32, 1 / 32])
-
-
-def test_documents_are_counted_block_by_block(lengths, monkeypatch):
-    values = [np.array(lengths[name], np.int32) for name in NAMES]
-
-    def found():
-        return (
-            long_documents.divide(NAMES, values, None, 40),
-            [long_documents.numbers_of_long(of_one, 40).tolist() for of_one in values],
-            share_past_in_mix(values, None, LENGTH, [1, 16, 31], 40, 0.5),
-            share_past_in_stream(values[0], LENGTH, [1, 16, 31]),
-        )
-
-    whole = found()
-    monkeypatch.setattr(long_documents, "BLOCK", 7)
-    for ours, expected in zip(found(), whole):
-        assert ours == expected if isinstance(ours, (list, Pools)) else np.allclose(ours, expected, rtol=1e-12)
-    assert whole[1][0] == np.flatnonzero(values[0] >= 40).tolist()
-    assert [member.tokens for member in whole[0].long] == [int(of_one[of_one >= 40].sum()) for of_one in values]
-    assert [member.documents for member in whole[0].others] == [int((of_one < 40).sum()) for of_one in values]
-
-
-def test_the_computed_reach_of_plain_data_is_that_of_real_batches(configure, lengths):
-    config = configure(["books"], 1, 1.0, steps=300)
-    config = replaced(config, {"data.long_documents": None})
-    rows = tokens_of(build(config))
-    computed = share_past_in_stream(np.array(lengths["books"][:180]), LENGTH, [1, 8, 16, 24])
-    assert computed == pytest.approx(share_past(rows, [1, 8, 16, 24]), abs=0.01)
-
-
 def messages(caplog, level):
     return [record.getMessage() for record in caplog.records if record.levelname == level]
 
@@ -262,7 +205,6 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
             pattern = rf"passes (\S+) times over the \d+ documents of {relation} 40 tokens in \S*/{name},"
             (said,) = re.findall(pattern, caplog.text)
             assert float(said) == pytest.approx(drawn / total, abs=0.02)
-    assert "% of training positions are 16 or more tokens into their document" in caplog.text
     assert not messages(caplog, "WARNING")
 
 

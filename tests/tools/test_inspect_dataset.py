@@ -46,57 +46,10 @@ def test_documents_and_tokens_are_counted_by_length(tmp_path, run_tool):
     ]
 
 
-def test_the_reach_of_a_mix_is_shown(tmp_path, run_tool):
-    """Its figures are compared with real batches in tests/data/test_long_documents.py."""
-    long, short = write(tmp_path / "long", [161] * 10), write(tmp_path / "short", [16] * 100)
-    options = ["--documents", 0, "--seq-length", 32]
-    output = run_tool("inspect_dataset", long, short, *options, "--long-documents", 100, 0.5).stdout
-    rows = [line.split() for line in output.splitlines()[-4:]]
-    # Half of the short documents' tokens are 8 or more from their start, of which a quarter follow a cut. The 161
-    # tokens of the long ones are five sequences and a label.
-    assert rows[0] == ["4", "8", "16", "24"]
-    shares = [row[-6:-3:2] for row in rows]  # at the second and third distance
-    alike = [(1610 * 153 / 161 + 1600 * 8 / 16) / 3210 * 0.75, 1610 * 145 / 161 / 3210 * 0.5]
-    assert shares[1] == [f"{100 * alike[0]:.1f}", f"{100 * alike[1]:.1f}"]
-    assert shares[2:] == [[f"{50 * 0.75 + 50 * 0.5 * 0.75:.1f}", "25.0"], ["75.0", "50.0"]]
-    weighted = ["--long-documents", 100, 0.5, "--weights", 1, 3, "--plot", tmp_path / "reach.png"]
-    output = run_tool("inspect_dataset", long, short, *options, *weighted).stdout
-    assert f"{0.75 * 100 * (0.25 * 153 / 161 + 0.75 * 8 / 16):.1f} %" in output.splitlines()[-3]
-    assert (tmp_path / "reach.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_passes_over_either_part_are_shown_and_many_warned_about(tmp_path, run_tool):
-    long, short = write(tmp_path / "long", [161] * 10), write(tmp_path / "short", [16] * 1000)
-    mix = ["--documents", 0, "--seq-length", 32, "--long-documents", 100, 0.5, "--sequences", 1000]
-    output = run_tool("inspect_dataset", long, short, *mix, "--plot", tmp_path / "reach.svg").stdout
-    said = output.splitlines()[-3:]
-    assert said[0].startswith(
-        f"the run passes {16000 / 1610:.2f} times over the 10 documents of at least 100 tokens in"
-    )
-    assert said[1].startswith(f"warning: data.long_documents repeats the 10 documents of at least 100 tokens in {long}")
-    assert said[2].startswith("the run passes 1.00 times over the 1,000 documents of less than 100 tokens in")
-    assert (tmp_path / "reach.svg").read_bytes().startswith(b"<?xml")
-
-
-def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
+def test_numbers_that_are_none_are_refused(tmp_path, run_tool):
     long = write(tmp_path / "long", [161] * 10)
-    for options, message in (
-        (["--long-documents", 100, 0.5], "--long-documents needs --seq-length"),
-        (["--seq-length", 32, "--sequences", 100], "--sequences needs --long-documents"),
-        (["--seq-length", 32, "--plot", "reach.gif"], "does not end in one of .png, .pdf, .svg"),
-        (["--weights", 1, 2], "--weights gives 2 for 1 datasets"),
-        (["--seq-length", 32, "--long-documents", 200, 0.5], "documents of at least 200 tokens, but no dataset has"),
-        (["--seq-length", 32, "--long-documents", 100, 0.5], "documents of less than 100 tokens, but no dataset has"),
-    ):
-        error = run_tool("inspect_dataset", long, *options, code=2).stderr
-        assert message in error and error.rstrip().count("\n") == error.count("checking")
     for option in (["--documents", "-1"], ["--tokens", "-1"], ["--documents", 2**70], ["--tokens", "\u0663"]):
         assert "is not a whole number" in run_tool("inspect_dataset", long, *option, code=2).stderr
-    error = run_tool("inspect_dataset", long, "--weights", "\u0663", code=2).stderr
-    assert "'\u0663' is not a number above 0" in error
-    for minimum, share in ((0, 0.5), (1.5, 0.5), (1e300, 0.5), (8, 0), (8, 1.1), (8, "nan")):
-        error = run_tool("inspect_dataset", long, "--seq-length", 32, "--long-documents", minimum, share, code=2).stderr
-        assert "--long-documents" in error
 
 
 def test_more_datasets_than_can_be_open_are_refused(tmp_path, run_tool, monkeypatch):
