@@ -71,7 +71,7 @@ def parse_size(text: str) -> int:
     if number[-1:] in ("K", "M", "G", "T"):
         number, power = number[:-1], " KMGT".index(number[-1])
     try:
-        size = int(float(number) * 1000**power)
+        size = int(float(number.encode("ascii")) * 1000**power)
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
@@ -82,7 +82,7 @@ def parse_size(text: str) -> int:
 def factor(text: str) -> float:
     """Read a finite number of at least 1."""
     try:
-        number = float(text)
+        number = float(text.encode("ascii"))
     except ValueError:
         number = 0.0
     if not 1 <= number < float("inf"):
