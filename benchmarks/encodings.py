@@ -105,10 +105,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
-    fixed = {"tensor_parallel": 1, "recompute": "none", "tape_backend": "auto", "rope_backend": "auto"}
+    fixed = {"tensor_parallel": 1, "recompute": "none", "tape_backend": "auto", "rope_backend": "auto", "zero_stage": 1}
     for name, value in fixed.items():
         setattr(arguments, name, value)
-    arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
     return arguments
 
 

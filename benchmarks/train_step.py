@@ -104,7 +104,7 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     add("--micro-batch", type=positive, metavar="N", help="sequences; halved until they fit a GPU")
     add("--accumulate", type=positive, metavar="N", help="micro-batches of a step on each rank")
     add("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
-    add("--zero-stage", type=int, choices=range(4), help="default: 1 in bf16, 0 in fp32")
+    add("--zero-stage", type=int, choices=(1, 2, 3), default=1, help="default: %(default)s")
     add("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
     add("--tensor-parallel", type=positive, default=1, metavar="T", help="default: %(default)s")
     backends = [name for name in ATTENTION_BACKENDS if name != "naive"]
@@ -132,8 +132,6 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
             setattr(arguments, name, default)
     if on_gpu and arguments.order == "alternate":
         parser.error("--order alternate is for CPUs: the memory of a GPU is measured with one model at a time")
-    if arguments.zero_stage is None:
-        arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
     return arguments, changed
 
 

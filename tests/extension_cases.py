@@ -80,7 +80,7 @@ def main(folder, data):
     size = int(os.environ.get("WORLD_SIZE", "1"))
     base = pretrained(folder, data)
     rows = {}
-    for tensor_size, stage in LAYOUTS if size > 1 else [(1, 0)]:
+    for tensor_size, stage in LAYOUTS if size > 1 else [(1, 1)]:
         name = f"tp{tensor_size}_zero{stage}"
         rows[name] = extended(folder, data, base, name, tp(tensor_size), zero(stage))
     for name, overrides in {**VARIANTS, "packed": packed(data)}.items():

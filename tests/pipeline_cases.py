@@ -47,7 +47,6 @@ def cases(data):
         "deep_ramp": [option("model.num_layers", 8), option("train.batch_ramp", "{from: 4, over_samples: 8}")],
         "muon": [option("optimizer.kind", "muon")],
         "mup": [MUP],
-        "zero0": [option("deepspeed.zero_stage", 0), option("model.tie_embeddings", "true")],
     }
 
 
@@ -65,7 +64,7 @@ LAYOUTS = {
         "uneven": [option(STAGES, 2), option("parallel.pipeline_layers", "[1, 3]")],
     },
 }
-OF_FOUR = ("tape", "rope_signed", "learned", "tied", "packed", "rope", "full", "zero0")
+OF_FOUR = ("tape", "rope_signed", "learned", "tied", "packed", "rope", "full")
 """Cases whose gradients are compared, and that are run on four processes."""
 
 
@@ -135,7 +134,7 @@ MOVES = {
     "virtual": ([TWO, option(VIRTUAL, 2)], [TWO, option("parallel.pipeline_layers", "[1,3]")]),
     "to_tensor": ([TWO], [option(TP, 2), option(ZERO, 3)]),
     "from_tensor": ([option(TP, 2)], [TWO]),
-    "from_data": ([option(ZERO, 3)], [TWO, option(ZERO, 0)]),
+    "from_data": ([option(ZERO, 3)], [TWO]),
 }
 """Layouts before and after a run is continued."""
 

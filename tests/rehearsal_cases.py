@@ -44,7 +44,6 @@ def stages(number):
 
 
 MANY = {
-    "zero_0": ["--deepspeed.zero_stage=0", "--train.precision=fp32", "--model.num_query_groups=8"],
     "zero_1_recomputed": [FULL, GATE],
     "zero_2_recomputed": [ZERO_2, "--train.recompute=selective"],
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],

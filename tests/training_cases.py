@@ -29,7 +29,7 @@ CONTEXT_LAYOUTS = {2: [(1, 2, 1), (1, 2, 3)], 4: [(1, 2, 2), (2, 2, 1), (1, 4, 3
 EVALUATED = {(1,): [(1, 1)], (1, 2): [(1, 3), (2, 1)], (2,): [(2, 3)]}
 """Tensor-parallel size and ZeRO stage of runs that evaluate, by the sizes that are run. ZeRO 3 gathers the weights in
 every forward pass, of which all ranks must do equally many."""
-LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
+LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (1, 2, 3)]
 
 
 def assert_close(rows, expected, steps=STEPS):
@@ -122,7 +122,7 @@ def gathering_all():
 OFFLOAD = option("deepspeed.offload_optimizer", "true")
 
 
-def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
+def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
     """The same steps under every layout this many processes allow."""
     prefix = option("data.prefix", f"{data}/a")
     rows = {}
@@ -139,11 +139,11 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
     rows["ramp"] = run(folder, "ramp", prefix, tp(last), *ramp())
     # On four processes, two tensor-parallel ones share each matrix, of which ZeRO gives parts to two others.
-    of_muon = {1: [("muon", 1, 0)], 2: [("muon", 2, 0), ("muon_zero2", 1, 2)], 4: [("muon", 2, 1)]}
+    of_muon = {1: [("muon", 1, 1)], 2: [("muon", 2, 1), ("muon_zero2", 1, 2)], 4: [("muon", 2, 1)]}
     for name, size, stage in of_muon[dist.get_world_size()]:
         rows[name] = run(folder, name, prefix, MUON, AVERAGE, tp(size), zero(stage))
     # Shares of matrices, under ZeRO 3 of unknown shapes, must learn as the whole matrices do.
-    size, stage = {1: (1, 0), 2: (2, 3), 4: (2, 1)}[dist.get_world_size()]
+    size, stage = {1: (1, 1), 2: (2, 3), 4: (2, 1)}[dist.get_world_size()]
     with gathering_all() if stage == 3 else contextlib.nullcontext():
         rows["mup"] = run(folder, "mup", prefix, MUP, tp(size), zero(stage))
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
@@ -308,7 +308,7 @@ def frozen_runs(folder, prefix):
     shorter = {"steps": 3, "at": 2, "trains": trains}
     results = {
         f"frozen_zero{stage}": resumed_run(folder, f"frozen-{stage}", prefix, tp(2), zero(stage), **shorter)
-        for stage in (0, 1, 2, 3)
+        for stage in (1, 2, 3)
     }
     # Begins at step 3 with the weights of another run, which a third layout saved.
     begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
@@ -349,7 +349,7 @@ def main(folder, data, what):
         return found | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else found
     results = {}
     for tensor_size in (1, 2):
-        for stage in (0, 1, 2, 3):
+        for stage in (1, 2, 3):
             name = f"tp{tensor_size}_zero{stage}"
             results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
     bf16 = [prefix, zero(2), option("train.precision", "bf16"), AVERAGE]
@@ -370,7 +370,7 @@ def main(folder, data, what):
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
     muon = [prefix, MUON, AVERAGE]
     results["muon"] = resumed_run(folder, "muon", *muon, tp(1), zero(2))
-    results["muon_another_layout"] = resumed_run(folder, "muon-other", *muon, zero(1), then=[*muon, tp(2), zero(0)])
+    results["muon_another_layout"] = resumed_run(folder, "muon-other", *muon, zero(1), then=[*muon, tp(2), zero(1)])
     before, after = [prefix, cp(2), zero(2)], [prefix, tp(2), zero(3)]
     results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
     results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)

@@ -82,7 +82,7 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
     for key in ("deepspeed.zero_stage", "deepspeed.offload_optimizer"):
         refused = config.deepspeed.zero_stage > 1 if key.endswith("stage") else config.deepspeed.offload_optimizer
         why = "whose stages reduce gradients once a step and keep the optimizer on the GPU"
-        clash(refused, f"{key} {STAGES}", "set it to " + ("0 or 1" if key.endswith("stage") else "false"), why)
+        clash(refused, f"{key} {STAGES}", "set it to " + ("1" if key.endswith("stage") else "false"), why)
     encoding = encoding_of(model)
     silent = encoding.carries(1) and type(encoding).carried is PositionEncoding.carried
     keys = f"{STAGES} model.position_encoding"

@@ -84,7 +84,7 @@ def _validate_optimizer(config: RunConfig) -> None:
     if optimizer.kind == "muon":
         clash, deepspeed = functools.partial(clashes, config), config.deepspeed
         why = "which cuts the matrices that Muon needs whole"
-        clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 0, 1 or 2", why)
+        clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 1 or 2", why)
         clash(deepspeed.offload_optimizer, "optimizer.kind deepspeed.offload_optimizer", "set that to false")
         without = "all" not in config.extension.trains
         clash(without, "optimizer.kind extension.trains", "set it to adamw", "so no matrix of Muon's is trained")
@@ -109,8 +109,6 @@ def _validate_schedule(config: RunConfig) -> None:
 
 def _validate_precision(config: RunConfig) -> None:
     precision, deepspeed, clash = config.train.precision, config.deepspeed, functools.partial(clashes, config)
-    fix, why = "set zero_stage to 1, 2 or 3, or precision to fp32", "which keeps no fp32 copy of the weights"
-    clash(precision == "bf16" and deepspeed.zero_stage == 0, "train.precision deepspeed.zero_stage", fix, why)
     for key, in_bf16 in (
         ("deepspeed.communication_precision", deepspeed.communication_precision == "bf16"),
         ("model.attention_backend", config.model.attention_backend in ONLY_HALF),
@@ -118,8 +116,6 @@ def _validate_precision(config: RunConfig) -> None:
         clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
     copies = deepspeed.hierarchical_partition > 1 and deepspeed.zero_stage < 3
     clash(copies, "deepspeed.hierarchical_partition deepspeed.zero_stage", "set it to 1, or zero_stage to 3")
-    offloads = deepspeed.offload_optimizer and deepspeed.zero_stage == 0
-    clash(offloads, "deepspeed.offload_optimizer deepspeed.zero_stage", "set zero_stage to 1, 2 or 3")
 
 
 def _validate_data(config: RunConfig) -> None:

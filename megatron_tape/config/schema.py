@@ -286,8 +286,9 @@ class ParallelConfig:
 class DeepSpeedConfig:
     """ZeRO over the data-parallel ranks."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """Shard nothing (0), optimizer state (1), gradients too (2), parameters too (3).
+    zero_stage: Literal[1, 2, 3] = 1
+    """Shard optimizer state (1), gradients too (2), parameters too (3). Stage 1 is the smallest; on a single rank it
+    shards nothing.
 
     In bf16, every stage adds up micro-batches in fp32."""
     communication_precision: Literal["fp32", "bf16"] = "fp32"

@@ -47,8 +47,7 @@ def communication(plan: Plan, replicated_share: int | None = None) -> dict[tuple
     found |= _between_tokens_and_heads(plan)
     if plan.tensor_size > 1 and plan.config.parallel.uses_sequence_parallel:
         if replicated_share is None:
-            shares = plan.replicas if plan.zero_stage > 0 else 1
-            replicated_share = -(-replicated_count(plan.model, plan.extension, plan.held) // shares)
+            replicated_share = -(-replicated_count(plan.model, plan.extension, plan.held) // plan.replicas)
         found[TENSOR, ALL_REDUCE].bytes += 4 * replicated_share  # the sum of their gradients, in fp32
         found[TENSOR, ALL_REDUCE].calls += replicated_share > 0
     found |= _between_stages(plan)
@@ -158,6 +157,5 @@ def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
         return found
     average = REDUCE_SCATTER if plan.config.deepspeed.scatters_gradients else ALL_REDUCE
     found = Counter({(DATA, average): plan.gradient_width * trained * (plan.micro_batches if stage == 2 else 1)})
-    if stage > 0:
-        found[DATA, ALL_GATHER] = plan.width * trained
+    found[DATA, ALL_GATHER] = plan.width * trained
     return found

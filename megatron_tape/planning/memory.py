@@ -11,8 +11,6 @@ from megatron_tape.planning.activations import activations
 from megatron_tape.planning.parameters import parameters
 from megatron_tape.planning.plan import Plan
 
-ELEMENTS_AVERAGED_AT_ONCE = 500_000_000
-"""How many gradients DeepSpeed copies to average them without ZeRO."""
 LIVE_PARAMETERS = 1_000_000_000
 """DeepSpeed's default of stage3_max_live_parameters."""
 
@@ -26,7 +24,7 @@ class State:
     gradients: int
     """Gradients of the trained parameters, summed over the micro-batches."""
     optimizer: int
-    """The moments of the trained parameters, their average and, except under ZeRO 0, a copy, all in fp32."""
+    """The moments of the trained parameters, their average and a copy, all in fp32."""
     buffers: int = 0
     """Buckets of gradients and, at stage 3, the weights gathered at any one time, and hierarchical_partition's copy."""
     bucket_copy: int = 0
@@ -89,9 +87,6 @@ def zero_state(plan: Plan) -> State:
     """Count what DeepSpeed holds of the weights, their gradients and Adam's state."""
     settings, stage, width, trained = plan.config.deepspeed, plan.zero_stage, plan.width, plan.trained_elements
     weights = width * (-(-plan.elements // plan.replicas) if stage == 3 else plan.elements)
-    if stage == 0:
-        copied = 4 * min(trained, ELEMENTS_AVERAGED_AT_ONCE)
-        return State(weights, gradients=4 * trained, optimizer=_moments(plan, 1), update=copied)
     share = -(-trained // plan.replicas)
     state = _moments(plan, plan.replicas) + 4 * share
     gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32

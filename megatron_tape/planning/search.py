@@ -18,7 +18,7 @@ HEADROOM = 0.10
 """Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""
 GIB = 2**30
 STAGES = (1, 2, 3)
-"""ZeRO stages that a run in bf16 can have."""
+"""ZeRO stages."""
 MOST_VIRTUAL = 8
 """Virtual stages; with more, a stage sends more than it waits less."""
 RECOMPUTATION = get_args(get_type_hints(TrainConfig)["recompute"])

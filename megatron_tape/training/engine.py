@@ -66,10 +66,10 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     zero = {
         "stage": stage,
         "reduce_bucket_size": config.deepspeed.reduce_bucket_size,
-        "overlap_comm": config.deepspeed.overlap_comm and stage > 0,
+        "overlap_comm": config.deepspeed.overlap_comm,
         "contiguous_gradients": True,
     }
-    if stage in (1, 2):
+    if stage < 3:
         # With offload_optimizer, DeepSpeed 0.19.8 itself averages gradients, by all-reduce in any case. Stage 2 would
         # divide those in bf16 by the number of ranks before it turns them to fp32; now it divides their sum.
         zero["reduce_scatter"] = False
@@ -86,7 +86,7 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
         "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
-        "gradient_clipping": config.optimizer.clip_grad if stage > 0 else 0.0,
+        "gradient_clipping": config.optimizer.clip_grad,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": in_bf16},
@@ -167,9 +167,8 @@ class Engine:
         if config.train.average is not None:
             self._average = WeightAverage(config.train, self.adam, self._masters(), self._update_weights)
         if self._uses_muon:
-            zero = self.deepspeed_engine.optimizer if self.zero_stage else None
             dtype = next(model.parameters()).dtype
-            self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, zero)
+            self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, self.deepspeed_engine.optimizer)
         if self.zero_stage == 3:
             zero_3.replace_loops_over_ranks(self.clock.waiting)
             zero_3.gather_for_whole_layers(model)
@@ -203,9 +202,6 @@ class Engine:
             return True
 
         optimizer = self.deepspeed_engine.optimizer
-        if self.zero_stage == 0:
-            optimizer.leaves_out = leaves_out
-            return
         # DeepSpeed would say that the gradients are not finite; the trainer and the hook say what they are.
         optimizer.loss_scaler.update_scale = lambda overflow: None
         groups_of_norms = self.zero_stage == 3  # of which DeepSpeed takes the norm itself
@@ -249,7 +245,7 @@ class Engine:
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
-        if skipped and self.zero_stage in (1, 2):
+        if skipped and self.zero_stage < 3:
             # With offload_optimizer, DeepSpeed 0.19.8 would add the next step's gradients to those of this one.
             averaged = self.deepspeed_engine.optimizer.averaged_gradients
             averaged.update(dict.fromkeys(averaged))
@@ -271,17 +267,15 @@ class Engine:
     def _update_weights(self) -> None:
         """Let the model have the weights of `_masters`, as after a step."""
         zero = self.deepspeed_engine.optimizer
-        if self.zero_stage in (1, 2):
+        if self.zero_stage < 3:
             zero.update_lp_params()
-        elif self.zero_stage == 3:
+        else:
             zero_3.update_weights(zero)
         if self._tied is not None:
             self._tied.share()
 
     def _masters(self) -> list[Tensor]:
         """Return the fp32 tensors that the optimizer updates, of which each rank has its share."""
-        if self.zero_stage == 0:
-            return list(self.trained.values())
         zero = self.deepspeed_engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.zero_stage == 3 else zero.single_partition_of_fp32_groups
 
@@ -320,15 +314,14 @@ class Engine:
         tied_trains = self._tied is not None and self._tied.trained
         with self.clock.phase(COMMUNICATION):
             if tied_trains and (gradient := self._tied.gradient()) is not None:
-                self._scattered.add_to_late(gradient) if self.zero_stage else self.names[TIED].grad.add_(gradient)
+                self._scattered.add_to_late(gradient)
             self._total = self.layout.from_last_stage(total)
             engine.allreduce_gradients()
             self._replicated.sum()
         self._show_gradients()
         with self.clock.phase(OPTIMIZER):
             engine.step()
-            if self.zero_stage:
-                engine.optimizer.clear_backward_seen_flag()
+            engine.optimizer.clear_backward_seen_flag()
             if tied_trains:
                 self._tied.share()
 
@@ -377,7 +370,7 @@ class Engine:
         """
         self._show_moments()
         me, state, shares = self.layout.replica_rank, {}, []
-        cut = zero_shares.cuts(self.deepspeed_engine.optimizer, self._cut_parameters()) if self.zero_stage else {}
+        cut = zero_shares.cuts(self.deepspeed_engine.optimizer, self._cut_parameters())
         for key, parameter in self._state_keys(frozen):
             kind, _, name = key.partition("/")
             if name in cut:
@@ -431,10 +424,7 @@ class Engine:
 
     def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
         value = value.to(self.layout.device)
-        if self.zero_stage == 0:
-            with torch.no_grad():
-                (parameter if key == "weight" else self.adam.state[parameter][key]).copy_(value)
-        elif key == "weight":
+        if key == "weight":
             safe_set_full_fp32_param(parameter, value)
         else:
             safe_set_full_optimizer_state(parameter, value, key)
@@ -461,7 +451,7 @@ class Engine:
 
         DeepSpeed 0.19.8 links it once, after the first parameter group's first step, when the other groups have none.
         """
-        if self.zero_stage in (1, 2) and self.optimizer_steps:
+        if self.zero_stage < 3 and self.optimizer_steps:
             self.deepspeed_engine.optimizer._hp_optimizer_states_linked = False
             self.deepspeed_engine.optimizer._lazy_init_hp_params_optimizer_state()
 

@@ -58,7 +58,7 @@ def squares_by_block(engine: Engine) -> Tensor:
     found: dict[str, list[Tensor]] = {block: [] for block in BLOCKS}
     for name, parameter in engine.trained.items():
         whole = not getattr(parameter, "tensor_model_parallel", False)
-        if whole and layout.tensor_parallel_rank > 0 or engine.zero_stage == 0 and layout.replica_rank > 0:
+        if whole and layout.tensor_parallel_rank > 0:
             continue  # another rank has the same gradient
         if (part := own_part(parameter, engine.zero_stage)) is not None:
             found[block_of(name)].append(part)

@@ -31,8 +31,6 @@ def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
 
 def own_part(parameter: Parameter, zero_stage: int) -> Tensor | None:
     """Return the part of a parameter's averaged gradient that this rank's optimizer uses, or None if it uses none."""
-    if zero_stage == 0:
-        return parameter.grad
     if zero_stage == 3:
         return safe_get_local_grad(parameter)
     held = parameter._hp_mapping

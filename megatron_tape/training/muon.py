@@ -60,18 +60,17 @@ class Matrix:
 class Matrices:
     """Orthogonalizes the momentum of the matrices in each tensor that the optimizer updates.
 
-    `zero` is the optimizer that `deepspeed.initialize` returned under ZeRO 1 and 2. Without it, the optimizer updates
-    the parameters, those of `names`, themselves.
+    `zero` is the optimizer that `deepspeed.initialize` returned under ZeRO 1 and 2.
     """
 
     def __init__(
         self, names: Mapping[str, Parameter], model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype, zero: Any
     ):
         self._model, self._layout, self._dtype = model, layout, dtype
-        self._ranks = None if zero is None else zero.dp_process_group
+        self._ranks = zero.dp_process_group
         of_parameters = {parameter: name for name, parameter in names.items() if is_matrix(name)}
-        self._held: dict[Tensor, list[Matrix]] = {p: [Matrix(name, p, 0)] for p, name in of_parameters.items()}
-        for flat, group in () if zero is None else zip(zero.single_partition_of_fp32_groups, zero.bit16_groups):
+        self._held: dict[Tensor, list[Matrix]] = {}
+        for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups):
             self._held[flat], first = [], 0
             for parameter in group:
                 if parameter in of_parameters:
@@ -80,12 +79,10 @@ class Matrices:
 
     def update(self, held: Tensor, direction: Tensor) -> Tensor:
         """Return the update of a tensor; `direction`, of its shape, is its momentum. All ranks call this together."""
-        part, begin = direction.numel(), 0
-        whole = direction.reshape(-1).to(self._dtype)
-        if self._ranks is not None:
-            own, begin = whole, self._ranks.rank() * part
-            whole = own.new_empty(part * self._ranks.size())
-            dist.all_gather_into_tensor(whole, own, group=self._ranks)
+        part = direction.numel()
+        own, begin = direction.reshape(-1).to(self._dtype), self._ranks.rank() * part
+        whole = own.new_empty(part * self._ranks.size())
+        dist.all_gather_into_tensor(whole, own, group=self._ranks)
         result = torch.zeros_like(direction).view(-1)
         for matrix in self._held[held]:
             end = matrix.first + matrix.parameter.numel()

@@ -1,11 +1,10 @@
-"""AdamW, or Muon with it, for DeepSpeed's ZeRO, and a variant for runs without ZeRO."""
+"""AdamW, or Muon with it, for DeepSpeed's ZeRO."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_tape.config.schema import OptimizerConfig, RunConfig
 from megatron_tape.model.mup import width_ratios
@@ -84,42 +83,6 @@ def _own_name(name: str) -> str | None:
     return f"position.{name.rpartition('.')[2]}" if kind_of(name) == "position" else None
 
 
-class ClippingAdamW(AdamWAndMuon):
-    """An optimizer that clips by the global norm and skips a step whose norm is not finite.
-
-    ZeRO's optimizers do both themselves; DeepSpeed without ZeRO only clips, and would write NaN into every weight.
-    DeepSpeed's engine reads `overflow` and `_global_grad_norm`, as it does with its own optimizers.
-    """
-
-    def __init__(self, groups: list[dict], clip: float, layout: ParallelLayout, **kwargs):
-        super().__init__(groups, **kwargs)
-        self._clip = clip
-        self._replicated = layout.tensor_parallel_rank > 0
-        self._group = layout.mpu.get_model_parallel_group()
-        self.overflow = False
-        self._global_grad_norm = 0.0
-        self.leaves_out: Callable[[float], bool] = lambda norm: False
-        """Whether to skip a step with this gradient norm, which is finite."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        counted = [p.grad for p in parameters if getattr(p, "tensor_model_parallel", False) or not self._replicated]
-        # A rank may have nothing to count if only replicated parameters, or those of other stages, are trained.
-        zero = torch.zeros((), device=self.param_groups[0]["params"][0].device)
-        squares = torch.stack([zero, *(grad.float().norm().square() for grad in counted)]).sum()
-        if self._group.size() > 1:
-            dist.all_reduce(squares, group=self._group)
-        norm = squares.sqrt()
-        self._global_grad_norm = norm.item()
-        self.overflow = not math.isfinite(self._global_grad_norm) or self.leaves_out(self._global_grad_norm)
-        if self.overflow:
-            return None
-        if parameters and 0 < self._clip < self._global_grad_norm:
-            torch._foreach_mul_([p.grad for p in parameters], self._clip / (self._global_grad_norm + 1e-6))
-        return super().step()
-
-
 def build_optimizer(model: torch.nn.Module, config: RunConfig, layout: ParallelLayout) -> torch.optim.Optimizer:
     """Return the optimizer to hand to `deepspeed.initialize`.
 
@@ -131,12 +94,10 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, layout: ParallelL
     ratios = width_ratios(config.model, settings.mup_base)
     groups = parameter_groups(model, settings, largest, layout.gather_stages, ratios)
     adam = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    if zero.offload_optimizer and zero.zero_stage > 0 and torch.cuda.is_available():
+    if zero.offload_optimizer and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, **adam, adamw_mode=True)
     # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
     adam["fused"] = True
-    if zero.zero_stage == 0:
-        return ClippingAdamW(groups, settings.clip_grad, layout, **adam)
     return AdamWAndMuon(groups, **adam)

@@ -68,7 +68,7 @@ def check(record, processes=1):
 def test_blocks_are_recorded_with_phases_speed_and_memory(blocks):
     record, _ = blocks
     check(record)
-    assert record["environment"]["commit"] == "abc" and record["run"]["zero_stage"] == 0
+    assert record["environment"]["commit"] == "abc" and record["run"]["zero_stage"] == 1
     assert [(block["model"],) for block in record["blocks"]] == turns("blocks", [])
     seconds = {name: record["models"][name]["seconds_per_step"] for name in ENCODINGS}
     assert record["ratio_time"] == seconds["tape"] / seconds["rope"]
@@ -217,7 +217,7 @@ def test_no_figure_is_given_for_a_model_that_does_not_start_as_rope(precision, s
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [["--precision=bf16", "--zero-stage=0"], ["--tensor-parallel=3"]])
+@pytest.mark.parametrize("options", [["--tensor-parallel=3"]])
 def test_what_cannot_be_trained_is_refused(options, capsys):
     assert train_step.main([TOY, *options]) == 2
     assert capsys.readouterr().err.startswith("error: ")
@@ -253,8 +253,8 @@ def test_the_defaults_of_a_cpu_and_a_gpu():
         names = ("shape", "precision", "zero_stage", "order")
         return *(getattr(arguments, name) for name in names), shape.micro_batch
 
-    assert chosen(on_gpu=False) == ("cpu", "fp32", 0, "alternate", 1)
+    assert chosen(on_gpu=False) == ("cpu", "fp32", 1, "alternate", 1)
     assert chosen(on_gpu=True) == ("155m-1k", "bf16", 1, "blocks", 32)
-    assert chosen("--micro-batch=3", "--precision=fp32", on_gpu=True)[1:3] == ("fp32", 0)
+    assert chosen("--micro-batch=3", "--precision=fp32", on_gpu=True)[1:3] == ("fp32", 1)
     with pytest.raises(SystemExit):
         chosen("--order=alternate", on_gpu=True)

@@ -127,7 +127,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--model.hidden_size", "wide"], "model.hidden_size is 'wide'; set it to a whole number"),
         (["--model.num_query_groups=two"], "num_query_groups is 'two'; set it to a whole number of at least 1 or null"),
         (["--model.position_encoding=sine"], "model.position_encoding is 'sine'; did you mean sincos?"),
-        (["--deepspeed.zero_stage", "4"], "deepspeed.zero_stage is 4; choose one of 0, 1, 2, 3"),
+        (["--deepspeed.zero_stage", "0"], "deepspeed.zero_stage is 0; choose one of 1, 2, 3"),
         (["--logging.tensorboard", "maybe"], "logging.tensorboard is 'maybe'; set it to true or false"),
         (["--data.prefix", ""], "data.prefix must be set; "),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),

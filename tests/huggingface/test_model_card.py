@@ -208,7 +208,7 @@ RUN = {
     "train": {"steps": 3, "global_batch_size": 2, "precision": ON_LINES % 1, "seed": ON_LINES % 2},
     "optimizer": {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.9, "lr": 0.1},
     "schedule": {"kind": ON_LINES % 3, "warmup_steps": 1},
-    "deepspeed": {"zero_stage": ON_LINES % 4},
+    "deepspeed": {"zero_stage": ON_LINES % 3},
     "extension": {"from": "x/" + (ON_LINES % 5).replace("/", "%"), "attention": ON_LINES % 6},
     "data": {"prefix": None, "generator": {ON_LINES % 7: ON_LINES % 8}},
 }

@@ -72,7 +72,7 @@ def batches(seed):
     return [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize("stage, precision", [(1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
 def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bit(stage, precision):
     setting = {"kind": "ema", "decay": 0.5}
     config = RunConfig(

@@ -66,7 +66,7 @@ def whole(state, names, model):
     return parts
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
     engine = of_run(stage)
     model = small_model(num_query_groups=2)
@@ -123,7 +123,7 @@ def test_everything_else_gets_adamws_updates():
 
 
 def test_the_root_mean_square_of_an_update_is_near_that_of_adamws():
-    engine = of_run(0)
+    engine = of_run(1)
     before = engine.training_state()
     engine.train_step(batch(1), RATE)
     after = engine.training_state()

@@ -14,7 +14,7 @@ def resumed(tmp_path_factory):
 
 
 STEERED = ["spike_skip", "spike_rewind", "muon", "stages"]
-FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
+FROZEN = [*(f"frozen_zero{stage}" for stage in (1, 2, 3)), "adapters"]
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_a_stage_of_the_data_begins_at_its_step_and_is_logged(resumed):
     assert rows[3]["loss"] != without[3]["loss"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_training_a_part_is_the_same_under_every_zero_stage(resumed, stage):
-    rows, expected = (resumed[case]["whole"] for case in (f"frozen_zero{stage}", "frozen_zero0"))
+    rows, expected = (resumed[case]["whole"] for case in (f"frozen_zero{stage}", "frozen_zero1"))
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)
     assert rows[-1]["position/update_norm/layer_00"] > 0
 

@@ -49,9 +49,8 @@ def compared(outcome: Rehearsal, processes: int) -> Iterator[Row]:
         outcome.config, processes, outcome.rank // parallel.ranks_per_stage % parallel.pipeline_model_parallel_size
     )
     expected = memory_of_stage(plan)
-    without_weights = " (no copy of the weights)" if plan.zero_stage == 0 else ""
     yield Row("weights", outcome.weights, expected.weights, TOLERANCE)
-    yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)
+    yield Row("optimizer state", outcome.optimizer, expected.optimizer, TOLERANCE)
     yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
     yield Row("peak while the weights are made", outcome.start, None, None)
     yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
