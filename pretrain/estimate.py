@@ -135,8 +135,6 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
         yield f"  {name}", f"{getattr(needed, part) / GIB:8.2f} GiB"
     fitting = [name for name, gib in GPU_MEMORY.items() if fits(needed, gib)]
     yield "fits on GPUs of", ", ".join(fitting) or "none of " + ", ".join(GPU_MEMORY)
-    if needed.host:
-        yield "host memory per process", f"{needed.host / GIB:8.2f} GiB"
     if config.checkpoint.asynchronous:
         shards = plan.tensor_size * plan.stages
         shard = checkpoint_bytes(plan) // shards

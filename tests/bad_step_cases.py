@@ -69,8 +69,8 @@ REPLICATED = "gpt.decoder.layers.1.input_layernorm.weight"
 """A parameter that every tensor-parallel rank holds whole."""
 
 
-def trial(tp, stage, what, precision="fp32", **zero):
-    e = engine(tp, stage, precision, **zero)
+def trial(tp, stage, what, precision="fp32"):
+    e = engine(tp, stage, precision)
     e.train_step(batches(e, 0), 1e-2)
     before = weights(e)
     rank = dist.get_rank()
@@ -144,17 +144,6 @@ def left_out(stage, precision, kind, what):
     return bool(outcome)
 
 
-def forgotten(stage, what):
-    """Whether a step's gradient is the same before and after one that is skipped, with the optimizer on the host."""
-    e = engine(1, stage, "bf16", offload_optimizer=True)
-    before = e.train_step(batches(e, 20), 0.0).grad_norm
-    if what == "spike":
-        answers = iter([True])
-        e.leave_out(lambda loss, norm: next(answers, False))
-    skipped = e.train_step(batches(e, 10, math.nan if what == "loss" else 1.0), 0.0).skipped
-    return skipped and e.train_step(batches(e, 20), 0.0).grad_norm == before
-
-
 FINE = 2.0**-9
 """Lost when it is added to 1 in bf16, whose next number is 1 + 2^-7."""
 GRADIENTS = {"mlp.linear_fc1.weight": [[1, 0], [FINE, 0]], "mlp.linear_fc2.weight": [[1, FINE], [0, 0]]}
@@ -177,9 +166,9 @@ SHARES = {"layers.1.input_layernorm.weight": [[1, 0], [FINE, 0]], "final_layerno
 """The same of parameters that both ranks hold whole, each seeing half of the tokens."""
 
 
-def summed(stage, **zero):
+def summed(stage):
     """Return what two tensor-parallel ranks make of SHARES, and the norm of a step's gradient before."""
-    e = engine(2, stage, "bf16", clip_grad=0.0, **zero)
+    e = engine(2, stage, "bf16", clip_grad=0.0)
     norm = e.train_step(batches(e, 1), 0.0).grad_norm
     values = {f"gpt.decoder.{name}": list(ranks[dist.get_rank()]) for name, ranks in SHARES.items()}
     before = weights(e)
@@ -223,10 +212,8 @@ def main(folder):
     assert os.environ["WORLD_SIZE"] == "2"
     results = {name_of(*case): trial(*case) for case in CASES}
     for stage in (1, 2, 3):
-        offload = {"offload_optimizer": stage != 2}
-        results[f"replicated_zero{stage}"] = trial(2, stage, "replicated", **offload)
+        results[f"replicated_zero{stage}"] = trial(2, stage, "replicated")
         results[f"summed_zero{stage}"] = summed(stage)
-        results[f"summed_zero{stage}_offload"] = summed(stage, offload_optimizer=True)
     for stage in (1, 2, 3):
         results[f"averaged_zero{stage}"] = averaged(stage)
         results[f"averaged_zero{stage}_bf16"] = averaged(stage, communication_precision="bf16")
@@ -235,7 +222,5 @@ def main(folder):
     outcome = torch.tensor(scattered()).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     results["scattered"] = bool(outcome)
-    results["averaged_zero1_offload"] = averaged(1, offload_optimizer=True)
     results |= {"left_out_" + "_".join(map(str, case)): left_out(*case) for case in LEFT_OUT}
-    results["forgotten"] = [forgotten(stage, what) for stage in (1, 2, 3) for what in ("loss", "spike")]
     return results

@@ -17,7 +17,7 @@ STEPS = 3
 ONLY = "extension.trains"
 WITH_LORA = [option(ONLY, "[tape,lora,embeddings,norms]")]
 FULL = option("train.recompute", "full")
-LAYOUTS = [(1, 0), (1, 2), (1, 3), (2, 3)]
+LAYOUTS = [(1, 1), (1, 2), (1, 3), (2, 3)]
 VARIANTS = {
     "tape_recomputed": [option(ONLY, "[tape]"), FULL],
     "lora_recomputed": [option("model.position_encoding", "rope"), option(ONLY, "[lora]"), FULL],

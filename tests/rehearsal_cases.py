@@ -49,7 +49,6 @@ MANY = {
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
     "zero_1_in_bf16": [BY_BF16],
     "zero_2_not_overlapping_in_bf16": [ZERO_2, "--deepspeed.overlap_comm=false", BY_BF16],
-    "zero_3_hierarchical": ["--deepspeed.zero_stage=3", "--deepspeed.hierarchical_partition=2"],
     "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
     "without_tensor_parallelism_zero_3": [ONE, "--deepspeed.zero_stage=3"],
     "rope": [ROPE, ZERO_2],
@@ -111,10 +110,10 @@ def mistakes():
         whole = gather_from_sequence_parallel_region(x_sBN.contiguous(), group=self.model_group)
         return self.local_heads(whole, 2).contiguous()
 
-    def over_data(parts, group, device):
+    def over_data(parts, group):
         from megatron.core import parallel_state
 
-        return summed(parts, parallel_state.get_data_parallel_group(), device)
+        return summed(parts, parallel_state.get_data_parallel_group())
 
     constant = "constant"
     copied = lambda self, name, make, device: make().to(device, non_blocking=True)  # noqa: E731

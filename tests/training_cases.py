@@ -101,10 +101,6 @@ def zero(stage):
     return option("deepspeed.zero_stage", stage)
 
 
-def hierarchy(size):
-    return zero(3), option("deepspeed.hierarchical_partition", size)
-
-
 @contextlib.contextmanager
 def gathering_all():
     """Let ZeRO 3 cut all parameters; by default it keeps small ones, which here are all, on every rank."""
@@ -117,9 +113,6 @@ def gathering_all():
 
     with mock.patch.object(engine, "deepspeed_config", changed):
         yield
-
-
-OFFLOAD = option("deepspeed.offload_optimizer", "true")
 
 
 def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
@@ -156,12 +149,6 @@ def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
     for size, stage in EVALUATED[sizes]:
         name = f"evaluated-{size}"
         rows[f"evaluated_tp{size}"] = run(folder, name, prefix, tp(size), zero(stage), *evaluated(data))
-    if sizes == (2,):
-        for size in (1, 2):
-            for partition in (1, 2):
-                name, hierarchical = f"partition_{partition}_tp{size}", hierarchy(partition)
-                with gathering_all():
-                    rows[name] = run(folder, name, prefix, tp(size), *hierarchical, *accumulate)
     for stage in (1, 2, 3) if last == 2 else ():  # gradients of parameters that both tensor-parallel ranks hold
         name = f"apart_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(2), zero(stage), option("deepspeed.overlap_comm", "false"))
@@ -355,7 +342,6 @@ def main(folder, data, what):
     bf16 = [prefix, zero(2), option("train.precision", "bf16"), AVERAGE]
     in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
     results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)
-    results["offload"] = resumed_run(folder, "offload", prefix, zero(2), OFFLOAD)
     workers = [prefix, option("data.num_workers", 2)]
     results["workers"] = resumed_run(folder, "workers", *workers)
     stages = option("data.stages", f"[{{prefix: {data}/b, share: 0.25}}]")
@@ -364,7 +350,6 @@ def main(folder, data, what):
     results["generated"] = resumed_run(folder, "generated", *before, then=after)
     before, after = ([*one, *ramp()] for one in (before, after))
     results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
-    results["ramp_offload"] = resumed_run(folder, "ramp-offload", prefix, zero(2), OFFLOAD, *ramp())
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
     before, after = [prefix, MUP, AVERAGE, tp(1), zero(1)], [prefix, MUP, AVERAGE, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
@@ -375,7 +360,7 @@ def main(folder, data, what):
     results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
     results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)
     with gathering_all():
-        results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, AVERAGE, *hierarchy(2))
+        results["gathered"] = resumed_run(folder, "gathered", prefix, AVERAGE, zero(3))
     results["slow"] = slow_rank(folder, prefix)
     results["begins_average"] = resumed_run(folder, "begins-average", prefix, then=[prefix, AVERAGE])
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))

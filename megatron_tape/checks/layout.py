@@ -48,9 +48,6 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         by = joint if keys == joint_keys else tensor
         refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {by}", "change either")
     clash, key = functools.partial(clashes, config), "parallel.sequence_parallel"
-    copies, ranks = config.deepspeed.hierarchical_partition, world_size // tensor_size
-    keys, why = f"deepspeed.hierarchical_partition {tensor_key}", f"which leaves {ranks} ranks to divide"
-    clash(ranks > copies and ranks % copies != 0, keys, "change either", why)
     clash(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", "set it to null", "so nothing can be sharded")
     if tensor_size > 1 and not sequence_parallel:
         fix = f"set {key} to true or null"
@@ -79,10 +76,8 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
     wrong = given is not None and (len(given) != stretches or min(given, default=0) < 1 or sum(given) != layers)
     fix = f"give {stretches} numbers of at least 1 that add up to model.num_layers {layers}"
     refuse(wrong, (layers_key, STAGES), f"is {shown(given)}", fix)
-    for key in ("deepspeed.zero_stage", "deepspeed.offload_optimizer"):
-        refused = config.deepspeed.zero_stage > 1 if key.endswith("stage") else config.deepspeed.offload_optimizer
-        why = "whose stages reduce gradients once a step and keep the optimizer on the GPU"
-        clash(refused, f"{key} {STAGES}", "set it to " + ("1" if key.endswith("stage") else "false"), why)
+    why = "whose stages reduce gradients once a step"
+    clash(config.deepspeed.zero_stage > 1, f"deepspeed.zero_stage {STAGES}", "set it to 1", why)
     encoding = encoding_of(model)
     silent = encoding.carries(1) and type(encoding).carried is PositionEncoding.carried
     keys = f"{STAGES} model.position_encoding"

@@ -85,7 +85,6 @@ def _validate_optimizer(config: RunConfig) -> None:
         clash, deepspeed = functools.partial(clashes, config), config.deepspeed
         why = "which cuts the matrices that Muon needs whole"
         clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 1 or 2", why)
-        clash(deepspeed.offload_optimizer, "optimizer.kind deepspeed.offload_optimizer", "set that to false")
         without = "all" not in config.extension.trains
         clash(without, "optimizer.kind extension.trains", "set it to adamw", "so no matrix of Muon's is trained")
     if optimizer.mup_base is not None:
@@ -114,8 +113,6 @@ def _validate_precision(config: RunConfig) -> None:
         ("model.attention_backend", config.model.attention_backend in ONLY_HALF),
     ):
         clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
-    copies = deepspeed.hierarchical_partition > 1 and deepspeed.zero_stage < 3
-    clash(copies, "deepspeed.hierarchical_partition deepspeed.zero_stage", "set it to 1, or zero_stage to 3")
 
 
 def _validate_data(config: RunConfig) -> None:

@@ -179,7 +179,7 @@ class OptimizerConfig:
     kind: Literal["adamw", "muon"] = "adamw"
     """muon updates the matrices of attention and the MLP with orthogonalized momentum (0.95, Nesterov's), scaled so
     that it takes AdamW's learning rates and weight decay; embeddings, the output layer, norms, biases and the
-    parameters of the positional encoding get AdamW. Not with ZeRO 3 or offload_optimizer."""
+    parameters of the positional encoding get AdamW. Not with ZeRO 3."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
@@ -297,18 +297,8 @@ class DeepSpeedConfig:
     overlap_comm: bool = True
     """Average gradients, and gather what stage 3 has cut, beside computation. This changes no result; it has not been
     run on a GPU."""
-    hierarchical_partition: Count = 1
-    """With stage 3, keep the weights once more within each so many data-parallel ranks, such as those of a node, from
-    where all but the first forward pass of a step gathers them; 1 does not."""
-    offload_optimizer: bool = False
-    """Keep optimizer state and its step in host memory."""
     reduce_bucket_size: Count = 500_000_000
     """Elements of gradients that are averaged at once; fewer take less memory, but more messages."""
-
-    @property
-    def scatters_gradients(self) -> bool:
-        """Whether a reduce-scatter of whole parameter groups averages gradients (`training.gradients`)."""
-        return self.zero_stage in (1, 2) and not self.offload_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ TENSOR, CONTEXT, SEQUENCE = "tensor parallel", "context parallel", "tensor and c
 PIPELINE = "pipeline parallel"
 DATA = "data parallel"
 """All ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
-NODE = "data parallel within hierarchical_partition"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 SEND, BROADCAST = "send", "broadcast"
 
@@ -152,10 +151,8 @@ def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
         large = sum(size * count for size, count in gathered_parameters(plan))
         again = (plan.micro_batches - 1) * large + plan.micro_batches * max(0, large - REUSE_DISTANCE // 2)
         found = Counter({(DATA, REDUCE_SCATTER): plan.gradient_width * trained * plan.micro_batches})
-        found[DATA, ALL_GATHER] = plan.width * plan.elements
-        found[NODE if plan.hierarchy > 1 else DATA, ALL_GATHER] += plan.width * again
+        found[DATA, ALL_GATHER] = plan.width * (plan.elements + again)
         return found
-    average = REDUCE_SCATTER if plan.config.deepspeed.scatters_gradients else ALL_REDUCE
-    found = Counter({(DATA, average): plan.gradient_width * trained * (plan.micro_batches if stage == 2 else 1)})
+    found = Counter({(DATA, REDUCE_SCATTER): plan.gradient_width * trained * (plan.micro_batches if stage == 2 else 1)})
     found[DATA, ALL_GATHER] = plan.width * trained
     return found

@@ -26,13 +26,11 @@ class State:
     optimizer: int
     """The moments of the trained parameters, their average and a copy, all in fp32."""
     buffers: int = 0
-    """Buckets of gradients and, at stage 3, the weights gathered at any one time, and hierarchical_partition's copy."""
+    """Buckets of gradients and, at stage 3, the weights gathered at any one time."""
     bucket_copy: int = 0
     """While a bucket is averaged: what is there beside it and the gradients."""
     update: int = 0
     """While the optimizer updates the weights."""
-    host: int = 0
-    """Bytes of pinned host memory per process under offload_optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,31 +88,15 @@ def zero_state(plan: Plan) -> State:
     share = -(-trained // plan.replicas)
     state = _moments(plan, plan.replicas) + 4 * share
     gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32
-    bucket = settings.reduce_bucket_size
-    if settings.scatters_gradients:
+    if stage < 3:
         # ZeRO copies the weights even if they already are fp32. Norms are taken of each matrix in float64.
         held = (part for part in parameters(plan.model, plan.extension, plan.held) if part.part in plan.trained_parts)
         largest = min(share, max((part.shape.elements(plan.tensor_size) for part in held), default=0))
         return State(weights, gradients, state, *_scattering(plan), update=4 * share - gradients + 8 * largest)
-    # A bucket is reduced from a copy in the precision in which it is sent; ZeRO 3 fills it in that precision already.
-    # With `overlap_comm` ZeRO 1 and 2 fill one bucket while they reduce the other.
-    bucket_width = {1: 4, 2: width, 3: plan.gradient_width}[stage]
-    buffers = bucket_width * bucket * (2 if settings.overlap_comm and stage < 3 else 1)
-    copy = plan.gradient_width * min(bucket, trained) if plan.gradient_width != bucket_width else 0
-    if stage == 3 and plan.replicas > 1:
-        buffers += width * min(plan.elements, LIVE_PARAMETERS)
-        if plan.hierarchy > 1:
-            buffers += width * -(-plan.elements // plan.hierarchy)
-    if not settings.offload_optimizer:
-        # The update takes an fp32 copy of the gradients.
-        return State(weights, gradients, state, buffers, copy, update=4 * share + bucket_width * bucket)
-    if stage == 3:
-        return State(weights, 0, 0, buffers, copy, host=state + (4 + 4) * share)
-    widest = max(plan.model.vocab_size, 2 * plan.model.ffn_hidden_size)
-    largest = width * plan.model.hidden_size * widest // plan.tensor_size
-    # On the host: the state, its gradients, weights that are copied back, gradients summed over micro-batches.
-    host = state + (4 + 2 * width) * share + largest
-    return State(weights, gradients if stage == 1 else 0, 0, buffers + largest, copy, host=host)
+    # The bucket is filled in the precision in which it is sent. The update takes an fp32 copy of the gradients.
+    bucket = plan.gradient_width * settings.reduce_bucket_size
+    gathered = width * min(plan.elements, LIVE_PARAMETERS) if plan.replicas > 1 else 0
+    return State(weights, gradients, state, bucket + gathered, update=4 * share + bucket)
 
 
 def _moments(plan: Plan, ranks: int) -> int:

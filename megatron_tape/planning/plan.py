@@ -143,11 +143,6 @@ class Plan:
         return self.config.deepspeed.zero_stage
 
     @property
-    def hierarchy(self) -> int:
-        """Ranks within which ZeRO 3 keeps the weights once more, or 1."""
-        return min(self.config.deepspeed.hierarchical_partition, self.replicas)
-
-    @property
     def width(self) -> int:
         """Bytes of an element in the precision of the run."""
         return 4 if self.config.train.precision == "fp32" else 2

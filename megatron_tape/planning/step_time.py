@@ -14,7 +14,6 @@ from megatron_tape.planning.communication import (
     BROADCAST,
     CONTEXT,
     DATA,
-    NODE,
     PIPELINE,
     SEND,
     SEQUENCE,
@@ -60,7 +59,7 @@ def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
     computation = flops * tokens / (EFFICIENCY * hardware.peak)
     sent = communication(plan).items()
     seconds = {key: _seconds(plan, *key, traffic.bytes, hardware) for key, traffic in sent}
-    of_micro_batches = computation + sum(time for (group, _), time in seconds.items() if group not in (DATA, NODE))
+    of_micro_batches = computation + sum(time for (group, _), time in seconds.items() if group != DATA)
     waiting = (plan.stages - 1) / len(plan.stretches) / plan.micro_batches
     return StepTime(computation, sum(seconds.values()), waiting * of_micro_batches)
 
@@ -68,14 +67,13 @@ def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
 def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -> float:
     """Return the time of collectives of one kind in one group, which together have `size` bytes."""
     tensor, context, stages = plan.tensor_size, plan.context_size, plan.stages
-    stride = {CONTEXT: tensor, PIPELINE: tensor * context, NODE: tensor}.get(group, 1)
+    stride = {CONTEXT: tensor, PIPELINE: tensor * context}.get(group, 1)
     ranks = {
         TENSOR: tensor,
         CONTEXT: context,
         SEQUENCE: tensor * context,
         PIPELINE: stages,
         DATA: plan.replicas,
-        NODE: plan.hierarchy,
     }[group]
     here = min(ranks, max(1, NODE_SIZE // stride))
     if group == DATA:  # neighbouring context ranks, and further ones behind the pipeline's other stages

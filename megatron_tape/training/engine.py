@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
@@ -69,26 +69,17 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "overlap_comm": config.deepspeed.overlap_comm,
         "contiguous_gradients": True,
     }
-    if stage < 3:
-        # With offload_optimizer, DeepSpeed 0.19.8 itself averages gradients, by all-reduce in any case. Stage 2 would
-        # divide those in bf16 by the number of ranks before it turns them to fp32; now it divides their sum.
-        zero["reduce_scatter"] = False
-    if (size := min(config.deepspeed.hierarchical_partition, layout.replica_size)) > 1:
-        zero["zero_hpz_partition_size"] = size
-    if config.deepspeed.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     micro = config.train.micro_batch_size
     in_bf16 = config.train.precision == "bf16"
-    # Asked for it without offload_optimizer, stage 1 would be DeepSpeed's `BF16_Optimizer`, which skips no step whose
-    # gradient is not finite; there `ScatteredGradients` adds up in fp32.
-    asks_for_fp32 = in_bf16 and (stage > 1 or config.deepspeed.offload_optimizer)
+    # Asked for it, stage 1 would be DeepSpeed's `BF16_Optimizer`, which skips no step whose gradient is not finite;
+    # there `ScatteredGradients` adds up in fp32.
+    asks_for_fp32 = in_bf16 and stage > 1
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
         "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad,
         "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": in_bf16},
         "communication_data_type": config.deepspeed.communication_precision,
         "data_types": {"grad_accum_dtype": "fp32" if asks_for_fp32 else None},
@@ -105,7 +96,6 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
     """
     if config.deepspeed.zero_stage < 3:
         return None
-    zero_3.set_hierarchy(config.deepspeed.hierarchical_partition, layout)
     with _torch_launcher_variables(layout):
         # Given a module, be it empty, DeepSpeed replaces torch's linear function, which would keep gathered weights.
         zero = deepspeed.zero.Init(
@@ -113,7 +103,6 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
             data_parallel_group=layout.mpu.get_data_parallel_group(),
             config_dict_or_path=deepspeed_config(config, layout),
             mpu=layout.mpu,
-            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
         )
 
     def partition(parameter: torch.nn.Parameter) -> None:
@@ -151,8 +140,6 @@ class Engine:
         if type(self.adam) not in ZERO_SUPPORTED_OPTIMIZERS:
             # DeepSpeed warns of optimizers that it does not know; the tests train with ours under every ZeRO stage.
             ZERO_SUPPORTED_OPTIMIZERS.append(type(self.adam))
-        zero_3.set_hierarchy(config.deepspeed.hierarchical_partition, layout)
-        zero_3.drop_copies(model)
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
@@ -169,11 +156,11 @@ class Engine:
         if self._uses_muon:
             dtype = next(model.parameters()).dtype
             self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, self.deepspeed_engine.optimizer)
+        self._tied = model.tied if layout.pipeline_size > 1 else None
         if self.zero_stage == 3:
             zero_3.replace_loops_over_ranks(self.clock.waiting)
             zero_3.gather_for_whole_layers(model)
-        self._tied = model.tied if layout.pipeline_size > 1 else None
-        if config.deepspeed.scatters_gradients:
+        else:
             late = None if self._tied is None else self.trained.get(TIED)
             zero, overlap = self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm
             self._scattered = ScatteredGradients(zero, overlap, late, self.clock.waiting)
@@ -184,7 +171,7 @@ class Engine:
         """Called in every step when the gradients are averaged, and before they are clipped."""
         if self._tied is not None:
             self._tied.start(layout.device)
-        self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
+        self._replicated = ReplicatedGradients(model, self.zero_stage, layout)
         self._total = torch.zeros((), device=layout.device)
         """The sum of the losses of a step's micro-batches so far."""
         self._norm_left_out: float | None = None
@@ -245,10 +232,6 @@ class Engine:
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
-        if skipped and self.zero_stage < 3:
-            # With offload_optimizer, DeepSpeed 0.19.8 would add the next step's gradients to those of this one.
-            averaged = self.deepspeed_engine.optimizer.averaged_gradients
-            averaged.update(dict.fromkeys(averaged))
         self.optimizer_steps += not skipped
         if self.averages:
             self._average.add(step, self.optimizer_steps, skipped)
@@ -420,7 +403,6 @@ class Engine:
             for key in self._keys_of(name, trained=True):
                 if (value := read(f"{key}/{name}")) is not None:
                     self._set(self.trained[name], key, value)
-        zero_3.drop_copies(self.module)
 
     def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
         value = value.to(self.layout.device)
@@ -431,13 +413,12 @@ class Engine:
 
     def _make_moments(self, steps: int) -> None:
         """Create Adam's state, which torch creates only at the first step, and link it with ZeRO."""
-        fused = self.adam.defaults.get("fused", False)
         of_muon = {tensor for group in self.adam.param_groups if group.get("muon") for tensor in group["params"]}
         for tensor in self._masters():
             keys = self._moments(tensor in of_muon)
             state = {key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in keys}
             if tensor not in of_muon:
-                state["step"] = torch.tensor(float(steps), device=tensor.device if fused else "cpu")
+                state["step"] = torch.tensor(float(steps), device=tensor.device)
             self.adam.state[tensor] = state
         self._show_moments()
 

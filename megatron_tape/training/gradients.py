@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+from deepspeed.utils import safe_get_local_grad
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_tape.config.schema import DeepSpeedConfig
 from megatron_tape.parallel.layout import ParallelLayout
 
 
@@ -37,49 +36,31 @@ def own_part(parameter: Parameter, zero_stage: int) -> Tensor | None:
     return None if held is None else held.get_lp_grad_fragment(parameter._index_in_param_group)
 
 
-def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Replace each gradient by its sum over `group`, computed in fp32 by one all-reduce on `device`.
+def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its sum over `group`, computed in fp32 by one all-reduce.
 
     All ranks give gradients of the same sizes in the same order.
     """
     if not gradients or group.size() == 1:
         return
-    flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients]).to(device)
+    flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    totals = flat.to(gradients[0].device).split([gradient.numel() for gradient in gradients])
+    totals = flat.split([gradient.numel() for gradient in gradients])
     torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, totals)])
 
 
 class ReplicatedGradients:
-    """The gradients of a model's replicated parameters, held by the optimizer that `deepspeed.initialize` returned."""
+    """The gradients of a model's replicated parameters."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, settings: DeepSpeedConfig, layout: ParallelLayout):
-        self._parameters = replicated_parameters(model)
-        self._optimizer = optimizer
-        self._zero_stage, self._offloaded = settings.zero_stage, settings.offload_optimizer
-        self._layout = layout
+    def __init__(self, model: torch.nn.Module, zero_stage: int, layout: ParallelLayout):
+        self._parameters, self._zero_stage, self._layout = replicated_parameters(model), zero_stage, layout
 
     @torch.no_grad()
     def sum(self) -> None:
         """Sum them over the tensor-parallel group; call between the last backward pass and the optimizer's step."""
-        if self._offloaded and self._layout.device.type == "cuda":
-            # DeepSpeed copies gradients to the host asynchronously; what watches gradients reads them, too.
-            torch.cuda.synchronize(self._layout.device)
-        if not self._parameters:
-            return
-        parts = [(parameter, own_part(parameter, self._zero_stage)) for parameter in self._parameters]
-        parts = [(parameter, part) for parameter, part in parts if part is not None]
-        sum_over_group([part for _, part in parts], self._layout.groups.tp, self._layout.device)
-        if self._offloaded:
-            for parameter, part in parts:
-                self._update_norm(parameter, part)
-
-    def _update_norm(self, parameter: Parameter, part: Tensor) -> None:
-        """Replace the norm of a part that has changed: with offloading, DeepSpeed takes norms in the backward pass."""
-        if self._zero_stage == 3:
-            safe_set_local_grad(parameter, part)  # which takes the norm as well
-        else:
-            self._optimizer.norm_for_param_grads[self._optimizer.get_param_id(parameter)] = part.norm()
+        parts = [own_part(parameter, self._zero_stage) for parameter in self._parameters]
+        parts = [part for part in parts if part is not None]
+        sum_over_group(parts, self._layout.groups.tp)
 
 
 class _Scattered(NamedTuple):

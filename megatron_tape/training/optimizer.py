@@ -86,18 +86,13 @@ def _own_name(name: str) -> str | None:
 def build_optimizer(model: torch.nn.Module, config: RunConfig, layout: ParallelLayout) -> torch.optim.Optimizer:
     """Return the optimizer to hand to `deepspeed.initialize`.
 
-    With a GPU and offloading to the host, it is DeepSpeed's CPU Adam (compiled on first use); otherwise torch's AdamW,
-    with Muon for matrices if `optimizer.kind` says so.
+    It is torch's AdamW, with Muon for matrices if `optimizer.kind` says so.
     """
     settings, zero = config.optimizer, config.deepspeed
-    largest = zero.reduce_bucket_size if zero.scatters_gradients else math.inf
+    largest = zero.reduce_bucket_size if zero.zero_stage < 3 else math.inf
     ratios = width_ratios(config.model, settings.mup_base)
     groups = parameter_groups(model, settings, largest, layout.gather_stages, ratios)
     adam = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    if zero.offload_optimizer and torch.cuda.is_available():
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, **adam, adamw_mode=True)
     # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
     adam["fused"] = True
     return AdamWAndMuon(groups, **adam)

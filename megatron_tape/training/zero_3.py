@@ -14,34 +14,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle, ZeroParamStatus
-from deepspeed.utils import groups
 from torch import Tensor
 
 from megatron_tape.model.layers import PositionTransformerLayer
-from megatron_tape.parallel.layout import ParallelLayout
-
-
-def set_hierarchy(size: int, layout: ParallelLayout) -> None:
-    """Tell DeepSpeed which ranks keep the weights once more; by itself it would take consecutive ones."""
-    size = min(size, layout.replica_size)
-    found = _hierarchy(size, layout.tensor_parallel_size, layout.world_size) if size > 1 else None
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = found
-
-
-@functools.cache
-def _hierarchy(size: int, tensor_parallel_size: int, world_size: int) -> dist.ProcessGroup:
-    """Return this rank's group of `size` ranks that hold the same tensor-parallel shares, next to each other."""
-    span = size * tensor_parallel_size
-    starts = [first + rank for first in range(0, world_size, span) for rank in range(tensor_parallel_size)]
-    every = [list(range(start, start + span, tensor_parallel_size)) for start in starts]
-    return dist.new_subgroups_by_enumeration(every)[0]
-
-
-def drop_copies(model: torch.nn.Module) -> None:
-    """Let ZeRO 3 copy the weights anew where `hierarchical_partition` has made copies before the weights were set."""
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_secondary_tensor"):
-            parameter.ds_secondary_tensor = None
 
 
 def update_weights(zero: stage3.DeepSpeedZeroOptimizer_Stage3) -> None:
@@ -51,7 +26,6 @@ def update_weights(zero: stage3.DeepSpeedZeroOptimizer_Stage3) -> None:
         zero._reassign_or_swap_out_partitioned_parameters(group)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-    zero.invalidate_secondary_tensor()
 
 
 def gather_for_whole_layers(model: torch.nn.Module) -> None:
@@ -113,8 +87,6 @@ def _wait(
     rows, first = gathered.view(handle.world_size, -1), 0
     for parameter in handle.params:
         size = parameter.ds_tensor.ds_numel
-        if handle.use_secondary_tensor:
-            size *= parameter.ds_secondary_tensor_num_of_groups
         flat = rows[:, first : first + size].reshape(-1)[: parameter.ds_numel]
         parameter.data = flat.view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
         parameter.ds_status = ZeroParamStatus.AVAILABLE

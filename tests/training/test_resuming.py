@@ -22,10 +22,8 @@ FROZEN = [*(f"frozen_zero{stage}" for stage in (1, 2, 3)), "adapters"]
     [
         *LAYOUTS,
         "context_parallel",
-        "hierarchical",
+        "gathered",
         "bf16",
-        "offload",
-        "ramp_offload",
         "workers",
         *FROZEN,
         *STEERED,

@@ -91,15 +91,6 @@ def test_overlapping_communication_changes_no_bit(equal, size, stage):
         assert [row.get(key) for key in keys] == [apart.get(key) for key in keys]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_gathering_weights_within_a_part_of_the_ranks_changes_no_bit(equal, size):
-    keys = ("loss", "grad_norm", "validation_loss")
-    whole, parts = (equal[4][f"partition_{partition}_tp{size}"] for partition in (1, 2))
-    for row, other in zip(whole, parts, strict=True):
-        assert [row.get(key) for key in keys] == [other.get(key) for key in keys]
-    assert_close(parts, equal[1]["accumulation"])
-
-
 @pytest.mark.parametrize("size", [1, 4])
 def test_sampling_text_leaves_training_as_it_is(equal, size):
     assert_close(equal[size]["sampled"], equal[size]["packed"])

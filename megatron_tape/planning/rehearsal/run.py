@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups as deepspeed_groups
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,12 +18,11 @@ from torch.utils.data import Dataset
 from megatron_tape.checkpoint.index import writers
 from megatron_tape.config.schema import EvaluationConfig, RunConfig
 from megatron_tape.data.batches import Batches
-from megatron_tape.errors import refuse
 from megatron_tape.model import backend, initialization
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.planning.communication import CONTEXT, DATA, NODE, PIPELINE, SEQUENCE, TENSOR
+from megatron_tape.planning.communication import CONTEXT, DATA, PIPELINE, SEQUENCE, TENSOR
 from megatron_tape.planning.rehearsal.tracking import Record, Tracker, place_of
 from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
@@ -77,12 +75,6 @@ def rehearse(config: RunConfig) -> Rehearsal:
 
     `validate` has accepted `config`. No data and no checkpoint is read, and only a temporary directory is written.
     """
-    refuse(
-        config.deepspeed.offload_optimizer,
-        "deepspeed.offload_optimizer",
-        "is true, but DeepSpeed's Adam on the host needs real numbers and cannot be rehearsed",
-        "set it to false",
-    )
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
         return _ObservedRun(_shortened(config, home)).run()
 
@@ -219,8 +211,6 @@ class _ObservedRun:
         self.outcome.config = replaced(self.outcome.config, {"model.attention_backend": model.attention_backend})
         self.outcome.start = self.tracker.record.peak
         engine = Engine(model, config, layout)
-        if (group := deepspeed_groups._get_zero_param_intra_parallel_group()) is not None:
-            self.tracker.name_group(group, NODE)
         train_step = engine.train_step
 
         def observed_step(*arguments):
@@ -302,6 +292,4 @@ def _share_of(parameter: torch.nn.Parameter) -> int:
     """Return how many of the parameter's elements this rank's optimizer updates."""
     if hasattr(parameter, "ds_id"):  # under ZeRO 3
         return parameter.partition_numel()
-    if hasattr(parameter, "_hp_mapping"):  # under ZeRO 1 and 2
-        return 0 if parameter._hp_mapping is None else parameter._hp_mapping.lp_fragment_address.numel
-    return parameter.numel()
+    return 0 if parameter._hp_mapping is None else parameter._hp_mapping.lp_fragment_address.numel
