@@ -2,29 +2,37 @@
 
 Only one process writes. A resumed run continues its own files: records past the step it resumes from are dropped first,
 and an earlier attempt that is still alive elsewhere can no longer write to them, so they read like one uninterrupted
-run. A full disk does not stop training: rows wait in memory until they can be written (`event_files.RecordFile`).
+run. A full disk does not stop training: rows wait in memory until they can be written, and TensorBoard is given up.
+Importing this imports no torch.
 """
 
+from __future__ import annotations
+
 import json
+import logging
 import math
 import os
 import re
 import stat
-import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
 from megatron_tape.errors import FileError
+from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 from megatron_tape.io.records import parse_record
-from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
 from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import duration
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
 TAGS = {
@@ -43,7 +51,6 @@ TAGS = {
 LOSSES = {"train/loss": "loss/train", "validation/loss": "loss/validation"}
 # The charts of single layers come last (z: the position state).
 BY_LAYER = "z_by_layer"
-RESTATED_TEXTS = ("configuration", "parameters")  # every attempt writes it at the step it resumes from
 RECENT = 20
 _LAYER = re.compile(r"position/(\w+)/layer_([0-9]+)")
 TAIL_LIMIT = 1 << 24
@@ -68,14 +75,14 @@ class MetricsWriter:
     ):
         """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
-        Copies of old files are made in `staging`, if that is on the same file system; once that directory has been
-        taken away, the old files can no longer be replaced. `clock` returns seconds; the time left is estimated from
+        A copy of the old rows is made in `staging`, if that is on the same file system; once that directory has been
+        taken away, they can no longer be replaced. `clock` returns seconds; the time left is estimated from
         that of recent steps, in proportion to `work`: what so many steps from the first do, such as their sequences.
         `wandb` gets the scalars under TensorBoard's tags.
 
         Raises:
             OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
-            FileError: if something other than a file has the name of one.
+            FileError: if something other than a file is called `metrics.jsonl`.
         """
         self.total_steps, self._work, self._wandb = total_steps, work, wandb
         directory = Path(directory)
@@ -83,13 +90,16 @@ class MetricsWriter:
         self._last_step = resume_step
         self._clock = clock
         self._recent = deque([(resume_step, clock())], maxlen=RECENT + 1)
-        last_kept = resume_step if resume_step > 0 else -1  # a fresh start does not keep step 0's configuration either
         path = directory / "metrics.jsonl"
-        rewrite(path, _rows_up_to(path, last_kept), staging)
-        self._rows = RecordFile(path)
-        # Also without TensorBoard: a later attempt with TensorBoard may resume past the events to be dropped now.
-        keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
-        self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
+        _rewrite(path, _rows_up_to(path, resume_step), staging)
+        self._rows = _RecordFile(path)
+        self._events = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A fresh start does not keep step 0's configuration either.
+            purge_step = resume_step + 1 if resume_step > 0 else 0
+            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step, flush_secs=5)
 
     def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
         """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
@@ -117,8 +127,8 @@ class MetricsWriter:
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         tagged = _by_tag(values)
-        if self._events is not None:
-            self._events.add_scalars(tagged, step)
+        for tag, value in tagged.items():
+            self._show("add_scalar", tag, value, step)
         if self._wandb is not None:
             self._wandb.log(step, tagged)
         with suppress(OSError):  # the console may be a file on a full disk
@@ -126,27 +136,32 @@ class MetricsWriter:
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Show `text` verbatim in TensorBoard under `tag`: a sample, or the configuration."""
-        if self._events is not None:
-            self._events.add_text(tag, "\n".join("    " + line for line in text.splitlines()), step)
+        self._show("add_text", tag, "\n".join("    " + line for line in text.splitlines()), step)
 
-    def picture(self, tag: str, png: bytes, step: int) -> None:
-        if self._events is not None:
-            size = struct.unpack(">II", png[16:24])  # of its first chunk
-            self._events.add_picture(tag, png, size, step)
+    def figure(self, tag: str, figure: Figure, step: int) -> None:
+        self._show("add_figure", tag, figure, step)
 
     def sync(self) -> None:
-        """Flush all records to disk: after a power cut, a later checkpoint must not be ahead of them."""
+        """Flush all records, and rows to the disk: a later checkpoint must not be ahead of them."""
         self._rows.sync()
-        if self._events is not None:
-            self._events.sync()
+        self._show("flush")
 
     def close(self) -> None:
         """Close the files; rows that still cannot be written are lost, with a warning."""
         self._rows.close()
-        if self._events is not None:
-            self._events.close()
+        self._show("close")
+        self._events = None
         if self._wandb is not None:
             self._wandb.close()
+
+    def _show(self, method: str, *arguments: Any) -> None:
+        """Call a method of TensorBoard's writer, whose thread ends if the disk is full; go on without it then."""
+        if self._events is not None:
+            try:
+                getattr(self._events, method)(*arguments)
+            except OSError as error:
+                self._events = None
+                logger.warning("warning: TensorBoard shows no more of this attempt (%s); metrics.jsonl does", error)
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         formats = {
@@ -169,6 +184,72 @@ class MetricsWriter:
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
         before, done, whole = map(self._work, (first_step, last_step, self.total_steps))
         return (last_time - first_time) / (done - before) * max(0, whole - done)
+
+
+class _RecordFile:
+    """Appends records; what cannot be written waits in memory and is written, in order, before later ones.
+
+    Once it is closed, records are dropped.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = open_to_append(path, buffering=0)
+        self._waiting = b""
+        self._failing = False
+
+    def append(self, record: bytes) -> None:
+        """Write what waits and this record, as far as that is possible; other processes see it at once."""
+        if self._file.closed:
+            return
+        self._waiting += record
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file.fileno(), self._waiting) :]
+        except OSError as error:
+            if not self._failing:
+                logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)
+            self._failing = True
+            return
+        if self._failing:
+            logger.info("%s can be written again and holds what was kept for it", self._path)
+        self._failing = False
+
+    def sync(self) -> None:
+        """Flush what was written to disk, if the disk allows it."""
+        with suppress(OSError):
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Try once more to write what waits, and log a warning about what is lost."""
+        if self._file.closed:
+            return
+        self.append(b"")
+        if self._waiting:
+            logger.warning("%s is closed without its last %d bytes", self._path, len(self._waiting))
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("%s may lack its last records (%s)", self._path, error)
+
+
+def _rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None) -> None:
+    """Replace `path` by a new file of `chunks`, which may be read from the old one; the result survives a power cut.
+
+    An earlier attempt that is still alive elsewhere writes to the old file, which has no name any more. The new file is
+    first written in `staging`, if that is given and on the same file system. Raises OSError that names `path`, if there
+    is no room for the copy; the old file is left unchanged.
+    """
+    try:
+        if staging is not None and staging.stat().st_dev != path.parent.stat().st_dev:
+            staging = None
+        for leftover in path.parent.glob(f".*{SUFFIX}"):  # from a process that was killed during this function
+            leftover.unlink(missing_ok=True)
+        write_whole(path, chunks, staging=staging)
+    except OSError as error:
+        reason = f"{error.strerror}, while copying a file of an earlier attempt"
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 class _Row(TypedDict):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from megatron_tape.config.schema import RunConfig
     from megatron_tape.data.batches import Batches
     from megatron_tape.data.tokenizer import Tokenizer
@@ -26,11 +28,11 @@ class HookResult:
     """What a hook found, by name; names with a slash are used as TensorBoard tags unchanged."""
 
     scalars: dict[str, float] = field(default_factory=dict)
-    """Figures for TensorBoard and `metrics.jsonl`."""
+    """Numbers for TensorBoard and `metrics.jsonl`."""
     texts: dict[str, str] = field(default_factory=dict)
     """Texts for TensorBoard."""
-    pictures: dict[str, bytes] = field(default_factory=dict)
-    """Pictures for TensorBoard, as PNG."""
+    figures: dict[str, Figure] = field(default_factory=dict)
+    """Figures of matplotlib for TensorBoard."""
     words: dict[str, str] = field(default_factory=dict)
     """Words for `metrics.jsonl`, such as the name of a node."""
 
@@ -100,7 +102,7 @@ def joined(results: Iterable[tuple[str, HookResult]]) -> HookResult:
     """Return the results of several hooks, each with the hook's name, as one; ValueError where two share a name."""
     whole = HookResult()
     for hook, found in results:
-        for kind in ("scalars", "texts", "pictures", "words"):
+        for kind in ("scalars", "texts", "figures", "words"):
             held, new = getattr(whole, kind), getattr(found, kind)
             if twice := held.keys() & new.keys():
                 raise ValueError(f"the evaluation {hook} returns {sorted(twice)[0]}, which another one returned before")

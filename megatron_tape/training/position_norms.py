@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from megatron_tape.model.language_model import LanguageModel
     from megatron_tape.model.pipeline import Pipeline
     from megatron_tape.training.engine import StepResult
@@ -52,7 +53,7 @@ class PositionNorms(Hook):
         if trainer.writer is None:
             return HookResult()
         totals = torch.stack(list(norms.values()))
-        return HookResult(pictures={"position/norms": picture((totals[:, :2] / totals[:, 2:]).sqrt())})
+        return HookResult(figures={"position/norms": picture((totals[:, :2] / totals[:, 2:]).sqrt())})
 
     def _record(self, trainer: Training, record: bool) -> None:
         for update in trainer.model.position_updates():
@@ -71,20 +72,16 @@ def _norms(model: LanguageModel | Pipeline) -> dict[int, Tensor] | None:
     return dict(zip(layers, totals))
 
 
-def picture(norms_L2G: Tensor) -> bytes:
-    """Draw, as PNG, the norms of the state and of its update (layers, 2, head groups)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def picture(norms_L2G: Tensor) -> Figure:
+    """Draw the norms of the state and of its update (layers, 2, head groups)."""
     from matplotlib.figure import Figure
 
     layers, _, groups = norms_L2G.shape
     figure = Figure(figsize=(9, 2 + 0.15 * layers), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, name, norms_LG in zip(figure.subplots(1, 2), NAMES, norms_L2G.cpu().unbind(1)):
         image = axes.imshow(norms_LG.numpy(), aspect="auto", interpolation="nearest")
         axes.set(title=name.replace("_", " "), xlabel="head group", ylabel="layer")
         axes.set_xticks(range(0, groups, max(1, groups // 8)))
         axes.set_yticks(range(0, layers, max(1, layers // 16)))
         figure.colorbar(image, ax=axes)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return figure

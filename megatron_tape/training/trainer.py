@@ -319,7 +319,7 @@ class Trainer:
             )
 
     def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, HookResult]]) -> None:
-        """Evaluate, if that is due at this step, and log the step's metrics, texts and pictures."""
+        """Evaluate, if that is due at this step, and log the step's metrics, texts and figures."""
         own = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -342,8 +342,8 @@ class Trainer:
         self.writer.log(self.step, whole.scalars, whole.words)
         for tag, text in whole.texts.items():
             self.writer.text(tag, text, self.step)
-        for tag, png in whole.pictures.items():
-            self.writer.picture(tag, png, self.step)
+        for tag, figure in whole.figures.items():
+            self.writer.figure(tag, figure, self.step)
 
 
 @contextlib.contextmanager

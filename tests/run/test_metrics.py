@@ -5,19 +5,17 @@ import json
 import logging
 import math
 import os
-import stat
-import struct
 import sys
+import threading
 import time
 
-import PIL.Image
 import pytest
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_tape.config.schema import TrainConfig
 from megatron_tape.errors import FileError
-from megatron_tape.run.event_files import _framed
 from megatron_tape.run.metrics import LINE_BYTES, MetricsWriter, read_lines
 
 SCALARS = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.0, "tflops_per_second": 1.5}
@@ -45,16 +43,6 @@ def events(directory):
 
 def curve(directory, tag="train/loss"):
     return [(event.step, event.value) for event in events(directory).Scalars(tag)]
-
-
-def texts(directory, tag):
-    found = events(directory).Tensors(f"{tag}/text_summary")
-    return [(event.step, event.tensor_proto.string_val[0].decode().strip()) for event in found]
-
-
-def event_file(directory):
-    (path,) = (directory / "tensorboard").iterdir()
-    return path
 
 
 def plain(directory, **settings):
@@ -103,7 +91,7 @@ def test_a_file_torn_at_any_byte_resumes(tmp_path, monkeypatch):
     write(tmp_path, [10, 20, 30], clock=lambda: 1.0)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     first = whole.index(b"\n") + 1
-    for length in range(first, len(whole)):
+    for length in range(first, len(whole), 7):
         (tmp_path / "metrics.jsonl").write_bytes(whole[:length])
         write(tmp_path, [20, 30], resume_step=10, clock=lambda: 1.0)
         assert (tmp_path / "metrics.jsonl").read_bytes() == whole
@@ -185,23 +173,6 @@ def test_tensorboard_opens_on_losses_and_mean_norms_and_shows_each_scalar_and_te
     assert found.tensor_proto.string_val[0] == b"    model:\n      num_layers: 2"
 
 
-def png(width, height):
-    file = io.BytesIO()
-    PIL.Image.new("RGB", (width, height), "red").save(file, "png")
-    return file.getvalue()
-
-
-def test_tensorboard_shows_a_picture_with_its_size_and_forgets_those_past_a_resume(tmp_path):
-    for resume_step, steps, width in ((0, (1, 2, 3), 30), (1, (2,), 20)):
-        writer = MetricsWriter(tmp_path, 4, resume_step=resume_step)
-        for step in steps:
-            writer.picture("position/norms", png(width, 10), step)
-        writer.close()
-    pictures = [event.tensor_proto.string_val for event in events(tmp_path).Tensors("position/norms")]
-    assert [list(strings) for strings in pictures] == [[b"30", b"10", png(30, 10)], [b"20", b"10", png(20, 10)]]
-    assert events(tmp_path).summary_metadata["position/norms"].plugin_data.plugin_name == "images"
-
-
 def test_an_attempt_that_is_still_alive_elsewhere_is_shut_out(tmp_path):
     stale = MetricsWriter(tmp_path, 100)
     for step in (1, 2, 3):
@@ -209,60 +180,69 @@ def test_an_attempt_that_is_still_alive_elsewhere_is_shut_out(tmp_path):
     writer = MetricsWriter(tmp_path, 100, resume_step=2)
     for step in (3, 4, 5):
         stale.log(step + 1, {"loss": 9.0, "stale": 1.0})
-        stale.text("sample", "stale", step + 1)
         writer.log(step, {"loss": 5.0})
-        writer.text("sample", "fresh", step)
     stale.close()
     writer.close()
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
     assert curve(tmp_path) == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
     assert curve(tmp_path, "train/stale") == [(1, 1), (2, 1)]
-    assert texts(tmp_path, "sample") == [(step, "fresh") for step in (3, 4, 5)]
 
 
-def test_many_attempts_leave_each_step_and_each_text_once(tmp_path):
+def test_many_attempts_leave_each_step_once(tmp_path):
     for attempt, resume_step in enumerate((0, 4, 4, 2, 2, 6)):
         writer = MetricsWriter(tmp_path, 100, resume_step=resume_step)
-        writer.text("configuration", f"attempt {attempt}", resume_step)
         for step in range(resume_step + 1, resume_step + 6):
             writer.log(step, {"loss": attempt})
-            writer.text("sample", f"attempt {attempt}", step)
         writer.close()
     attempts = [0, 0, 4, 4, 4, 4, 5, 5, 5, 5, 5]
     expected = list(enumerate(attempts, 1))
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == expected
     assert curve(tmp_path) == expected
-    assert texts(tmp_path, "sample") == [(step, f"attempt {attempt}") for step, attempt in expected]
-    assert texts(tmp_path, "configuration") == [(0, "attempt 0"), (2, "attempt 4"), (6, "attempt 5")]
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 3
 
 
-@pytest.mark.parametrize("tensorboard", [True, False])
-def test_a_fresh_run_keeps_no_event(tmp_path, tensorboard):
-    writer = MetricsWriter(tmp_path, 100)
-    writer.text("configuration", "a: 1", 0)
-    writer.log(1, SCALARS)
+def test_a_fresh_run_keeps_no_event(tmp_path):
+    write(tmp_path, [1, 2], tensorboard=True)
+    write(tmp_path, [5], tensorboard=True)
+    assert curve(tmp_path) == [(5, 2.5)]
+
+
+def test_a_figure_is_shown_under_its_tag(tmp_path):
+    writer = MetricsWriter(tmp_path, 4)
+    writer.figure("position/norms", Figure(figsize=(3, 1)), 2)
     writer.close()
-    write(tmp_path, [5], tensorboard=tensorboard)
-    if tensorboard:
-        assert curve(tmp_path) == [(5, 2.5)]
-        assert "configuration/text_summary" not in events(tmp_path).Tags()["tensors"]
-    else:
-        assert list((tmp_path / "tensorboard").iterdir()) == []
+    (found,) = events(tmp_path).Images("position/norms")
+    assert found.step == 2 and (found.width, found.height) == (300, 100)
 
 
-def test_events_of_a_run_that_went_on_without_tensorboard_are_dropped_too(tmp_path):
-    write(tmp_path, [1, 2, 3, 4], tensorboard=True)
-    write(tmp_path, [3, 4, 5, 6], tensorboard=False, resume_step=2)
-    write(tmp_path, [6], tensorboard=True, resume_step=5)
-    assert [step for step, _ in curve(tmp_path)] == [1, 2, 6]
-
-
-def test_a_clock_that_is_behind_does_not_hide_earlier_steps(tmp_path, monkeypatch):
-    for attempt, now in enumerate((3e9, 2e9, 1e9)):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        write(tmp_path, [attempt + 1], tensorboard=True, resume_step=attempt)
+def test_the_event_file_of_a_killed_attempt_is_read_as_far_as_it_goes(tmp_path):
+    write(tmp_path, [1, 2], tensorboard=True)
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+    write(tmp_path, [3], tensorboard=True, resume_step=2)
     assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
+
+
+def test_what_was_logged_before_a_sync_is_in_the_event_file(tmp_path):
+    writer = MetricsWriter(tmp_path, 4)
+    for step in (1, 2, 3):
+        writer.log(step, SCALARS)
+    writer.sync()
+    assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
+    writer.close()
+
+
+def test_tensorboard_is_given_up_with_a_warning_where_its_file_cannot_be_written(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = MetricsWriter(tmp_path, 100)
+    monkeypatch.setattr(RecordWriter, "write", full)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    for step in (1, 2, 3):
+        writer.log(step, SCALARS)
+        writer.sync()
+    writer.close()
+    assert caplog.text.count("TensorBoard shows no more") == 1 and steps(tmp_path) == [1, 2, 3]
 
 
 def test_a_running_tensorboard_forgets_the_steps_past_a_resume(tmp_path):
@@ -270,26 +250,6 @@ def test_a_running_tensorboard_forgets_the_steps_past_a_resume(tmp_path):
     watching = events(tmp_path)
     write(tmp_path, [3], tensorboard=True, resume_step=2)
     assert [event.step for event in watching.Reload().Scalars("train/loss")] == [1, 2, 3]
-
-
-def test_an_event_file_torn_or_damaged_at_any_byte_resumes(tmp_path):
-    write(tmp_path, [1], tensorboard=True)
-    first = event_file(tmp_path).stat().st_size
-    write(tmp_path, [1, 2], tensorboard=True)
-    name, whole = event_file(tmp_path).name, event_file(tmp_path).read_bytes()
-    for length in range(first, len(whole)):
-        for path in (tmp_path / "tensorboard").iterdir():
-            path.unlink()
-        tail = bytes(64 * (length % 2))
-        (tmp_path / "tensorboard" / name).write_bytes(whole[:length] + tail)
-        write(tmp_path, [3], tensorboard=True, resume_step=2)
-        assert [step for step, _ in curve(tmp_path)] == [1, 3]
-
-
-def test_a_file_in_place_of_the_event_files_directory_is_named(tmp_path):
-    (tmp_path / "tensorboard").touch()
-    with pytest.raises(FileError, match="tensorboard is not a directory; remove it, or set logging.tensorboard"):
-        MetricsWriter(tmp_path, 100)
 
 
 class Disk:
@@ -308,23 +268,19 @@ class Disk:
         return count
 
 
-def test_a_disk_that_fills_at_any_byte_loses_and_tears_nothing(tmp_path, monkeypatch):
+def test_a_disk_that_fills_at_any_byte_loses_and_tears_no_row(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     for room in range(0, 600, 7):
         disk.room = math.inf
-        writer = MetricsWriter(tmp_path, 100)
+        writer = plain(tmp_path)
         writer.log(1, SCALARS)
         disk.room = room
         for step in (2, 3, 4):
             writer.log(step, SCALARS)
-            writer.text("sample", "a b c", step)
-        assert curve(tmp_path)[0] == (1, 2.5)
         disk.room = math.inf
         writer.log(5, SCALARS)
         writer.close()
         assert rows(tmp_path) == [{"step": step, **SCALARS} for step in range(1, 6)]
-        assert curve(tmp_path) == [(step, 2.5) for step in range(1, 6)]
-        assert texts(tmp_path, "sample") == [(step, "a b c") for step in (2, 3, 4)]
 
 
 def test_a_full_disk_is_reported_once_until_it_ends_and_so_is_the_end(tmp_path, monkeypatch, caplog):
@@ -343,7 +299,7 @@ def test_a_full_disk_is_reported_once_until_it_ends_and_so_is_the_end(tmp_path, 
 
 def test_closing_on_a_full_disk_says_what_is_lost_and_raises_nothing(tmp_path, monkeypatch, caplog):
     disk = Disk(monkeypatch)
-    writer = MetricsWriter(tmp_path, 100)
+    writer = plain(tmp_path)
     writer.log(1, SCALARS)
     disk.room = 0
     writer.log(2, SCALARS)
@@ -352,7 +308,7 @@ def test_closing_on_a_full_disk_says_what_is_lost_and_raises_nothing(tmp_path, m
     writer.close()
     writer.log(4, SCALARS)
     writer.sync()
-    assert ["is closed without its last" in record.getMessage() for record in caplog.records[-2:]] == [True, True]
+    assert "is closed without its last" in caplog.records[-1].getMessage()
     assert steps(tmp_path) == [1]
 
 
@@ -367,7 +323,7 @@ def test_a_console_on_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
 
 
 def test_starting_on_a_full_disk_names_the_file_and_leaves_it(tmp_path, monkeypatch):
-    write(tmp_path, [1, 2, 3], tensorboard=True)
+    write(tmp_path, [1, 2, 3])
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -380,20 +336,14 @@ def test_starting_on_a_full_disk_names_the_file_and_leaves_it(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_refused_or_left_alone(tmp_path, make):
-    (tmp_path / "tensorboard").mkdir()
-    other = tmp_path / "tensorboard" / "events.out.tfevents.\u0661.x"
-    make(other)
-    write(tmp_path, [1], tensorboard=True)
-    assert stat.S_IFMT(other.stat().st_mode) != stat.S_IFREG
-    (tmp_path / "metrics.jsonl").unlink()
+def test_what_is_no_file_is_refused(tmp_path, make):
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(FileError, match="metrics.jsonl is not a regular file"):
         plain(tmp_path)
 
 
-def test_rows_and_events_that_cannot_be_used_are_left_out(tmp_path):
-    write(tmp_path, [1, 2], tensorboard=True)
+def test_rows_that_cannot_be_used_are_left_out(tmp_path):
+    write(tmp_path, [1, 2])
     long, path = b'{"step": 1, "x": "' + b"y" * (3 << 20) + b'"}\n', tmp_path / "metrics.jsonl"
     path.write_bytes(long + b"[" * 100_000 + b"\n" + path.read_bytes() + long + b'{"step": 3}')
     lengths = []
@@ -401,17 +351,5 @@ def test_rows_and_events_that_cannot_be_used_are_left_out(tmp_path):
         lengths.append(len(line))
         assert line.endswith(b"\n") or line == b'{"step": 3}'
     assert len(lengths) == 6 and max(lengths) == LINE_BYTES + 1
-    with open(event_file(tmp_path), "ab") as file:
-        file.write(_framed(b"\xff" * 9))
-    write(tmp_path, [4], tensorboard=True, resume_step=3)
-    kept = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert kept == [1, 2, 3, 4] and [step for step, _ in curve(tmp_path)] == [1, 2, 4]
-
-
-def test_an_event_that_says_it_has_more_bytes_than_there_are_ends_its_file(tmp_path):
-    write(tmp_path, [1, 2], tensorboard=True)
-    header = struct.pack("<Q", 1 << 62)
-    with open(event_file(tmp_path), "ab") as file:
-        file.write(header + struct.pack("<I", masked_crc32c(header)) + b"abc")
-    write(tmp_path, [3], tensorboard=True, resume_step=2)
-    assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
+    write(tmp_path, [4], resume_step=3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]

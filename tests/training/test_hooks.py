@@ -16,7 +16,7 @@ from megatron_tape.training.hooks import EVALUATIONS, HOOKS, Hook, HookResult, j
 from megatron_tape.training.position_norms import picture
 from pretrain import train
 
-PNG = picture(torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0)))
+FIGURE = picture(torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0)))
 
 
 class Toy(Hook):
@@ -30,7 +30,7 @@ class Toy(Hook):
         return HookResult(scalars={"toy/seen": self.seen})
 
     def evaluate(self, trainer, step):
-        return HookResult(scalars={"toy/step": step}, texts={"toy": f"text of {step}"}, pictures={"toy/picture": PNG})
+        return HookResult(scalars={"toy/step": step}, texts={"toy": f"text of {step}"}, figures={"toy/figure": FIGURE})
 
 
 @pytest.fixture
@@ -66,9 +66,8 @@ def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
     assert all(row["usage/host_memory_gib"] > 0.05 for row in logged)
     texts = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("toy/text_summary")]
     assert [(step, text.decode().strip()) for step, text in texts] == [(3, "text of 3"), (5, "text of 5")]
-    pictures = [(event.step, event.tensor_proto.string_val[2]) for event in events.Tensors("toy/picture")]
-    assert pictures == [(3, PNG), (5, PNG)]
-    assert [event.step for event in events.Tensors("position/norms")] == [3, 5]
+    assert [event.step for event in events.Images("toy/figure")] == [3, 5]
+    assert [event.step for event in events.Images("position/norms")] == [3, 5]
 
 
 def test_only_named_evaluations_run(run):
