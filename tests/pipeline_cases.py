@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from extension_cases import WITH_LORA, continued, extended, pretrained
-from training_cases import MUP, RECIPE, evaluated, generated, option, packed, rows
+from training_cases import RECIPE, evaluated, generated, option, packed, rows
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.checkpoint.reading import Checkpoint
@@ -46,7 +46,6 @@ def cases(data):
         "ramp": [option("train.batch_ramp", "{from: 2, over_samples: 8}")],
         "deep_ramp": [option("model.num_layers", 8), option("train.batch_ramp", "{from: 4, over_samples: 8}")],
         "muon": [option("optimizer.kind", "muon")],
-        "mup": [MUP],
     }
 
 

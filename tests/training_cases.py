@@ -83,9 +83,6 @@ def option(section_key, value):
 Z_LOSS = option("optimizer.z_loss", 0.01)
 AVERAGE = option("train.average", "{kind: ema, decay: 0.8}")
 MUON = option("optimizer.kind", "muon")
-MUP = option(
-    "optimizer.mup_base", "{hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, ffn_hidden_size: 16}"
-)
 SPIKES = "{action: %s, window: 3, threshold: 300, limit: 1}"
 
 
@@ -135,10 +132,9 @@ def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
     of_muon = {1: [("muon", 1, 1)], 2: [("muon", 2, 1), ("muon_zero2", 1, 2)], 4: [("muon", 2, 1)]}
     for name, size, stage in of_muon[dist.get_world_size()]:
         rows[name] = run(folder, name, prefix, MUON, AVERAGE, tp(size), zero(stage))
-    # Shares of matrices, under ZeRO 3 of unknown shapes, must learn as the whole matrices do.
-    size, stage = {1: (1, 1), 2: (2, 3), 4: (2, 1)}[dist.get_world_size()]
-    with gathering_all() if stage == 3 else contextlib.nullcontext():
-        rows["mup"] = run(folder, "mup", prefix, MUP, tp(size), zero(stage))
+    if between:
+        with gathering_all():
+            rows["gathered"] = run(folder, "gathered", prefix, tp(2), zero(3))
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3))[between:]:
         rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
@@ -351,7 +347,7 @@ def main(folder, data, what):
     before, after = ([*one, *ramp()] for one in (before, after))
     results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
-    before, after = [prefix, MUP, AVERAGE, tp(1), zero(1)], [prefix, MUP, AVERAGE, tp(2), zero(3)]
+    before, after = [prefix, AVERAGE, tp(1), zero(1)], [prefix, AVERAGE, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
     muon = [prefix, MUON, AVERAGE]
     results["muon"] = resumed_run(folder, "muon", *muon, tp(1), zero(2))

@@ -26,7 +26,6 @@ from megatron_tape.config.steering import average_of, spikes_of
 from megatron_tape.config.values import check_section, clashes, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
-from megatron_tape.model.mup import check_base
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
 from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
@@ -87,8 +86,6 @@ def _validate_optimizer(config: RunConfig) -> None:
         clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 1 or 2", why)
         without = "all" not in config.extension.trains
         clash(without, "optimizer.kind extension.trains", "set it to adamw", "so no matrix of Muon's is trained")
-    if optimizer.mup_base is not None:
-        check_base(config)
     if config.train.spikes is not None:
         spikes_of(config.train.spikes)
     if config.train.average is not None:

@@ -195,12 +195,6 @@ class OptimizerConfig:
     lr_scale_of: dict[str, NotNegative] = field(default_factory=dict)
     """Factor of the learning rate by kind of parameter, as in weight_decay_of; 1 for kinds that are not given. Weight
     decay, which is proportional to the learning rate, scales with it."""
-    mup_base: dict[str, int] | None = None
-    """muP: the settings of a narrower model with which lr, model.init_std and weight decay were tuned, such as
-    {hidden_size: 96, num_attention_heads: 3, ffn_hidden_size: 256}; num_query_groups and kv_channels may be given, too,
-    and all other settings are this model's. A matrix with r times as many inputs as in that model begins with its
-    standard deviation times r^-0.5 (the output layer's: r^-1), learns at lr / r, and decays with weight_decay * r. Not
-    with muon or tied embeddings. null does not."""
     beta1: Decay = 0.9
     """Decay of the gradient's mean."""
     beta2: Decay = 0.95

@@ -5,14 +5,13 @@ rank draws only what it keeps, and neither the parallel layout nor the other par
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.mup import base_model, initial_scale, width_ratios
 from megatron_tape.model.names import POSITION, WRAPPED, kind_of, split_layer
 from megatron_tape.model.shapes import lora_factors, parameter_shapes
 from megatron_tape.ops import philox
@@ -46,14 +45,11 @@ class Initialization:
         return value.view(-1, self.shape[-1])[rows.start : rows.stop, columns.start : columns.stop]
 
 
-def weight_initializations(
-    model: ModelConfig, extension: ExtensionConfig | None = None, mup_base: Mapping[str, int] | None = None
-) -> dict[str, Initialization]:
+def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initialization]:
     """Return how every `GPTModel` parameter is initialized, by name; those of LoRA layers if `extension` adds them.
 
     Matrices and embeddings are normal with `model.init_std`, divided by sqrt(2 L) in L layers where they add to the
-    residual stream. LoRA's A are uniform up to 1 / sqrt(width of the input), as in peft, and its B zero. Given a
-    `mup_base`, standard deviations follow from those of the base model (see `model.mup`).
+    residual stream. LoRA's A are uniform up to 1 / sqrt(width of the input), as in peft, and its B zero.
     """
     encoding, factors = encoding_of(model), {} if extension is None else lora_factors(model, extension)
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
@@ -71,10 +67,6 @@ def weight_initializations(
             found[name] = Initialization(shape, std=model.init_std * scale)
         else:
             found[name] = Initialization(shape, value=1.0 if kind == "norms" else 0.0)
-    if mup_base is not None:
-        of_base = weight_initializations(base_model(model, mup_base))
-        for name, ratio in width_ratios(model, mup_base).items():
-            found[name] = replace(found[name], std=of_base[name].std * initial_scale(name, ratio))
     return found
 
 

@@ -1,14 +1,13 @@
 """AdamW, or Muon with it, for DeepSpeed's ZeRO."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_tape.config.schema import OptimizerConfig, RunConfig
-from megatron_tape.model.mup import width_ratios
-from megatron_tape.model.names import WRAPPED, kind_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import share_shape
 from megatron_tape.training.muon import AdamWAndMuon, is_matrix
@@ -19,7 +18,6 @@ def parameter_groups(
     config: OptimizerConfig,
     largest: float = math.inf,
     gather_stages: Callable[[Any], list[Any]] = lambda value: [value],
-    ratios: Mapping[str, float] | None = None,
 ) -> list[dict]:
     """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, whether it updates them (`muon`).
 
@@ -30,9 +28,6 @@ def parameter_groups(
 
     A parameter's attribute `decay`, if it has one, says whether it decays, unless `config.weight_decay_of` has a value
     for it alone. Otherwise matrices decay, and vectors decay only if there is a value for their kind.
-
-    The scale of a parameter with one of `ratios`, by its `GPTModel` name, is divided by it, and its weight decay is
-    multiplied by it (see `model.mup`).
     """
     groups: dict[tuple[bool, float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -44,9 +39,8 @@ def parameter_groups(
             decays = len(share_shape(parameter)) > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
         by_muon = config.kind == "muon" and is_matrix(name)
-        ratio = (ratios or {}).get(name.removeprefix(WRAPPED), 1.0)
-        values = weight_decay * ratio, (1.0 if scale is None else scale) / ratio
-        groups.setdefault((not decays, *values, by_muon), []).append(parameter)
+        values = not decays, weight_decay, 1.0 if scale is None else scale, by_muon
+        groups.setdefault(values, []).append(parameter)
     parts = {key: _parts(parameters, largest) for key, parameters in groups.items()}
     for counts in gather_stages({key: len(found) for key, found in parts.items()}):
         for key, count in counts.items():
@@ -90,8 +84,7 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, layout: ParallelL
     """
     settings, zero = config.optimizer, config.deepspeed
     largest = zero.reduce_bucket_size if zero.zero_stage < 3 else math.inf
-    ratios = width_ratios(config.model, settings.mup_base)
-    groups = parameter_groups(model, settings, largest, layout.gather_stages, ratios)
+    groups = parameter_groups(model, settings, largest, layout.gather_stages)
     adam = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
     adam["fused"] = True

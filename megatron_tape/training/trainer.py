@@ -230,7 +230,7 @@ class Trainer:
                 return
         self.watch.progress("initializing the weights")
         started = time.perf_counter()
-        initials = weight_initializations(config.model, config.extension, config.optimizer.mup_base)
+        initials = weight_initializations(config.model, config.extension)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
         initialize_weights(self.model, initials, config.train.seed, rank, size, new)
         if (seconds := time.perf_counter() - started) > 1:

@@ -18,7 +18,6 @@ LONG = {"minimum": 8192, "share": 0.5}
 STAGES, VIRTUAL = "parallel__pipeline_model_parallel_size", "parallel__virtual_pipeline_size"
 STAGED = {"processes": 2, STAGES: 2, "model__num_layers": 4, "train__micro_batch_size": 1}
 GENERATED = {"data__prefix": None, "data__tokenizer": None}
-NARROW = {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
 
 
 def examples(**settings):
@@ -82,8 +81,6 @@ def test_a_malformed_split_is_refused(split):
         (1, {"data__reset_attention_mask": True}),
         (1, {"optimizer__kind": "muon", "deepspeed__zero_stage": 2, "train__spikes": {"action": "skip", "window": 9},
              "train__average": {"kind": "last", "count": 3, "every": 49}}),
-        (1, {"optimizer__mup_base": NARROW, "extension__trains": ["tape", "lora"]}),
-        (1, {"optimizer__mup_base": {**NARROW, "num_query_groups": 2}, "model__num_query_groups": 8}),
         (1, {"optimizer__clip_grad": 0.0, "optimizer__weight_decay": 0.0, "optimizer__min_lr": 1e-4}),
         (1, {**GENERATED, "data__generator": {"task": "addition", "digits": 9}, "data__split": "1,0,0",
              "logging__sample_tokens": 0}),
@@ -195,13 +192,6 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("data.stages", {"data__stages": [{"prefix": "b", "share": 0.5}, {"prefix": "c", "share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": [], "share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": "b", "share": 1e-9}]}),
-        ("optimizer.mup_base", {"optimizer__mup_base": NARROW, "optimizer__kind": "muon"}),
-        ("optimizer.mup_base", {"optimizer__mup_base": NARROW, "model__tie_embeddings": True}),
-        ("optimizer.mup_base", {"optimizer__mup_base": {"hidden_size": 32}}),
-        ("optimizer.mup_base", {"optimizer__mup_base": NARROW, "model__num_query_groups": 8}),
-        ("optimizer.mup_base", {"optimizer__mup_base": {"ffn_hidden_size": 0}}),
-        ("optimizer.mup_base.num_layers", {"optimizer__mup_base": {"num_layers": 2}}),
-        ("optimizer.mup_base.hidden_size", {"optimizer__mup_base": {"hidden_size": 32.0}}),
         ("train.spikes.action", {"train__spikes": {"action": "stop"}}),
         ("train.spikes.window", {"train__spikes": {"window": 2}}),
         ("train.spikes.size", {"train__spikes": {"size": 100}}),
@@ -283,11 +273,6 @@ def test_a_profiled_rank_is_compared_with_the_number_of_processes_once_that_is_k
 
 def test_a_refusal_is_a_sentence_that_says_what_to_change():
     for sentence, changes in (
-        ("optimizer.mup_base gives a model in which model.num_attention_heads 4 is not divisible by "
-         "model.num_query_groups 8; change either", {
-            "optimizer__mup_base": NARROW, "model__num_query_groups": 8}),
-        ("optimizer.mup_base gives a model whose heads are 4 wide, but this model's are 8; change "
-         "num_attention_heads with hidden_size", {"optimizer__mup_base": {"hidden_size": 32}}),
         ("train.precision is 'fp16'; choose one of fp32, bf16", {"train__precision": "fp16"}),
         ("model.num_layers is 0; set it to a whole number of at least 1 up to 10,000", {"model__num_layers": 0}),
         ("model.hidden_size 60 is not divisible by model.num_attention_heads 8; change either, or set "

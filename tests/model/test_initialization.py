@@ -7,7 +7,6 @@ from models import SMALL, build, small_model
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model import initialization
 from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
-from megatron_tape.model.mup import width_ratios
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import shard
 from megatron_tape.parallel.partitions import own_memory, write_share
@@ -110,56 +109,6 @@ def test_every_parameter_begins_as_megatron_and_peft_begin_it():
         elif name.endswith(("layernorm.weight", "qkv.bias", "_B", "down_proj")):
             assert parameter.eq(1.0 if "norm" in name else 0.0).all()
     assert seen == set(deviations)
-
-
-MUP_BASE = {"hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 24}
-"""Half of `SMALL`; a quarter of the wide models below."""
-WIDE = dict(hidden_size=64, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=96, position_mlp_size=None)
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_with_the_models_own_shape_as_the_base_of_mup_every_bit_stays(encoding):
-    model = small_model(position_encoding=encoding)
-    own = {key: getattr(model, key) for key in ("hidden_size", "num_attention_heads", "ffn_hidden_size")}
-    assert weight_initializations(model, LORA, own) == weight_initializations(model, LORA)
-    assert set(width_ratios(model, own).values()) == {1.0} and width_ratios(model, None) == {}
-
-
-@pytest.mark.parametrize(
-    "changes, own",
-    [
-        ({"position_encoding": "rope"}, {}),
-        ({"position_encoding": "rope", "position_increments": "learned"}, {"increments": 0.0}),
-        # x_proj: 0.1 / sqrt(4); up_proj begins as G^-0.5 with 4 groups, which the base, that has one, begins with 1.
-        ({}, {"token_mixing": 0.0, "x_proj": 0.05, "up_proj": 0.5, "down_proj": 0.0}),
-        # down_proj: its inputs are the inner width, four times the number of heads.
-        ({"position_mlp_zero": "up"}, {"token_mixing": 0.0, "x_proj": 0.05, "up_proj": 0.0, "down_proj": 0.05}),
-        # The inner width is the same in both.
-        ({"position_mlp_zero": "up", "position_mlp_size": 6}, {"x_proj": 0.05, "down_proj": 0.1}),
-        ({"position_encoding": "fox"}, {"gate": 0.05}),
-        # The last axis is that of heads, and no input.
-        ({"position_encoding": "t5"}, {"table": 0.1}),
-    ],
-)
-def test_mup_divides_standard_deviations_by_the_root_of_how_much_wider_inputs_are(changes, own):
-    model = small_model(**WIDE | changes)
-    found, residual = weight_initializations(model, LORA, MUP_BASE), 6**-0.5
-    deviations = {
-        "word_embeddings.weight": 0.1,
-        "output_layer.weight": 0.1 / 4,
-        "linear_qkv.weight": 0.1 / 2,
-        "linear_fc1.weight": 0.1 / 2,
-        "linear_proj.weight": 0.1 / 2 * residual,
-        "linear_fc2.weight": 0.1 / 2 * residual,
-        **{f"position.{name}": std for name, std in own.items()},
-    }
-    plain = weight_initializations(model, LORA)
-    for ending, std in deviations.items():
-        ending_so = [declared.std for name, declared in found.items() if name.endswith(ending)]
-        assert ending_so and ending_so == pytest.approx([std] * len(ending_so))
-    others = [name for name in found if not name.endswith(tuple(deviations)) and ".position." not in name]
-    assert any("layernorm" in name for name in others) and any(".lora." in name for name in others)
-    assert all(found[name] == plain[name] for name in others)
 
 
 def test_neither_the_encoding_nor_lora_nor_torchs_generator_changes_another_weight():

@@ -8,7 +8,7 @@ from launch import LAUNCHER
 from megatron_tape import command_line
 from megatron_tape.errors import UserError
 from megatron_tape.parallel.launcher import check_launched, refusing_few_files
-from pretrain import compare, coordinate_check, evaluate, preflight, train
+from pretrain import compare, evaluate, preflight, train
 from pretrain.stages import run_stages
 
 
@@ -77,7 +77,6 @@ STARTS = {
     "evaluate": lambda: evaluate.main(["perplexity", "--model=nowhere"]),
     "preflight": lambda: preflight.main(["--config", RECIPE]),
     "compare": lambda: compare.main(["--recipe", RECIPE, "--encodings=rope"]),
-    "coordinate_check": lambda: coordinate_check.main(["--recipe", RECIPE]),
     "the demo": lambda: run_stages([], 1),
 }
 
@@ -132,7 +131,7 @@ def started(program, capfd):
         return 2, f"error: {error}\n"
 
 
-@pytest.mark.parametrize("program", ["compare", "coordinate_check", "the demo"])
+@pytest.mark.parametrize("program", ["compare", "the demo"])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_programs_that_start_processes_or_are_one_refuse_a_launcher(launched, program, rank, capfd):
     launched(**WHOLE | {"RANK": rank})

@@ -535,12 +535,8 @@ COMPARED = (
         "addition_hints",
         "language",
         "language_512",
-        "language_mup",
     ),
 )
-
-
-LANGUAGE = ["--config", str(RECIPES / "language.yaml")]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -549,9 +545,6 @@ def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path)
     config = parse_run_config(["--config", str(file)])
     validate(config, 1)
     assert config.model.position_encoding == "rope"
-    if name == "language_mup":
-        assert config.optimizer.mup_base and config.data.prefix == parse_run_config(LANGUAGE).data.prefix
-        return
     if name == "language":
         evaluation = ROOT / "pretrain" / "recipes" / "evaluate" / "compare_language.yaml"
         (task,) = evaluate.read_command(["--config", str(evaluation), "--model", "x"])[1]

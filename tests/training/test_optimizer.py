@@ -15,7 +15,6 @@ from megatron_tape.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_tape.model.mup import width_ratios
 from megatron_tape.model.names import kind_of
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.optimizer import parameter_groups
@@ -61,43 +60,6 @@ def test_one_parameter_of_the_encoding_may_have_values_of_its_own():
     }
     assert found.pop("increments") == (0.0, 0.1)
     assert set(found) == {"token_mixing", "x_proj", "up_proj", "down_proj"} and set(found.values()) == {(0.3, 2)}
-
-
-def values_with_mup(base, **changes):
-    """Weight decay and learning rate's scale by the end of a parameter's name."""
-    model = small_model(num_query_groups=4, **changes)
-    built, _ = build(model, lora=ExtensionConfig(trains=["lora"]))
-    names = {parameter: name for name, parameter in built.named_parameters()}
-    settings = OptimizerConfig(weight_decay=0.1, lr_scale_of={"position": 3.0}, mup_base=base)
-    groups = parameter_groups(built, settings, ratios=width_ratios(model, base))
-    return {names[p].removeprefix("gpt."): (g["weight_decay"], g["lr_scale"]) for g in groups for p in g["params"]}
-
-
-@pytest.mark.parametrize(
-    "changes, narrower",
-    [
-        ({"position_encoding": "rope"}, {}),
-        ({"position_mlp_size": None}, dict.fromkeys(["token_mixing", "x_proj", "up_proj", "down_proj"], 2)),
-        # The inner width, the input of down_proj, is 6 in both models.
-        ({"position_mlp_zero": "up"}, {"token_mixing": 2, "x_proj": 2, "up_proj": 2, "down_proj": 1}),
-        ({"token_mixing": "per_head"}, {"x_proj": 2, "up_proj": 2, "down_proj": 1}),
-        ({"position_encoding": "fox"}, {"gate": 2}),
-        ({"position_encoding": "t5"}, {"table": 1}),
-    ],
-)
-def test_mup_divides_rates_by_how_much_wider_inputs_are_and_keeps_rate_times_decay(changes, narrower):
-    base = {"hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 12}
-    found, plain = values_with_mup(base, **changes), values_with_mup(None, **changes)
-    ratios = {"output_layer": 2, "linear_qkv": 2, "linear_proj": 2, "linear_fc1": 2, "linear_fc2": 4} | narrower
-    for name, (decay, scale) in found.items():
-        words = name.split(".")
-        ratio = next((ratios[word] for word in words if word in ratios and "lora" not in words), 1)
-        assert (decay, scale) == (plain[name][0] * ratio, plain[name][1] / ratio), name
-    assert plain["embedding.word_embeddings.weight"] == found["embedding.word_embeddings.weight"] == (0.1, 1.0)
-
-
-def test_with_the_models_own_shape_as_the_base_of_mup_groups_are_the_same():
-    assert values_with_mup({"hidden_size": 32, "num_attention_heads": 4}) == values_with_mup(None)
 
 
 @pytest.mark.parametrize("token_mixing", ["full", "per_head"])
