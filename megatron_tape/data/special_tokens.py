@@ -57,18 +57,52 @@ class SpecialTokens:
                 raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
         return {token: (index, special) for token, index, special in found}
 
+    def check_added(self, ids: Callable[[str], int | None], *files: str) -> None:
+        """Raise FileError if these files add a token that the tokenizer, whose `ids` these are, has not by its id."""
+        for token, (index, _) in self.added(*files).items():
+            if (own := ids(token)) != index:
+                has = "does not have it" if own is None else f"gives it {own}"
+                problem = f"gives the added token {shown(token)} the id {index}, but {self._path.name} {has}"
+                fix = "save the tokenizer with transformers, which writes a tokenizer.json"
+                raise FileError(str(self._path.with_name(CONFIG)), problem, fix)
+
     def special(self) -> set[str]:
         """Return the tokens that the files name as special ones, whether they exist or not."""
         found = [token for token, (_, special) in self.added(CONFIG).items() if special]
-        for settings in (self._settings.get(name, {}) for name in (CONFIG, MAP)):
-            for key, value in settings.items():
-                if key.endswith("_token"):
-                    found.append(_content(value))
-                elif key.endswith("_special_tokens") and isinstance(value, (list, dict)):
-                    found += [_content(token) for token in (value.values() if isinstance(value, dict) else value)]
+        for _, value in self._named():
+            several = value.values() if isinstance(value, dict) and "content" not in value else value
+            found += [_content(token) for token in several] if isinstance(value, list | dict) else [value]
         return {token for token in found if isinstance(token, str) and token}
 
-    def id_of(self, key: str, ids: Any, unnamed: Sequence[str] | int | None) -> int | None:
+    def existing(self, ids: Callable[[str], int | None]) -> tuple[dict[str, Any], list[str]]:
+        """Return what names special tokens, by its key, with those that exist, and the others; `ids` is as for `id_of`.
+
+        Where the files differ, `tokenizer_config.json` counts.
+        """
+        missing: list[str] = []
+
+        def exists(token: Any) -> bool:
+            known = isinstance(token, str) and ids(token) is not None
+            if not known:
+                missing.append(f"{token!r:.100}")
+            return known
+
+        found: dict[str, Any] = {}
+        for key, value in dict(reversed(self._named())).items():
+            if isinstance(value, list):
+                found[key] = [token for token in map(_content, value) if exists(token)]
+            elif isinstance(value, dict) and "content" not in value:
+                found[key] = {name: _content(token) for name, token in value.items() if exists(_content(token))}
+            elif value is not None and exists(_content(value)):
+                found[key] = _content(value)
+        return found, list(dict.fromkeys(missing))
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """Return the keys and values of `tokenizer_config.json`, then of the map, that name special tokens."""
+        pairs = (pair for name in (CONFIG, MAP) for pair in self._settings.get(name, {}).items())
+        return [(key, value) for key, value in pairs if names_tokens(key)]
+
+    def id_of(self, key: str, ids: Callable[[str], int | None], unnamed: Sequence[str] | int | None) -> int | None:
         """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
 
         A token that no file names has the id `unnamed` or, of several usual names, that of the only one that exists.
@@ -97,6 +131,11 @@ class SpecialTokens:
             fix = f'name one in {CONFIG} next to it: {{"{key}": "{found[0]}"}}'
             raise FileError(str(self._path), problem, fix)
         return ids(found[0]) if found else None
+
+
+def names_tokens(key: str) -> bool:
+    """Return whether a setting names special tokens; `add_bos_token`, for example, says whether to put one in."""
+    return key.endswith(("_token", "_special_tokens")) and not key.startswith("add_")
 
 
 def mentioned(encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special: Mapping[str, int]) -> list[str]:

@@ -18,22 +18,15 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.values import shown
-from megatron_tape.data.special_tokens import CONFIG, SpecialTokens, mentioned, refuse_mentioned
-from megatron_tape.data.tokenizer_limits import LimitError, check_ids, check_sentencepiece, parse_tokenizer
-from megatron_tape.data.trial_texts import encodes_as, trial_texts
+from megatron_tape.data.special_tokens import CONFIG, MAP, SpecialTokens, mentioned, refuse_mentioned
+from megatron_tape.data.tokenizer_limits import LimitError, check_rules, check_tokens, parse_tokenizer
+from megatron_tape.data.trial_texts import find_difference, trial_texts
 from megatron_tape.errors import ConfigError, FileError, UserError, refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.records import read_small
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
-SIBLINGS = (
-    CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+SIBLINGS = (CONFIG, MAP, "added_tokens.json", "chat_template.jinja", "generation_config.json")
 CHAT_TEMPLATES = "additional_chat_templates"
 """The directory in which transformers keeps further, named chat templates."""
 TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_MODEL, *SIBLINGS)
@@ -45,8 +38,6 @@ _SAVE, _ENCODE, _DECODE = "save the tokenizer again", "cannot encode a text", "c
 _FILE_BYTES = 1 << 29
 _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
 """Classes of transformers that put bos before a text unless `add_bos_token` says otherwise."""
-_RARE = "\U0010fffd"
-"""A character that no vocabulary holds."""
 
 
 class TokenizerRecord(TypedDict):
@@ -75,6 +66,8 @@ class Tokenizer(Protocol):
     """What it puts before a text where it adds special tokens, which `encode` does not: `bos`, or nothing."""
     files: dict[str, bytes]
     """The contents of its files by their names in a directory in the format of transformers."""
+    names: SpecialTokens
+    """What the files next to it say of special tokens."""
 
     @property
     def digest(self) -> str:
@@ -180,11 +173,7 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> list[str]:
 
 def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
     """Return what a checkpoint or a dataset records of its tokenizer."""
-    record: TokenizerRecord = {
-        "digest": tokenizer.digest,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-    }
+    record: TokenizerRecord = {"digest": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
     return record if tokenizer.same_as is None else record | {"same_as": tokenizer.same_as}
 
 
@@ -218,82 +207,52 @@ def _read_files(main: Path) -> dict[str, bytes]:
 
 
 class _SentencePiece:
-    """A SentencePiece model, with the tokens that the files next to it add: these have ids only, and never come from
-    text, as its own control tokens do not.
-    """
+    same_as = None
 
     def __init__(self, files: dict[str, bytes], path: Path):
         import sentencepiece
+        from sentencepiece import sentencepiece_model_pb2
 
         if not files[TOKENIZER_MODEL]:  # which the library would load
             raise FileError(str(path), "is not a SentencePiece model (it is empty)", _GIVE)
         with library_errors(path, "is not a SentencePiece model", _GIVE):
-            check_sentencepiece(files[TOKENIZER_MODEL])
+            model = sentencepiece_model_pb2.ModelProto.FromString(files[TOKENIZER_MODEL])
+            check_tokens((piece.piece for piece in model.pieces), ())
+            for rules in (model.normalizer_spec, model.denormalizer_spec):
+                check_rules(rules.precompiled_charsmap)
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files[TOKENIZER_MODEL])
-        self._path, self.files, names = path, files, SpecialTokens(files, path)
-        kwargs = names.config.get("sp_model_kwargs")
+        self._path, self.files, self.names = path, files, SpecialTokens(files, path)
+        kwargs = self.names.config.get("sp_model_kwargs")
         if isinstance(kwargs, dict) and kwargs.get("enable_sampling"):
             _refuse_random(path.with_name(CONFIG), "sp_model_kwargs.enable_sampling")
-        self._pieces = self._model.vocab_size()
-        self.added = self._check_added(names, path)
-        self._added_by_id = {index: token for token, index in self.added.items()}
-        self.vocab_size = max([self._pieces - 1, *self.added.values()]) + 1
-        self.eod = names.id_of("eos_token", self._id_of, _id_or_none(self._model.eos_id()))
-        self.bos = names.id_of("bos_token", self._id_of, _id_or_none(self._model.bos_id()))
-        kind = str(names.config.get("tokenizer_class", "")).removesuffix("Fast").removesuffix("Tokenizer")
-        adds_bos = names.config.get("add_bos_token", kind in _ADDS_BOS)
+        self.vocab_size = self._model.vocab_size()
+        self.names.check_added(self.token_to_id, "added_tokens.json", CONFIG)
+        # SentencePiece gives -1 for a special piece that the model lacks.
+        eos, bos = (None if index < 0 else index for index in (self._model.eos_id(), self._model.bos_id()))
+        self.eod = self.names.id_of("eos_token", self.token_to_id, eos)
+        self.bos = self.names.id_of("bos_token", self.token_to_id, bos)
+        kind = str(self.names.config.get("tokenizer_class", "")).removesuffix("Fast").removesuffix("Tokenizer")
+        adds_bos = self.names.config.get("add_bos_token", kind in _ADDS_BOS)
         self.prefix = [self.bos] if adds_bos and self.bos is not None else []
-        special = {self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)}
-        special |= self.added | {self._token(i): i for i in (self.eod, self.bos) if i is not None}
-        named = {token: self._id_of(token) for token in names.special()}
-        special |= {token: i for token, i in named.items() if i is not None and i != self._model.unk_id()}
+        ids = {index for index in range(self.vocab_size) if self._model.is_control(index)}
+        ids |= {*map(self.token_to_id, self.names.special())} - {self._model.unk_id()}
+        ids = (ids | {self.eod, self.bos}) - {None}
+        special = {self._model.id_to_piece(index): index for index in ids}
         refuse_mentioned(path, special, mentioned(self.encode_batch, special), "(it is a user-defined symbol)")
 
-    def _check_added(self, names: SpecialTokens, path: Path) -> dict[str, int]:
-        """Return the tokens with ids beyond the model's; raises FileError for one that contradicts the model."""
-        added = {}
-        for token, (index, special) in names.added("added_tokens.json", CONFIG).items():
-            if index < self._pieces:
-                piece = self._model.id_to_piece(index)
-                problem = f"gives {shown(token)} the id {index}, which is that of {shown(piece)} in {path.name}"
-                if piece != token:
-                    raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again")
-                continue
-            if not special:
-                problem = f"adds {shown(token)} as a token of ordinary text, which {path.name} alone does not find"
-                fix = f"save the tokenizer with transformers, which writes a {TOKENIZER_JSON}"
-                raise FileError(str(path.with_name(CONFIG)), problem, fix)
-            added[token] = index
-        try:
-            check_ids([*range(self._pieces), *added.values()])
-        except LimitError as error:
-            raise FileError(str(path.with_name(CONFIG)), f"or added_tokens.json {error}", _SAVE) from None
-        return added
-
-    def _id_of(self, token: str) -> int | None:
-        if token in self.added:
-            return self.added[token]
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a piece; None for a text that is none."""
         index = self._model.piece_to_id(token)
         return index if self._model.id_to_piece(index) == token else None
 
-    def _token(self, index: int) -> str:
-        return self._added_by_id[index] if index in self._added_by_id else self._model.id_to_piece(index)
-
     @functools.cached_property
     def digest(self) -> str:
-        hasher = hashlib.sha256(self.files[TOKENIZER_MODEL])
-        if self.added:
-            hasher.update(json.dumps(self.added, sort_keys=True).encode())
-        return hasher.hexdigest()
-
-    @property
-    def same_as(self) -> None:
-        return None
+        return hashlib.sha256(self.files[TOKENIZER_MODEL]).hexdigest()
 
     @property
     def scores(self) -> list[float] | None:
         """The scores of a unigram model's pieces; None for other models, whose scores are ranks."""
-        scores = [self._model.get_score(index) for index in range(self._pieces)]
+        scores = [self._model.get_score(index) for index in range(self.vocab_size)]
         return scores if any(score % 1 for score in scores) else None
 
     def encode(self, text: str) -> list[int]:
@@ -305,15 +264,8 @@ class _SentencePiece:
             return self._model.encode(texts, out_type="numpy", num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        parts, run = [], []
         with library_errors(self._path, _DECODE):
-            for index in map(int, ids):
-                if index in self._added_by_id:
-                    parts += [self._model.decode(run), self._added_by_id[index]]
-                    run = []
-                else:
-                    run.append(index)
-            return "".join([*parts, self._model.decode(run)])
+            return self._model.decode([int(index) for index in ids])
 
 
 class _HuggingFace:
@@ -324,19 +276,11 @@ class _HuggingFace:
             self._prepare(files[TOKENIZER_JSON])
         if settings["model"].get("dropout"):
             _refuse_random(path, "model.dropout")
-        names = SpecialTokens(files, path)
-        self.eod = names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
-        self.bos = names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
-        listed = {token["content"] for token in settings.get("added_tokens") or ()}
-        for token, (index, special) in names.added(CONFIG).items():
-            if (own := self._model.token_to_id(token)) == index and token not in listed and not special:
-                problem = f"adds {shown(token)} as a token of ordinary text, which {path.name} does not"
-                raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
-            if own != index:
-                has = "does not have it" if own is None else f"gives it {own}"
-                problem = f"gives the added token {shown(token)} the id {index}, but {path.name} {has}"
-                raise FileError(str(path.with_name(CONFIG)), problem, "save the tokenizer again with transformers")
-        self._keep_specials_from_text(settings, names)
+        self.names = SpecialTokens(files, path)
+        self.eod = self.names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
+        self.bos = self.names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
+        self.names.check_added(self._model.token_to_id, CONFIG)
+        self._keep_specials_from_text(settings)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         first = self._model.encode("a", add_special_tokens=True).ids[:1]
         self.prefix = first if first == [self.bos] else []
@@ -344,6 +288,7 @@ class _HuggingFace:
     def _prepare(self, content: bytes) -> None:
         import tokenizers
 
+        self.files[TOKENIZER_JSON] = content
         self._model = None  # so that there is one model at a time, which can be large
         self._model = tokenizers.Tokenizer.from_buffer(content)
         self._model.no_truncation()
@@ -351,7 +296,7 @@ class _HuggingFace:
         # Without this a document that merely mentions <|endoftext|> would end there.
         self._model.encode_special_tokens = True
 
-    def _keep_specials_from_text(self, settings: dict[str, Any], names: SpecialTokens) -> None:
+    def _keep_specials_from_text(self, settings: dict[str, Any]) -> None:
         """Change the settings where text would encode to a special token; FileError if that cannot be prevented.
 
         A model whose vocabulary holds `<|endoftext|>` finds it in text even if added tokens are not looked for. A last
@@ -359,18 +304,19 @@ class _HuggingFace:
         """
         ends = {i for i in (self.eod, self.bos) if i is not None}
         added, model = settings.get("added_tokens") or (), settings["model"]
-        unknown = self._unknown_id(model)
-        named = {token: self._model.token_to_id(token) for token in names.special()}
+        unknown = model.get("unk_id")
+        if model.get("unk_token") is not None:
+            unknown = self._model.token_to_id(model["unk_token"])
+        named = {token: self._model.token_to_id(token) for token in self.names.special()}
         named |= {self._model.id_to_token(i): i for i in ends}
         if ordinary := [token for token in added if token["content"] in named and not token.get("special")]:
             for token in ordinary:
                 token["special"] = True
-            self.files[TOKENIZER_JSON] = _dump(settings)
-            self._prepare(self.files[TOKENIZER_JSON])
+            self._prepare(_dump(settings))
         special = {token["content"]: token["id"] for token in added if token.get("special")}
         special |= {token: i for token, i in named.items() if i is not None}
         special = {token: i for token, i in special.items() if i != unknown or i in ends}
-        if not ends.isdisjoint(self.encode(f"a{_RARE} {_RARE}")):
+        if not ends.isdisjoint(self.encode("a\U0010fffd \U0010fffd")):  # a character that no vocabulary holds
             problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
         found = mentioned(self.encode_batch, special)
@@ -384,16 +330,9 @@ class _HuggingFace:
             if before != step and step not in (before or {}).get("pretokenizers", ()):
                 steps = [before, step] if before else [step]
                 settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-                self.files[TOKENIZER_JSON] = _dump(settings)
-                self._prepare(self.files[TOKENIZER_JSON])
+                self._prepare(_dump(settings))
             found = mentioned(self.encode_batch, special)
             refuse_mentioned(self._path, special, found, "(its vocabulary for text holds it)")
-
-    def _unknown_id(self, model: dict[str, Any]) -> int | None:
-        """Return the id of what stands for unknown text, which text may become."""
-        if model.get("unk_token") is not None:
-            return self._model.token_to_id(model["unk_token"])
-        return model.get("unk_id")
 
     @property
     def digest(self) -> str:
@@ -403,11 +342,10 @@ class _HuggingFace:
     def same_as(self) -> str | None:
         if TOKENIZER_MODEL not in self.files:
             return None
-        names = (TOKENIZER_MODEL, CONFIG, "special_tokens_map.json", "added_tokens.json")
         try:
-            other = _SentencePiece({name: self.files[name] for name in names if name in self.files}, self._path)
+            other = _SentencePiece(self.files, self._path)
             same = other.vocab_size == self.vocab_size and other.eod == self.eod
-            agrees = same and encodes_as(other.encode, self.encode, trial_texts(), other.scores)
+            agrees = same and find_difference(other.encode, self.encode, trial_texts(), other.scores) is None
         except FileError:
             return None
         return other.digest if agrees else None
@@ -460,8 +398,3 @@ def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     return [_without_null(item) for item in value] if isinstance(value, list) else value
-
-
-def _id_or_none(index: int) -> int | None:
-    """Return None for -1, by which SentencePiece denotes a special piece that the model lacks."""
-    return None if index < 0 else index

@@ -1,10 +1,11 @@
 """Write the files from which `AutoTokenizer` makes the tokenizer that a model was trained with, with the same ids.
 
-A Hugging Face tokenizer is copied. A SentencePiece model becomes a `tokenizer.json` of the same pieces; before it is
-written, it is checked on real text that both give the same ids. The `transformers` package is not needed.
+A Hugging Face tokenizer is copied. Of a SentencePiece model transformers makes a `tokenizer.json`; before it is
+written, it is checked on real text that both give the same ids.
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
-from megatron_tape.data.special_tokens import CONFIG
+from megatron_tape.data.special_tokens import CONFIG, names_tokens
 from megatron_tape.data.tokenizer import (
     CHAT_TEMPLATES,
     TOKENIZER_JSON,
@@ -22,24 +23,22 @@ from megatron_tape.data.tokenizer import (
     load_tokenizer,
     write_files,
 )
-from megatron_tape.data.trial_texts import encodes_as, trial_texts
+from megatron_tape.data.trial_texts import UNUSUAL, find_difference, trial_texts
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface.from_sentencepiece import USER_DEFINED, WITHOUT, convert
 from megatron_tape.io.records import parse_record, read_record
 
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_THE_FILE = "PreTrainedTokenizerFast"
 """The class of transformers that reads a tokenizer.json as it is."""
-_NAMED = (
-    *(f"{role}_token" for role in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")),
-    "additional_special_tokens",
-    "extra_special_tokens",
-)
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-_MAP = "special_tokens_map.json"
 _SHOWN = 10
-_GIVE = f"give an exact tokenizer.json with --tokenizer, or {WITHOUT}"
+_WITHOUT = "export the model without a tokenizer: --tokenizer none"
+_GIVE = f"give an exact tokenizer.json with --tokenizer, or {_WITHOUT}"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+"""SentencePiece's types of pieces."""
+_NEVER = -1e9
+"""Score of a piece that text does not become."""
 _QWENS_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -86,19 +85,19 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
     """Write the files; return also what the user must know."""
     warnings: list[str] = []
     files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
-    own = _settings(tokenizer.files, CONFIG, source)
+    own = tokenizer.names.config
     with library_errors(source, "cannot be converted", _GIVE):
         if TOKENIZER_JSON in files:
             library, special, settings = _of_hugging_face(tokenizer, own, context)
         else:
             library, special, settings = _of_sentencepiece(tokenizer, own, source, context, warnings)
             files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
-        named, missing = _named_tokens(own | _unless_in(own, _settings(tokenizer.files, _MAP, source)), library)
+        named, missing = tokenizer.names.existing(library.token_to_id)
     if missing:
         tokens = _some(missing)
         warnings.append(f"{source} names special tokens that it does not have, which the export leaves out: {tokens}")
     settings |= _unless_in({"eos_token", "bos_token"}, named)
-    special["pad"] = library.token_to_id(_content(named["pad_token"])) if "pad_token" in named else special.get("pad")
+    special["pad"] = library.token_to_id(named["pad_token"]) if "pad_token" in named else special.get("pad")
     added = sorted(library.get_added_tokens_decoder().items())
     settings["added_tokens_decoder"] = {str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added}
     templates = "chat_template.jinja" in files or any(name.startswith(CHAT_TEMPLATES) for name in files)
@@ -121,41 +120,18 @@ def _is_exported(name: str) -> bool:
     return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(CHAT_TEMPLATES)
 
 
-def _content(token: Any) -> Any:
-    """Return the text of a token, which files give as text or with its flags."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
 def _unless_in(excluded: Collection[str], settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in excluded}
 
 
-def _named_tokens(settings: dict[str, Any], library: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the special tokens that settings name and that exist, and those that do not exist."""
-    missing: list[str] = []
-
-    def exists(token: Any) -> bool:
-        text = _content(token)
-        known = isinstance(text, str) and library.token_to_id(text) is not None
-        if not known:
-            missing.append(f"{text!r:.100}")
-        return known
-
-    named: dict[str, Any] = {}
-    for key in _NAMED:
-        value = settings.get(key)
-        if isinstance(value, dict) and key == "extra_special_tokens":
-            named[key] = {name: _content(token) for name, token in value.items() if exists(token)}
-        elif isinstance(value, list):
-            named[key] = [_content(token) for token in value if exists(token)]
-        elif value is not None and exists(value):
-            named[key] = _content(value)
-    return named, list(dict.fromkeys(missing))
-
-
 def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
     """Return `generation_config.json` without ids that the tokenizer does not have."""
-    settings, dropped, end = _settings(tokenizer.files, GENERATION, source), [], tokenizer.vocab_size
+    try:
+        settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
+    except ValueError as error:
+        problem = f"cannot be used: {error}"
+        raise FileError(f"{GENERATION} of {source}", problem, "save it again, or remove it") from None
+    dropped, end = [], tokenizer.vocab_size
     for key, value in list(settings.items()):
         if not key.endswith("_token_id") or value is None:
             continue
@@ -170,13 +146,6 @@ def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[
         ids = _some(dropped)
         warnings.append(f"{GENERATION} of {source} names ids that do not exist, which the export leaves out: {ids}")
     return settings
-
-
-def _settings(files: dict[str, bytes], name: str, source: str) -> dict[str, Any]:
-    try:
-        return parse_record(files.get(name, b"{}"), dict[str, Any])
-    except ValueError as error:
-        raise FileError(f"{name} of {source}", f"cannot be used: {error}", "save it again, or remove it") from None
 
 
 def _some(texts: Sequence[str]) -> str:
@@ -227,29 +196,30 @@ def _of_hugging_face(
         return library, special, _new_settings(context, named | ({"unk_token": unknown} if unknown else {}))
     # Classes such as GPT2Tokenizer make another tokenizer from the vocabulary, without the file's own steps.
     padding = {"padding_side": "left"} if str(own.get("tokenizer_class")).startswith("Llama") else {}
-    settings = padding | _unless_in(_NAMED, own) | named | {"tokenizer_class": FROM_THE_FILE}
+    others = {key: value for key, value in own.items() if not names_tokens(key)}
+    settings = padding | others | named | {"tokenizer_class": FROM_THE_FILE}
     settings.pop("auto_map", None)  # of code that is not copied
     return library, special, settings
 
 
 def _of_sentencepiece(
-    tokenizer: Any, own: dict[str, Any], source: str, context: int, warnings: list[str]
+    tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int, warnings: list[str]
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
     """Return the library's tokenizer, the ids of special tokens, and `tokenizer_config.json`."""
     from sentencepiece import sentencepiece_model_pb2
-    from tokenizers import AddedToken, processors
+    from tokenizers import processors
 
-    model = sentencepiece_model_pb2.ModelProto()
-    model.ParseFromString(tokenizer.files[TOKENIZER_MODEL])
-    converted, special, wrong = convert(model, source)
-    special |= {"bos": tokenizer.bos, "eos": tokenizer.eod}
-    for token, index in sorted(tokenizer.added.items(), key=lambda item: item[1]):
-        if converted.get_vocab_size() != index:
-            problem = f"cannot be converted: it adds {token!r:.100} with the id {index}, and the one before is missing"
-            raise FileError(source, problem, _GIVE)
-        converted.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-    warnings += _try_out(converted, tokenizer, model, wrong, source)
-    names = {role: converted.id_to_token(index) for role, index in special.items() if index is not None and index >= 0}
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
+    try:
+        converted = _converted(model)
+    except ImportError:
+        problem = "is a SentencePiece model, which takes the package transformers to convert"
+        raise FileError(source, problem, f"run: pip install transformers; or {_WITHOUT}") from None
+    _try_out(converted, tokenizer, model, source, warnings)
+    ids = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
+    special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
+    special |= {role: index for role, index in ids.items() if 0 <= index < tokenizer.vocab_size}
+    names = {role: converted.id_to_token(index) for role, index in special.items() if index is not None}
     if tokenizer.prefix:
         begin = names["bos"]
         converted.post_processor = processors.TemplateProcessing(
@@ -257,7 +227,78 @@ def _of_sentencepiece(
         )
     settings = _new_settings(context, {f"{role}_token": token for role, token in names.items()})
     kept = ("chat_template", "model_max_length", "padding_side")
-    return converted, dict(special), settings | {key: own[key] for key in kept if key in own}
+    return converted, special, settings | {key: own[key] for key in kept if key in own}
+
+
+def _converted(model: Any) -> Any:
+    """Return what transformers makes of a SentencePiece model, as a tokenizer of the `tokenizers` library.
+
+    What transformers leaves out is added: which pieces text becomes, user-defined symbols, white space, and rules for
+    sequences of characters (by NFKC, of which all known rules consist).
+    """
+    from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+    from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
+
+    names: dict[int, list[str]] = {}
+    for piece in model.pieces:
+        names.setdefault(piece.type, []).append(piece.piece)
+    symbols = sorted(names.get(_USER_DEFINED, ()), key=len, reverse=True)
+    never = [name for kind in names.keys() - {_NORMAL, _USER_DEFINED} for name in names[kind] if len(name) > 1]
+    if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
+        best = max((piece.score for piece in model.pieces if piece.type == _NORMAL), default=0.0)
+
+        def score(piece: Any) -> float:
+            if piece.type == _USER_DEFINED:
+                return len(piece.piece.encode()) * best - 0.1  # as SentencePiece computes it
+            return piece.score if piece.type == _NORMAL else _NEVER
+
+        vocabulary = [(piece.piece, score(piece)) for piece in model.pieces]
+        result = SpmConverter.build_tokenizer_from_spm_proto(model, vocabulary)
+        # Where text has characters that no piece has, even the worst piece is better.
+        cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in never)
+        result.pre_tokenizer = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
+    else:
+        ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
+        scores = [(piece.piece, piece.score) for piece in model.pieces]
+        merges = generate_merges(ids, scores, skip_tokens=[*never, *symbols])
+        result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
+        if symbols:
+            result.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated")
+            result.model.ignore_merges = True
+    rules, steps = model.normalizer_spec, []
+    if rules.precompiled_charsmap:
+        steps += [normalizers.NFKC(), normalizers.Precompiled(rules.precompiled_charsmap)]
+    if rules.remove_extra_whitespaces:
+        # SentencePiece removes its own sign for a space at the end, but not at the beginning.
+        steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    steps += [normalizers.Prepend("▁")] if rules.add_dummy_prefix else []
+    result.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    back += [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+    result.decoder = decoders.Sequence(back)
+    special = [*names.get(_UNKNOWN, ()), *names.get(_CONTROL, ())]
+    result.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    return result
+
+
+def _try_out(converted: Any, tokenizer: Any, model: Any, source: str, warnings: list[str]) -> None:
+    """Raise FileError if the converted tokenizer gives other ids than `tokenizer`; add a warning if for rare text."""
+    texts = [*trial_texts(), "a <0x41> b"]
+    for symbol in (piece.piece for piece in model.pieces if piece.type == _USER_DEFINED):
+        texts += [symbol, f"a{symbol}b", f" {symbol}  {symbol} b", f"a {symbol}"]
+    converted.encode_special_tokens = True
+
+    def theirs(text: str) -> list[int]:
+        return converted.encode(text, add_special_tokens=False).ids
+
+    if (text := find_difference(tokenizer.encode, theirs, texts, tokenizer.scores)) is not None:
+        problem = f"cannot be converted: its tokenizer.json would give other ids for the text {ascii(text):.100}"
+        raise FileError(source, problem, _GIVE)
+    if find_difference(tokenizer.encode, theirs, [UNUSUAL], tokenizer.scores) is not None:
+        shown = f"such as {ascii(UNUSUAL)}"
+        warnings.append(f"transformers will read unusual sequences of marks, {shown}, in another way than {source}")
+    converted.encode_special_tokens = False
 
 
 def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:
@@ -267,28 +308,3 @@ def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
-
-
-def _try_out(converted: Any, ours: Any, model: Any, wrong: list[str], source: str) -> list[str]:
-    """Raise FileError if the converted tokenizer gives other ids than ours; return warnings of rare differences."""
-    symbols = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
-    texts = [*trial_texts(), "a <0x41> b", *(f"a {token}b" for token in ours.added)]
-    texts += [text for symbol in symbols for text in (symbol, f"a{symbol}b", f" {symbol}  {symbol} b", f"a {symbol}")]
-    unigram = model.trainer_spec.model_type == model.trainer_spec.UNIGRAM
-    scores = [piece.score for piece in model.pieces] if unigram else None
-    converted.encode_special_tokens = True
-
-    def theirs(text: str) -> list[int]:
-        return converted.encode(text, add_special_tokens=False).ids
-
-    if not encodes_as(ours.encode, theirs, texts, scores):
-        raise FileError(source, "cannot be converted: its tokenizer.json would give other ids for some text", _GIVE)
-    warnings = []
-    if wrong:
-        known = f"({len(wrong):,} are known, such as {ascii(min(wrong)):.100})"
-        warnings.append(f"transformers will read rare sequences of characters {known} in another way than {source}")
-    if not encodes_as(ours.encode, theirs, texts):
-        likely = "into other pieces that are equally likely"
-        warnings.append(f"transformers will divide some texts, such as lines of dashes, {likely} for {source}")
-    converted.encode_special_tokens = False
-    return warnings

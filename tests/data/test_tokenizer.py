@@ -317,24 +317,19 @@ def sentencepiece_directory(path, tokenizer_path, config, added=None):
     return path
 
 
-def test_the_files_next_to_a_sentencepiece_model_add_and_name_its_tokens(tmp_path, tokenizer_path, texts):
-    decoder = {"800": {"content": "<|im_start|>", "special": True}, "2": {"content": "<s>", "special": True}}
-    config = {"eos_token": "<|im_end|>", "add_bos_token": True, "added_tokens_decoder": decoder}
-    loaded = load_tokenizer(sentencepiece_directory(tmp_path / "chat", tokenizer_path, config, {"<|im_end|>": 801}))
-    plain = load_tokenizer(tokenizer_path)
-    assert (loaded.vocab_size, loaded.eod, loaded.bos, loaded.prefix) == (802, 801, 2, [2])
-    assert loaded.digest != plain.digest
-    check_round_trip(loaded, texts)
-    assert loaded.encode("a<|im_end|>b<s>") == plain.encode("a<|im_end|>b<s>")
-    assert loaded.decode([800, *plain.encode("a b"), 801]) == "<|im_start|>a b<|im_end|>"
+def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, tokenizer_path):
+    config = {"eos_token": "<s>", "add_bos_token": True, "added_tokens_decoder": {"2": {"content": "<s>"}}}
+    loaded = load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config))
+    assert (loaded.vocab_size, loaded.eod, loaded.bos, loaded.prefix) == (800, 2, 2, [2])
+    assert loaded.digest == load_tokenizer(tokenizer_path).digest
 
 
 @pytest.mark.parametrize(
     "config, added, problem",
     [
         ({"eos_token": "<|eot_id|>"}, None, "names '<|eot_id|>' as eos_token, which tokenizer.model does not have"),
-        ({}, {"<|im_end|>": 5}, "'<|im_end|>' the id 5, which is that of"),
-        ({"added_tokens_decoder": {"800": {"content": "<t>", "special": False}}}, None, "as a token of ordinary text"),
+        ({}, {"<|im_end|>": 5}, "'<|im_end|>' the id 5, but tokenizer.model does not have it"),
+        ({"added_tokens_decoder": {"5": {"content": "<s>"}}}, None, "'<s>' the id 5, but tokenizer.model gives it 2"),
         ({"sp_model_kwargs": {"enable_sampling": True}}, None, "splits text at random"),
         ({}, {"<x>": "five"}, "the added token '<x>' the id 'five'"),
     ],

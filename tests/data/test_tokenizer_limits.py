@@ -8,30 +8,27 @@ import pytest
 from datasets_for_tests import write_tokenizer
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
+from megatron_tape.data import tokenizer_limits
 from megatron_tape.data.tokenizer import load_tokenizer
-from megatron_tape.data.trial_texts import trial_texts
 from megatron_tape.errors import FileError
 
 
 def replace(pattern, content):
-    return {
-        "type": "Replace",
-        "pattern": {"String": pattern} if isinstance(pattern, str) else pattern,
-        "content": content,
-    }
+    pattern = {"String": pattern} if isinstance(pattern, str) else pattern
+    return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def sequence(kind, *steps):
     return {"type": "Sequence", kind: list(steps)}
 
 
-def rules(*texts):
-    """Return compiled rules that put in these texts."""
-    return struct.pack("<I", 1024) + bytes(1024) + "\0".join(texts).encode()
+def rules(text):
+    """Return compiled rules that put in this text."""
+    return struct.pack("<I", 1024) + bytes(1024) + text.encode()
 
 
-def precompiled(*texts):
-    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(rules(*texts)).decode()}
+def precompiled(text):
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(rules(text)).decode()}
 
 
 def load(tmp_path, change):
@@ -45,40 +42,30 @@ def load(tmp_path, change):
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 CHINESE = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True}
 SPACES = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-LOWER, NFKD = {"type": "Lowercase"}, {"type": "NFKD"}
-TENFOLD, TWOFOLD = replace("a", "a" * 10), replace("a", "AA")
+NFKD, TENFOLD = {"type": "NFKD"}, replace("a", "a" * 10)
+TEMPLATE = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
+DOUBLE = {"type": "TemplateProcessing", "single": TEMPLATE, "pair": TEMPLATE, "special_tokens": {}}
 
 
 @pytest.mark.parametrize(
     "key, value, problem",
     [
-        ("normalizer", replace("a", "a" * 1001), "puts 1,001 characters"),
-        ("normalizer", {"type": "Prepend", "prepend": "a" * 1001}, "puts 1,001 characters"),
-        ("normalizer", ["a" * 1001], "where a step"),
-        ("normalizer", {"type": "Sequence", "normalizers": [["a" * 1001]]}, "where a step"),
-        ("decoder", {"type": "WordPiece", "prefix": "a" * 1001, "cleanup": False}, "puts 1,001 characters"),
-        ("decoder", replace("a", "a" * 1001), "puts 1,001 characters"),
+        ("normalizer", {"prepend": "a" * 1001}, "is not a Hugging Face tokenizer.json"),  # it has no type
+        ("normalizer", sequence("normalizers", ["a"]), "is not a Hugging Face tokenizer.json"),
         ("normalizer", replace("a", "a" * 129), "text 129 times longer"),
         ("normalizer", replace("", "a" * 128), "text 129 times longer"),
-        ("normalizer", replace({"Regex": "[a-z]"}, "a" * 129), "text 129 times longer"),
         ("normalizer", replace({"Regex": "(?=[a-z])"}, "a" * 128), "text 129 times longer"),
-        ("normalizer", sequence("normalizers", *3 * [TENFOLD]), "text 1,000 times longer"),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 129}, "text 129 times longer"),
         ("normalizer", sequence("normalizers", *4 * [sequence("normalizers", *2 * [TENFOLD])]), "times longer"),
-        ("normalizer", sequence("normalizers", *4 * [replace("a", "b" * 6), replace("b", "a" * 6)]), "times longer"),
-        ("normalizer", sequence("normalizers", *8 * [TWOFOLD, LOWER]), "text 256 times longer"),
         ("normalizer", sequence("normalizers", *8 * [NFKD, replace(" ", "\ufdfa")]), "times longer"),
         ("normalizer", sequence("normalizers", *8 * [CHINESE, replace(" ", "中")]), "times longer"),
-        ("normalizer", sequence("normalizers", *8 * [{"type": "Prepend", "prepend": "a"}]), "times longer"),
         ("normalizer", sequence("normalizers", *4 * [precompiled("a" * 18)]), "times longer"),
-        ("normalizer", sequence("normalizers", *10_001 * [LOWER]), "has 10,003 steps, more than 10,000"),
         ("normalizer", precompiled("a" * 129), "rules that make 129 characters of one"),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}, "has damaged rules"),
         ("pre_tokenizer", sequence("pretokenizers", *4 * [BYTES]), "text 625 times longer"),
         ("pre_tokenizer", sequence("pretokenizers", *8 * [SPACES, {"type": "UnicodeScripts"}]), "times longer"),
         ("decoder", sequence("decoders", *3 * [TENFOLD]), "text 1,000 times longer"),
         ("decoder", sequence("decoders", *5 * [{"type": "BPEDecoder", "suffix": ""}]), "times longer"),
-        ("decoder", sequence("decoders", *5 * [{"suffix": ""}]), "times longer"),
-        ("decoder", sequence("decoders", *5 * [{"type": "CTC", "pad_token": "", "word_delimiter_token": ""}]), "times"),
+        ("post_processor", sequence("processors", *8 * [DOUBLE]), "text 256 times longer"),
     ],
 )  # fmt: skip
 def test_steps_that_make_text_much_longer_are_refused(tmp_path, key, value, problem):
@@ -95,33 +82,8 @@ def test_a_normalizer_and_a_pre_tokenizer_count_together(tmp_path):
         load(tmp_path, lambda settings: settings.update(steps))
 
 
-def test_texts_that_try_tokenizers_out_stay_small():
-    assert max(map(len, trial_texts())) == 40_000
-
-
-def template(*parts, ids=(1,), processors=1):
-    of = {"text": {"Sequence": {"id": "A", "type_id": 0}}, "token": {"SpecialToken": {"id": "x", "type_id": 0}}}
-    tokens = {"x": {"id": "x", "ids": list(ids), "tokens": ["w1"] * len(ids)}}
-    single = {"single": [of[part] for part in parts], "pair": [], "special_tokens": tokens}
-    return sequence("processors", *processors * [{"type": "TemplateProcessing", **single}])
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        template(*65 * ["token", "text"]),
-        template("token", "text", ids=100 * [1]),
-        template("text", "text", processors=8),
-    ],
-)
-def test_templates_that_add_many_tokens_are_refused(tmp_path, value):
-    load(tmp_path, lambda settings: settings.update(post_processor=template("token", "text", "token")))
-    with pytest.raises(FileError, match="templates that put up to [0-9]{3} tokens"):
-        load(tmp_path, lambda settings: settings.update(post_processor=value))
-
-
 @pytest.mark.parametrize("place", ["vocabulary", "added"])
-def test_an_id_far_above_the_number_of_tokens_is_refused(tmp_path, place):
+def test_an_id_that_no_vocabulary_has_is_refused(tmp_path, place):
     def change(settings, index):
         if place == "vocabulary":
             settings["model"]["vocab"]["big"] = index
@@ -129,47 +91,27 @@ def test_an_id_far_above_the_number_of_tokens_is_refused(tmp_path, place):
             settings["added_tokens"].append(settings["added_tokens"][0] | {"content": "big", "id": index})
 
     load(tmp_path, lambda settings: change(settings, 1000))
-    for index in (2_000_000, 2**31 - 1):
-        with pytest.raises(FileError, match=f"has the id {index:,}, but only 6[56] tokens"):
+    for index in (20_000_000, 2**31 - 1):
+        with pytest.raises(FileError, match=f"has the id {index:,}"):
             load(tmp_path, lambda settings: change(settings, index))  # noqa: B023
 
 
 def test_tokens_that_take_much_memory_are_refused(tmp_path, monkeypatch):
-    from megatron_tape.data import tokenizer_limits
-
-    def unigram(*pieces):
-        vocabulary = [["<unk>", 0.0], *([piece, -1.0] for piece in pieces)]
-        return {"added_tokens": [], "model": {"type": "Unigram", "unk_id": 0, "vocab": vocabulary}}
-
     long = {"id": 64, "content": "b" * 10_001, "special": True, "single_word": False, "lstrip": False, "rstrip": False}
-    for change in (unigram("a" * 10_001), {"added_tokens": [long]}):
-        with pytest.raises(FileError, match="has a token of 10,001 characters, more than 10,000"):
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a" * 10_001, -1.0]]}
+    for change in ({"added_tokens": [], "model": unigram}, {"added_tokens": [long]}):
+        with pytest.raises(FileError, match="has tokens of up to 10,001"):
             load(tmp_path, lambda settings: settings.update(change))  # noqa: B023
-    with pytest.raises(FileError, match="puts 1,001 characters into a text"):
-        load(tmp_path, lambda settings: settings["model"].update(end_of_word_suffix="a" * 1001))
-    monkeypatch.setattr(tokenizer_limits, "_TRIE_BYTES", 500)
-    load(tmp_path, lambda settings: settings.update(unigram("a" * 400, "a" * 401)))  # which share 400
-    many = [long | {"id": 64 + i, "content": c * 300} for i, c in enumerate("ab")]
-    for change in (unigram("a" * 300, "b" * 300), {"added_tokens": many}):
-        with pytest.raises(FileError, match="has tokens of 60[0-9] bytes"):
-            load(tmp_path, lambda settings: settings.update(change))  # noqa: B023
-
-
-def test_words_that_take_long_to_split_are_refused(tmp_path):
-    def word_piece(longest):
-        kind = {"type": "WordPiece", "unk_token": "w0", "continuing_subword_prefix": "##"}
-        return lambda settings: settings["model"].update(kind, max_input_chars_per_word=longest)
-
-    load(tmp_path, word_piece(1000))
-    with pytest.raises(FileError, match="splits words of up to 1,001 characters, more than 1,000"):
-        load(tmp_path, word_piece(1001))
+    monkeypatch.setattr(tokenizer_limits, "_VOCABULARY_CHARACTERS", 100)
+    with pytest.raises(FileError, match="in all [0-9]+ characters"):
+        load(tmp_path, lambda settings: None)
 
 
 def test_a_key_that_is_given_twice_is_refused(tmp_path):
     write_tokenizer(tmp_path / "tokenizer.json")
     content = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(content.rstrip()[:-1] + ', "normalizer": null}')
-    with pytest.raises(FileError, match="gives the key 'normalizer' twice"):
+    with pytest.raises(FileError, match="gives a key twice"):
         load_tokenizer(tmp_path)
 
 
@@ -177,7 +119,7 @@ def test_a_sentencepiece_model_has_the_same_limits(tmp_path, tokenizer_path):
     from sentencepiece import sentencepiece_model_pb2
 
     for change, problem in (
-        (lambda model: setattr(model.pieces[-1], "piece", "a" * 10_001), "has a token of 10,001 characters"),
+        (lambda model: setattr(model.pieces[-1], "piece", "a" * 10_001), "has tokens of up to 10,001"),
         (lambda model: setattr(model.normalizer_spec, "precompiled_charsmap", rules("a" * 129)), "rules that make 129"),
         (lambda model: setattr(model.denormalizer_spec, "precompiled_charsmap", rules("a" * 129)), "rules that make"),
     ):
@@ -186,10 +128,6 @@ def test_a_sentencepiece_model_has_the_same_limits(tmp_path, tokenizer_path):
         (tmp_path / "x.model").write_bytes(model.SerializeToString())
         with pytest.raises(FileError, match=problem):
             load_tokenizer(tmp_path / "x.model")
-    (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-    (tmp_path / "added_tokens.json").write_text('{"<x>": 2000000000}')
-    with pytest.raises(FileError, match="added_tokens.json has the id 2,000,000,000, but only 801 tokens"):
-        load_tokenizer(tmp_path)
 
 
 META = pre_tokenizers.Metaspace("▁", prepend_scheme="always")
