@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
 from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.descriptors import check_descriptors
-from megatron_tape.data.index_cache import DamagedIndex, build_on_rank_0
+from megatron_tape.data.index_cache import DamagedIndex, build_on_rank_0, digest_of
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
 from megatron_tape.data.plan import Plan, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
@@ -274,13 +274,19 @@ def build_batches(
         with stage.naming_the_setting():
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
 
-    def open_all(cache: str, build: bool) -> list[list[Dataset]]:
-        ends = [*(stage.start for stage in stages[1:]), samples.stop]
-        parts, opened = zip(stages, plans, ends), {}
-        return [_open(stage.config, plan, end - stage.start, cache, build, opened) for stage, plan, end in parts]
+    sizes = [end - stage.start for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples.stop])]
+    for_validation = train.eval_steps * train.global_batch_size if evaluates else 0
+    order = config.model.seq_length, config.data.split, config.data.long_documents, train.seed
+    directory = os.path.join(cache, digest_of(*order, sizes, for_validation, plans))
 
-    build_on_rank_0(cache, lambda directory: open_all(directory, build=True), moved)
-    (first, *validation), *later = open_all(cache, build=False)
+    def open_all(directory: str, build: bool) -> list[list[Dataset]]:
+        opened: dict = {}
+        return [
+            _open(*part, directory, build, opened) for part in zip((stage.config for stage in stages), plans, sizes)
+        ]
+
+    build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), moved)
+    (first, *validation), *later = open_all(directory, build=False)
     if speaks:
         logger.info("index ready after %.1f s", time.monotonic() - started)
         for stage in stages[max(1, stage_at(stages, consumed)) :]:

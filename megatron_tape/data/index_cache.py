@@ -1,31 +1,30 @@
-"""Index arrays that are computed once from the datasets and mapped by every rank.
+"""The index of a run's data: arrays that rank 0 computes once, and that every rank maps.
 
-An entry of the cache is a few arrays, `KEY-KIND-...-PART.npy`, and `KEY-KIND-...-description.txt`. Megatron's datasets
-use these names, but write directly to the cache, where a job that is killed leaves truncated arrays. Here an entry is
-built in a temporary directory, and moved to the cache when it is complete, with `KEY-KIND-...-fingerprints.json`, by
-which a start tells whether it is still what was built. Arrays are loaded without pickles: whoever can write to the
-cache cannot run code.
+All arrays of a run are one directory of the cache, whose name is a digest of what the index depends on. Megatron's
+datasets write straight to their cache, where a job that is killed leaves truncated arrays. Here they write to a
+temporary directory, which gets its name when it is complete. It holds fingerprints of its files, by which a start tells
+whether they are still what was built. Arrays are loaded without pickles: whoever can write to the cache cannot run
+code.
 """
 
 import contextlib
+import dataclasses
 import errno
-import grp
 import hashlib
 import json
 import logging
 import math
 import os
-import pwd
 import shutil
 import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Lock, Thread
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -38,47 +37,43 @@ from megatron_tape.io.records import read_record, write_record
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
-_DESCRIPTION = "description.txt"
-_PARTS = {
-    "BlendedDataset": ("dataset_index", "dataset_sample_index"),
-    "Mixed": ("counts", "dataset", "sample"),
-    "DocumentWindows": ("documents", "ends_of_whole", "left"),
-}
-_PARTS_OF_OTHERS = ("document_index", "sample_index", "shuffle_index")
-"""Those of Megatron's GPTDataset, whatever its subclass is called."""
+FINGERPRINTS = "fingerprints.json"
 _STAGING = ".building-"
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Of computing between two heartbeats, which show that rank 0 is at work."""
-_RECORD_BYTES = 1 << 16
 _LOADING = Lock()
 """Python 3.11 may raise SystemError when threads, here Megatron's, parse the headers of arrays at the same time."""
-_REBUILD = "remove that directory, and the index is built again"
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errors of a cache that cannot hold the index."""
 
 
 class DamagedIndex(FileError):
-    """A cache with an array that is missing, or does not suit the data. The next start may build it again."""
+    """An index with an array that is missing, or does not suit the data. The next start may build it again."""
 
     @classmethod
-    def of(cls, cache: str | Path, problem: str) -> "DamagedIndex":
-        return cls(str(cache), f"holds an index that cannot be used: {problem}", _REBUILD)
+    def of(cls, directory: str | Path, problem: str) -> "DamagedIndex":
+        fix = "remove that directory, and the index is built again"
+        return cls(str(directory), f"holds an index that cannot be used: {problem}", fix)
 
 
-def cached(directory: str, kind: str, key: Any, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the arrays of an entry, mapped into memory; `make` returns them if the directory lacks them.
+def digest_of(*parts: Any) -> str:
+    """Return a name for what an index depends on: dataclasses, and what JSON can write."""
+    return hashlib.sha256(json.dumps(parts, default=dataclasses.asdict).encode()).hexdigest()[:32]
 
-    `key` is what they depend on, as JSON can write it.
+
+def cached(
+    directory: str, kind: str, parts: Sequence[str], key: Any, make: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Return arrays of an index, mapped into memory; `make` returns them if the directory lacks them.
+
+    `key` is what they depend on, as `digest_of` takes it.
     """
-    description = json.dumps(key)
-    base = Path(directory, f"{hashlib.sha256(description.encode()).hexdigest()[:32]}-{kind}")
-    if not Path(f"{base}-{_DESCRIPTION}").is_file():
+    paths = {part: Path(directory, f"{digest_of(key)}-{kind}-{part}.npy") for part in parts}
+    if not any(path.exists() for path in paths.values()):
         for part, array in make().items():
-            save_array(f"{base}-{part}.npy", array)
-        with open_new(f"{base}-{_DESCRIPTION}", "w") as file:
-            file.write(description)
-    return {part: load_array(f"{base}-{part}.npy") for part in _PARTS[kind]}
+            np.save(paths[part], array, allow_pickle=False)
+    return {part: load_array(path) for part, path in paths.items()}
 
 
 def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
@@ -107,38 +102,20 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
     except Exception as error:  # a damaged header raises many kinds
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     if problem is not None:
-        place = os.path.realpath(path)  # rank 0 builds in a directory of links to the cache
-        raise DamagedIndex.of(os.path.dirname(place), f"{os.path.basename(place)} cannot be used ({problem})")
+        raise DamagedIndex.of(os.path.dirname(path), f"{os.path.basename(path)} cannot be used ({problem})")
     return array
 
 
-def save_array(path: str | Path, array: np.ndarray, allow_pickle: bool = False) -> None:
-    """Write an array as `numpy.save` does, but not through a link; pickles are never written."""
-    _remove_link(path)
-    np.save(path, array, allow_pickle=False)
+def build_on_rank_0(directory: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
+    """Have rank 0 call `build(temporary)` if `directory` is missing or damaged; all ranks call this together.
 
-
-def open_new(path: str | Path, mode: str) -> IO[str]:
-    """Open a text file as `open` does, but not through a link."""
-    _remove_link(path)
-    return open(path, mode, encoding="utf-8")
-
-
-def _remove_link(path: str | Path) -> None:
-    """Remove what links to the cache where it turns out that a file has to be written."""
-    if os.path.islink(path):
-        os.unlink(path)
-
-
-def build_on_rank_0(cache: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
-    """Have rank 0 call `build(directory)`, and move what it writes there to the cache; all ranks call this together.
-
-    The directory shows `build` what the cache holds. As long as files grow there or rank 0 computes, every rank calls
-    `moved`: an index that takes hours is no hang. Raises ConfigError, on all ranks, if the cache cannot hold it.
+    What `build` writes becomes `directory`, which lies in the cache. As long as files grow there or rank 0 computes,
+    every rank calls `moved`: an index that takes hours is no hang. Raises ConfigError, on all ranks, if the cache
+    cannot hold it.
     """
     future, staging = Future(), []
     if is_rank_0 := dist.get_rank() == 0:
-        arguments = future, staging, Path(cache), build
+        arguments = future, staging, Path(directory), build
         Thread(target=_finish, args=arguments, name="index", daemon=True).start()
     state, logged, error = (False, 0, math.inf, None), time.monotonic(), None
     try:
@@ -148,7 +125,8 @@ def build_on_rank_0(cache: str, build: Callable[[str], None], moved: Callable[[]
                 wait([future], HEARTBEAT_SECONDS)
                 error = future.exception() if future.done() else None
                 size = _bytes_in(staging)
-                sent = [(future.done(), size, time.process_time(), error and _refusal(error, cache))]
+                refusal = error and _refusal(error, os.path.dirname(directory))
+                sent = [(future.done(), size, time.process_time(), refusal)]
                 if time.monotonic() - logged > 2 * HEARTBEAT_SECONDS:
                     logged = time.monotonic()
                     logger.info("indexing the data: %s MB are written", f"{size / 1e6:,.0f}")
@@ -159,144 +137,106 @@ def build_on_rank_0(cache: str, build: Callable[[str], None], moved: Callable[[]
             if state[3] is not None:
                 raise state[3] from error
     except BaseException:  # also Ctrl-C: Megatron's threads may still be at work
-        for directory in staging:
-            shutil.rmtree(directory, ignore_errors=True)
+        for temporary in staging:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _finish(future: Future, staging: list[Path], cache: Path, build: Callable[[str], None]) -> None:
+def _finish(future: Future, staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
     try:
-        _build_aside(staging, cache, build)
+        _build_aside(staging, directory, build)
     except BaseException as error:
         future.set_exception(error)
     else:
         future.set_result(None)
 
 
-def _build_aside(staging: list[Path], cache: Path, build: Callable[[str], None]) -> None:
-    """Build in a directory of its own, which is added to `staging`, and move what is new to the cache."""
+def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
+    """Build the index in a temporary directory, which is added to `staging`, unless `directory` is whole."""
+    cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
-    if (others := _who_else_writes(cache)) is not None:
+    if (others := _who_else_writes(directory)) is not None:
         sentence = "warning: %s, so others can change which samples this run learns from; choose a data.cache_directory"
         logger.warning(f"{sentence} that only you can write", others)
-    writable, (whole, cut) = os.access(cache, os.W_OK), _entries(cache)
-    if writable:
-        for path in cut:
-            logger.warning("warning: %s is damaged; its entry is built again when it is needed", path)
-        for left in cache.glob(f"{_STAGING}*"):
-            with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                    shutil.rmtree(left)
-    prefix, parent = f"{_STAGING}{os.uname().nodename}-", cache if writable else None
-    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    staging.append(directory)
+    damaged = None
+    if directory.exists():
+        damaged = _damaged(directory)
+        if damaged is None:
+            return
+    if not os.access(cache, os.W_OK):
+        lacks = "it lacks the index" if damaged is None else f"{damaged} is damaged"
+        raise PermissionError(errno.EACCES, f"{lacks}, and it is not writable", str(cache))
+    for left in cache.glob(f"{_STAGING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(left)
+    if damaged is not None:
+        logger.warning("warning: %s is damaged; the index is built again", damaged)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.uname().nodename}-", dir=cache))
+    staging.append(temporary)
     try:
-        for path in whole:
-            (directory / path.name).symlink_to(path.resolve())
-        try:
-            build(str(directory))
-        except (DamagedIndex, AssertionError, ArithmeticError, LookupError, ValueError) as error:
-            if not whole or (isinstance(error, UserError) and not isinstance(error, DamagedIndex)):
-                raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            logger.warning("warning: the index in %s does not suit the data (%s); it is built again", cache, reason)
-            for path in directory.iterdir():
-                path.unlink()
-            build(str(directory))
-        made = [path for path in directory.iterdir() if not path.is_symlink()]
-        for description in (path for path in made if path.name.endswith(_DESCRIPTION)):
-            write_record(_fingerprints_beside(description), _fingerprints(description))
-        made = [path for path in directory.iterdir() if not path.is_symlink()]
-        if made and not writable:
-            lacks = f"{cut[0]} is damaged" if cut else "it lacks a part of the index"
-            raise PermissionError(errno.EACCES, f"{lacks}, and it is not writable", str(cache))
-        for path in sorted(made, key=lambda path: path.name.endswith(_DESCRIPTION)):
+        new = temporary / "new"
+        new.mkdir()
+        build(str(new))
+        write_record(new / FINGERPRINTS, _fingerprints(new))
+        for path in (*new.iterdir(), new):
             sync_directory(path)
-            os.replace(path, cache / path.name)
-        if made:
-            sync_directory(cache)
+        if damaged is not None:
+            os.rename(directory, temporary / "old")
+        try:
+            os.rename(new, directory)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another job has built the same
+                raise
+        sync_directory(cache)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _entries(cache: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of the entries that are whole, and the first bad file of each of the others."""
-    whole, cut = [], []
-    for description in cache.glob(f"*-{_DESCRIPTION}"):
-        files = [*_arrays(description), description]
-        if (bad := next(_bad(files), None)) is None:
-            whole += files
-        else:
-            cut.append(bad)
-    return whole, cut
+def _fingerprints(directory: Path) -> dict[str, str]:
+    return {path.name: fingerprint(path, BLOCKS) for path in directory.iterdir() if path.name != FINGERPRINTS}
 
 
-def _arrays(description: Path) -> list[Path]:
-    base, kind = description.name.removesuffix(_DESCRIPTION), description.name.split("-")[1]
-    return [description.with_name(f"{base}{part}.npy") for part in _PARTS.get(kind, _PARTS_OF_OTHERS)]
-
-
-def _fingerprints_beside(description: Path) -> Path:
-    return description.with_name(f"{description.name.removesuffix(_DESCRIPTION)}fingerprints.json")
-
-
-def _fingerprints(description: Path) -> dict[str, str]:
-    return {path.name: fingerprint(path, BLOCKS) for path in [*_arrays(description), description]}
-
-
-def _bad(files: list[Path]) -> Iterator[Path]:
-    """Yield those files of an entry, the last of which is its description, that are not what was built."""
+def _damaged(directory: Path) -> Path | None:
+    """Return the first file of an index that is not what was built, or None."""
     try:
-        expected = read_record(_fingerprints_beside(files[-1]), dict[str, str], _RECORD_BYTES)
+        expected = read_record(directory / FINGERPRINTS, dict[str, str])
     except (OSError, ValueError):
-        expected = {}
-    for path in files:
+        return directory / FINGERPRINTS
+    for name, digest in expected.items():
+        path = directory / name
         try:
-            is_regular = stat.S_ISREG(path.lstat().st_mode)
-            if is_regular and expected.get(path.name) == fingerprint(path, BLOCKS):
-                if path.suffix == ".npy":
-                    load_array(path)
-                continue
+            if not stat.S_ISREG(path.lstat().st_mode) or fingerprint(path, BLOCKS) != digest:
+                return path
+            if path.suffix == ".npy":
+                load_array(path)
         except (OSError, DamagedIndex):
-            pass
-        yield path
-
-
-def _who_else_writes(cache: Path) -> str | None:
-    """Return a clause that says which other users own or may write the cache or a file in it, None if none do."""
-    trusted = (os.geteuid(), 0)
-    for path in (cache, *cache.glob("*-*")):
-        try:
-            found = path.stat()
-        except OSError:  # removed since
-            continue
-        if found.st_uid not in trusted:
-            return f"{path} belongs to another user (uid {found.st_uid})"
-        if found.st_mode & stat.S_IWOTH:
-            return f"{path} can be written by every user"
-        if found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid):
-            return f"{path} can be written by the group {_name(found.st_gid)}"
+            return path
     return None
 
 
-def _is_private_group(gid: int) -> bool:
-    """Return whether only this user is in a group: it has the user's name, as most systems set up new users."""
-    with contextlib.suppress(KeyError):
-        return gid == 0 or grp.getgrgid(gid).gr_name == pwd.getpwuid(os.geteuid()).pw_name
-    return gid == os.getegid()
+def _who_else_writes(directory: Path) -> str | None:
+    """Return a clause that says which other users own or may write the cache, or a file of the index; None if none do.
 
-
-def _name(gid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return grp.getgrgid(gid).gr_name
-    return str(gid)
+    What a group may write is meant to be shared.
+    """
+    for path in (directory.parent, directory, *directory.glob("*")):
+        try:
+            found = path.stat()
+        except OSError:  # it does not exist, or no longer
+            continue
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user (uid {found.st_uid})"
+        if found.st_mode & stat.S_IWOTH:
+            return f"{path} can be written by every user"
+    return None
 
 
 def _bytes_in(directories: list[Path]) -> int:
     found = 0
     with contextlib.suppress(OSError):  # a file that has just been moved
-        for path in (path for directory in directories for path in directory.iterdir()):
-            found += 0 if path.is_symlink() else path.stat().st_size
+        for path in (path for directory in directories for path in directory.rglob("*.npy")):
+            found += path.stat().st_size
     return found
 
 

@@ -1,7 +1,7 @@
 """Megatron's datasets, indexed once by rank 0, and training data of which a share comes from long documents.
 
-Both are opened with `build` by rank 0 alone, in the directory that `index_cache` gives it, and then by all ranks from
-the cache.
+Both are opened with `build` by rank 0 alone, in an empty directory that `index_cache` gives it, if the cache lacks the
+index, and then by all ranks from the cache.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.index_cache import DamagedIndex, cached, load_array, open_new, save_array
+from megatron_tape.data.index_cache import DamagedIndex, cached, load_array
 from megatron_tape.data.long_documents import Pools, passes_in_words, training_lengths
 from megatron_tape.data.windows import DocumentWindows, cut_documents
 
@@ -32,16 +32,15 @@ _THREADS = 8
 
 
 class _NumpyWithoutPickles:
-    """numpy for Megatron's datasets, which would load pickles from the cache, and write through links."""
+    """numpy for Megatron's datasets, which would load pickles from the cache."""
 
-    load, save = staticmethod(load_array), staticmethod(save_array)
+    load = staticmethod(load_array)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
 
 blended_dataset.numpy = gpt_dataset.numpy = _NumpyWithoutPickles()
-blended_dataset.open = gpt_dataset.open = open_new
 
 
 @dataclass
@@ -123,7 +122,7 @@ class Mixed(Dataset):
             helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
             return {"counts": np.bincount(dataset, minlength=len(shares)), "dataset": dataset, "sample": sample}
 
-        index = cached(directory, "Mixed", {"shares": shares, "size": size}, make)
+        index = cached(directory, "Mixed", ("counts", "dataset", "sample"), [shares, size], make)
         self.counts, self._dataset, self._sample = index["counts"].tolist(), index["dataset"], index["sample"]
         sizes = [sum(self.counts), len(self._dataset), len(self._sample)]
         if len(self.counts) != len(shares) or min(self.counts) < 0 or sizes != [size] * 3:
@@ -168,7 +167,7 @@ def mix_with_long_documents(
 ) -> Mixed:
     """Return `size` training samples of `settings.blend`, a share of them windows of long documents.
 
-    All ranks have the same `pools`. `build` indexes what is not cached, and logs what is drawn.
+    All ranks have the same `pools`. `build` indexes what is not cached; otherwise rank 0 logs what is drawn.
     """
     minimum, share = config.data.long_documents["minimum"], config.data.long_documents["share"]
     cache, seq_length = settings.path_to_cache, config.model.seq_length
@@ -181,7 +180,7 @@ def mix_with_long_documents(
             return cut_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
 
         key = [member.prefix, settings.tokenizer.unique_identifiers, config.data.split, minimum, seq_length]
-        cut = cached(cache, "DocumentWindows", key, make)
+        cut = cached(cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), key, make)
         dataset = settings.open(member.prefix)
         windows = None
         if {len(array) for array in cut.values()} == {member.documents} and cut["left"].min() >= 0:
@@ -195,7 +194,7 @@ def mix_with_long_documents(
         blend_of_others = ([member.prefix for member in pools.others], of_others)
         shorter = replace(settings, blend=blend_of_others, documents_below=minimum)
         mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
-    if build:
+    if not build and dist.get_rank() == 0:
         for sentence, warning in passes_in_words(pools, minimum, share, size * config.model.seq_length):
             logger.info(sentence)
             if warning:

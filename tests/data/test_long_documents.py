@@ -126,7 +126,7 @@ def test_settings_do_not_share_cached_indices(configure, lengths, tmp_path):
         rows = tokens_of(build(configure(["books"], minimum, 0.5)))
         sizes = [sizes for _, _, sizes in origins(rows, lengths)]
         assert sum((of_row < minimum).all() for of_row in sizes) == sum((of_row >= minimum).all() for of_row in sizes)
-    assert len(list((tmp_path / "cache").glob("*ShorterDocuments-train-document_index.npy"))) == 3
+    assert len(list((tmp_path / "cache").glob("*/*ShorterDocuments-train-document_index.npy"))) == 3
 
 
 def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
