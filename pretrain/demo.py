@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.evaluation.comparison import NAME, read_comparison
-from megatron_tape.evaluation.report.models import read_run
 from megatron_tape.evaluation.results import read_results
+from megatron_tape.run.curves import read_run
 from pretrain.comparison.programs import find_gpus
 from pretrain.demo_results import BLANKS, CONTEXT, COPYING, EXTENDED, write_picture, write_summary
 from pretrain.stages import Stage, export, exported_from, launcher, leave_gpus_out, run_stages, shortened

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tape.evaluation.report.models import Run
 from megatron_tape.io.files import atomic_output
+from megatron_tape.run.curves import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Make one page that compares models: scores, training curves, pictures, settings and speeds.
+"""Make one page that compares models: scores, training curves and pictures.
 
     python -m pretrain.report RUN_OR_RESULTS... --output report.html
 
@@ -16,6 +16,7 @@ from megatron_tape import command_line
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.comparison import NAME, read_comparison
 from megatron_tape.io.files import write_whole
+from megatron_tape.run.curves import METRICS
 from megatron_tape.text import counted
 
 
@@ -41,8 +42,7 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
     fix = "give a name that ends in .html, as a file of that name is replaced"
     refuse(output.suffix.lower() not in (".html", ".htm"), "--output", f"is {output}", fix)
     refuse(output.is_dir(), "--output", f"is {output}, a directory", "name a file in it")
-    from megatron_tape.evaluation.report.models import METRICS, read_models
-    from megatron_tape.evaluation.report.page import page
+    from megatron_tape.evaluation.report.page import page, read
 
     comparisons, others = [], []
     for path in map(Path, paths):
@@ -52,13 +52,13 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
             comparisons.append(read_comparison(file))
         else:
             others.append(path)
-    models = read_models(others)
-    content = page(models, comparisons, missing).encode("utf-8", errors="replace")
+    runs, results = read(others)
+    content = page(runs, results, comparisons, missing).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
-    shown = [counted(len(comparisons), "comparison")] if comparisons else []
-    shown += [counted(len(models), "model")] if models or not comparisons else []
-    print(f"{output}: {' and '.join(shown)}, {len(content) / 1e6:.1f} MB")
+    of = (len(comparisons), "comparison"), (len(runs), "run"), (len(results), "evaluated model")
+    shown = ", ".join(counted(count, what) for count, what in of if count)
+    print(f"{output}: {shown}, {len(content) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class Picture:
     figure: Figure
 
 
-Drawing = tuple[str, Callable[[], Picture]]
-"""What a picture shows, and what draws it."""
+Drawing = tuple[str, Callable[[], list[Picture]]]
+"""What pictures show, and what draws them."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ class Task:
     """A subclass has a `name`, `Settings`, and all methods below but those that have a default here."""
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+    """How it is written in headings, if its owners write it in another way than `name`."""
     Settings: ClassVar[type]
     """A documented dataclass, whose every field has a default or must be given; as in `config.schema`."""
     needs_tokenizer: ClassVar[bool] = True

@@ -70,30 +70,6 @@ class Comparison:
     def variants(self) -> list[str]:
         return list(dict.fromkeys(run.variant for run in self.runs))
 
-    @property
-    def metrics(self) -> list[Score]:
-        """What all runs have scores of, in the order in which they come; the values are 0."""
-        return list(self.figures)
-
-    @property
-    def figures(self) -> dict[Score, dict[str, dict[int, float]]]:
-        """The values by metric, variant and seed; found once for the same runs."""
-        if self.__dict__.get("_runs") != self.runs:
-            found: dict[Score, dict[str, dict[int, float]]] = {}
-            for run in self.runs:
-                for score in run.scores:
-                    found.setdefault(_without_value(score), {}).setdefault(run.variant, {})[run.seed] = score.value
-            by_task: dict[str, list[Score]] = {}
-            for metric in found:
-                by_task.setdefault(metric.task, []).append(metric)
-            self.__dict__.update(_runs=list(self.runs), _figures=found, _metrics=by_task, _rows={})
-        return self.__dict__["_figures"]
-
-    @property
-    def metrics_by_task(self) -> dict[str, list[Score]]:
-        """The metrics of each task; found together with the figures."""
-        return self.__dict__["_metrics"] if self.figures else {}
-
 
 @dataclass(frozen=True)
 class Row:
@@ -206,25 +182,23 @@ def _changes(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> list[s
     ]
 
 
-def _without_value(score: Score) -> Score:
-    return dataclasses.replace(score, value=0.0, low=None, high=None, count=None)
+def rows(comparison: Comparison) -> dict[Score, list[Row]]:
+    """Return what each variant came to, by metric (see `Score.subject`), in the order in which they come."""
+    found: dict[Score, dict[str, dict[int, float]]] = {}
+    for run in comparison.runs:
+        for score in run.scores:
+            found.setdefault(score.subject, {}).setdefault(run.variant, {})[run.seed] = score.value
+    return {metric: _rows(by_variant, comparison.baseline) for metric, by_variant in found.items()}
 
 
-def rows(comparison: Comparison, metric: Score) -> list[Row]:
-    """Return what each variant came to in one of the comparison's metrics."""
-    by_variant = comparison.figures.get(metric, {})
-    known: dict[Score, list[Row]] = comparison.__dict__["_rows"]  # thousands of tests take seconds
-    if metric in known:
-        return known[metric]
-    baseline = comparison.baseline
+def _rows(by_variant: dict[str, dict[int, float]], baseline: str) -> list[Row]:
     reference = by_variant.get(baseline, {})
     tests = {}
     for variant, values in by_variant.items():
         if variant != baseline and (common := sorted(values.keys() & reference.keys())):
             tests[variant] = paired_t([values[seed] - reference[seed] for seed in common])
     tests = dict(zip(tests, holm(list(tests.values()))))
-    found = [Row(variant, dict(sorted(values.items())), tests.get(variant)) for variant, values in by_variant.items()]
-    return known.setdefault(metric, found)
+    return [Row(variant, dict(sorted(values.items())), tests.get(variant)) for variant, values in by_variant.items()]
 
 
 def training_scores(

@@ -1,8 +1,6 @@
 """How the pictures of evaluations look: one colour and one marker per model, heat maps, lengths on an axis.
 
-Tasks draw with matplotlib's objects (no pyplot, no global style). They set no background and leave lines and texts that
-belong to no model in matplotlib's own black, so that the report can show one picture on light and on dark pages.
-matplotlib is imported when the first figure is made.
+Tasks draw with matplotlib's objects (no pyplot, no global style), which are imported when the first figure is made.
 """
 
 from __future__ import annotations
@@ -28,25 +26,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#1670fa", "#df6e08", "#035736", "#7a2c81", "#aa4615", "#a583bb", "#3a8e69", "#147573")
-"""Colours of models, in order, which those who do not see red or green tell apart too (`page.css` has them for dark
-pages); a test measures it."""
+"""Colours of models, in order, which those who do not see red or green tell apart too; a test measures it."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
-"""Their markers. There are 11, so that together with the 8 colours 88 models look different."""
+"""Their markers, as many as no number of colours is a multiple of, so that more models look different."""
 LINES = ("-", "--", ":", "-.")
 COLOR_MAP = "cividis"
 """Of heat maps: from dark blue to light yellow, alike to all kinds of eyes and in grey."""
 SHADES = ("#2a78c8", "#8a6fc0", "#c8588e", "#d97a20")
-"""From the first to the last of an ordered series, such as layers; seen on light and on dark pages."""
+"""From the first to the last of an ordered series, such as layers."""
 ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
-"""Of texts upon the cells of a heat map, whose colours are the same on light and dark pages."""
+"""Of texts upon the cells of a heat map."""
 CELLS_WITH_TEXT = 144
 LONGEST_LABEL, LONGEST_AXIS_LABEL = 36, 48
 """Characters of a model's or panel's name, and of the label of an axis, that fit in their places."""
 _LONGEST_TEXT = 80
-MOST_PANELS = 120
-"""Axes that one figure may have: more take minutes to lay out."""
-MOST_MODELS = len(COLORS) * len(MARKERS)
-"""Models that pictures show: as many as look different."""
+MOST_MODELS = MOST_PANELS = 24
+"""Models that pictures show, and axes that one figure may have: laying out many takes minutes."""
+MOST_PICTURES = 50
+"""Tasks of a comparison, or metrics of runs, that pictures show."""
 # Lone surrogates and noncharacters are shown by neither pages nor pictures.
 _UNSHOWABLE = re.compile(f"[{CONTROLS}\ud800-\udfff\ufffe\uffff]")
 _ORDER: ContextVar[tuple[str, ...]] = ContextVar("order of models", default=())
@@ -245,7 +242,6 @@ def heat_map(
     colour bar with that label; of several panels with the same range, give it to the last one.
     """
     matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(len(rows), len(columns))
-    # Every cell has the pixels of its own: "none" embeds them as they are in an SVG file.
     image = axes.imshow(matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none")
     axes.grid(False)
     axes.spines[:].set_visible(False)
@@ -270,20 +266,23 @@ def heat_map(
         drawn.ax.tick_params(labelsize=8)
 
 
-def save(picture: Picture, path: str | Path) -> None:
-    """Write a picture as a PNG file, dark on white, whole or not at all. Raises OSError."""
+def png(picture: Picture) -> bytes:
+    """Return a picture as a PNG file, dark on white."""
     content = io.BytesIO()
-    with without_warnings():
-        picture.figure.savefig(content, format="png", dpi=DOTS_PER_INCH, facecolor="white")
-    write_whole(path, [content.getvalue()])
-
-
-@contextmanager
-def without_warnings():
-    """Say nothing of what is odd in somebody's labels and values, such as characters that no font has."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        warnings.simplefilter("ignore")  # of what is odd in labels and values, such as characters that no font has
+        picture.figure.savefig(content, format="png", dpi=DOTS_PER_INCH, facecolor="white")
+    return content.getvalue()
+
+
+def save(picture: Picture, path: str | Path) -> None:
+    """Write a picture as a PNG file, whole or not at all. Raises OSError."""
+    write_whole(path, [png(picture)])
+
+
+def limits(*of: tuple[int, int, str]) -> list[str]:
+    """Return a sentence for each limit that leaves something out: the most that is drawn, how many, and of what."""
+    return [f"Pictures show the first {most} of {count:,} {what}." for most, count, what in of if count > most]
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:

@@ -56,6 +56,11 @@ class Score:
     """The task that measured it, which the runner enters."""
 
     @property
+    def subject(self) -> Score:
+        """What it is about, alike for all models: itself without values."""
+        return replace(self, value=0.0, low=None, high=None, count=None)
+
+    @property
     def shown_value(self) -> str:
         return f"{self.value:.4g} {self.unit}".rstrip()
 

@@ -25,7 +25,6 @@ from megatron_tape.evaluation import comparison
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.comparison import NAME, Comparison, FinishedRun
 from megatron_tape.evaluation.model_source import made_by
-from megatron_tape.evaluation.report.models import METRICS, SETTINGS, read_run
 from megatron_tape.evaluation.results import NAME as RESULTS
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
@@ -36,6 +35,7 @@ from megatron_tape.io.versions import versions_with_commit
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
+from megatron_tape.run.curves import METRICS, SETTINGS, read_run
 from megatron_tape.run.metrics import last_rows
 from pretrain import evaluate, train
 from pretrain.comparison.variants import Variant, parse_variants

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.evaluation.report.models import read_run
+from megatron_tape.run.curves import read_run
 from pretrain import compare, demo, evaluate
 from pretrain.demo_results import BLANKS, COPYING, write_picture, write_summary
 

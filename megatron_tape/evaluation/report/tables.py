@@ -1,79 +1,84 @@
-"""Tables of the report, as data: what a cell shows, and by what it is sorted; and how tasks and numbers are written."""
+"""Tables as data, of which the page and Markdown are made: what a cell shows, and by what it is sorted. No torch."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
-from megatron_tape.evaluation.report.models import Model, clean
-from megatron_tape.evaluation.tasks import TASKS
+from megatron_tape.evaluation.results import Score
 
 MISSING = "\N{EN DASH}"
-LONGEST_VALUE = 120
-_NAMES = {"lm_eval": "lm-evaluation-harness", "ruler": "RULER", "scrolls": "SCROLLS"}
-"""Tasks whose owners write them in another way than our settings do."""
+SUBJECT = ("metric", "group", "length (tokens)")
+"""The columns of `subject`."""
+_ARROWS = {"higher": " \N{UPWARDS ARROW}", "lower": " \N{DOWNWARDS ARROW}", "neither": ""}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell; `sort` is a number, or a text, by which its column is sorted, and None is sorted last."""
+    """A cell; a number is sorted as one, other texts by their letters, and None comes last."""
 
     text: str
     sort: float | str | None = None
     detail: str = ""
     """Smaller, below the text."""
-    kind: Literal["number", "text", "code"] = "text"
     best: bool = False
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column; those of models have the model's number, by which its colour is chosen."""
-
-    title: str
-    kind: Literal["number", "text", "code"] = "text"
-    model: int | None = None
-
-
-@dataclass(frozen=True)
 class Table:
-    """A table; the first `names` cells of every row say what the row is about."""
+    """A table."""
 
     caption: str
-    columns: list[Column]
-    rows: list[list[Cell]] = field(default_factory=list)
-    names: int = 1
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+    @property
+    def are_numbers(self) -> list[bool]:
+        """Whether the cells of each column are numbers."""
+        return [all(not isinstance(cell.sort, str) for cell in column) for column in zip(*self.rows)]
 
 
-def number(value: float | None, decimals: int | None = None, detail: str = "", best: bool = False) -> Cell:
-    """Return the cell of a number with that many decimals, by default as many as its size calls for."""
-    if value is None:
-        return Cell(MISSING, kind="number")
-    shown = shown_number(value, decimals_for([value]) if decimals is None else decimals)
-    return Cell(shown, float(value), detail, "number", best)
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[Table]:
+    """Return a table without the columns that have no value in any row; none without rows."""
+    known = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
+    shown = Table(caption, list(compress(columns, known)), [list(compress(row, known)) for row in rows])
+    return [shown] if rows else []
+
+
+def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
+    """Return the lines of a table in Markdown, aligned for terminals. `escape` makes plain text of what files say."""
+    cells = [[escape(text).replace("|", "\\|") for text in shown.columns]]
+    cells += [[escape(cell.text).replace("|", "\\|") for cell in row] for row in shown.rows]
+    widths = [max(3, *map(len, column)) for column in zip(*cells)]
+    sides = [">" if number else "<" for number in shown.are_numbers]
+    rule = ["-" * (width - (side == ">")) + ":" * (side == ">") for side, width in zip(sides, widths)]
+    aligned = [[f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths)] for row in cells]
+    return [f"| {' | '.join(row)} |" for row in (aligned[0], rule, *aligned[1:])]
+
+
+def subject(score: Score) -> list[Cell]:
+    """Return the cells that say what a score is about."""
+    unit = f" ({score.unit})" if score.unit else ""
+    return [text(score.metric + unit + _ARROWS[score.better]), text(score.group), number(score.length, 0)]
 
 
 def text(value: str) -> Cell:
-    """Return the cell of a text, which is sorted by it."""
+    """Return the cell of a text."""
     return Cell(value, value)
 
 
-def setting(value: Any, known: bool = True) -> Cell:
-    """Return the cell of a setting's value, as JSON; `known` is whether there is one."""
-    if not known:
+def number(value: float | None, decimals: int | None = None, detail: str = "", best: bool = False) -> Cell:
+    """Return the cell of a number with so many decimals, by default as many as its size calls for."""
+    if value is None:
         return Cell(MISSING)
-    shown = clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-    if len(shown) > LONGEST_VALUE:
-        shown = shown[: LONGEST_VALUE - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    return Cell(shown, float(value) if is_number else shown, kind="code")
+    shown = shown_number(value, decimals_for([value]) if decimals is None else decimals)
+    return Cell(shown, float(value), detail, best)
 
 
 def decimals_for(values: Iterable[float]) -> int | None:
-    """Return the decimals with which numbers of one table are shown, None for so many significant digits."""
+    """Return the decimals with which the numbers of a metric are shown, None for so many significant digits."""
     values = list(values)
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 0.1
     if all(float(value).is_integer() for value in values) and largest >= 2:
@@ -89,37 +94,11 @@ def shown_number(value: float, decimals: int | None) -> str:
     return shown.replace("-", "\N{MINUS SIGN}") if value < 0 else shown
 
 
-def interval(low: float, high: float, decimals: int | None) -> str:
-    """Return an interval as text."""
-    return f"{shown_number(low, decimals)} \N{EN DASH} {shown_number(high, decimals)}"
+def interval(low: float | None, high: float | None, decimals: int | None) -> str:
+    """Return an interval as text; nothing if it is not known."""
+    return "" if None in (low, high) else f"{shown_number(low, decimals)} {MISSING} {shown_number(high, decimals)}"
 
 
 def enumerated(items: Sequence[str]) -> str:
     """Return `a, b and c`."""
     return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)
-
-
-def task_names(models: Sequence[Model]) -> list[str]:
-    """Return the tasks of all models: known ones in the order of their registry, then others."""
-    found = {name for model in models for name in model.tasks}
-    return [name for name in TASKS if name in found] + sorted(found - TASKS.keys())
-
-
-def task_title(name: str) -> str:
-    """Return the name of a task as it is read."""
-    return _NAMES.get(name, name.replace("_", " "))
-
-
-def heading(name: str) -> str:
-    """Return the name of a task as it is read in a heading."""
-    return _NAMES.get(name) or capitalized(task_title(name))
-
-
-def capitalized(text: str) -> str:
-    """Return a text whose first letter is a capital one."""
-    return text[:1].upper() + text[1:]
-
-
-def metric_title(metric: str, task: str) -> str:
-    """Return the name of a metric as it is read; those of lm-evaluation-harness are known by their identifiers."""
-    return metric if task == "lm_eval" else metric.replace("_", " ")

@@ -19,3 +19,9 @@ TASK_CLASSES = (
 )
 TASKS: dict[str, type[Task]] = {task.name: task for task in TASK_CLASSES}
 """By name, in the order in which reports show them."""
+
+
+def title_of(name: str) -> str:
+    """Return how a task is written in headings, whether or not it is known here."""
+    known = TASKS.get(name)
+    return (known and known.title) or name.replace("_", " ").capitalize()

@@ -75,6 +75,7 @@ class LmEval(Task):
     """
 
     name = "lm_eval"
+    title = "lm-evaluation-harness"
     Settings = LmEvalSettings
     generates = True
 

@@ -105,6 +105,7 @@ class Ruler(Task):
     """
 
     name = "ruler"
+    title = "RULER"
     Settings = RulerSettings
     generates = True
 

@@ -74,6 +74,7 @@ class Scrolls(Task):
     """F1, exact match or ROUGE of generated answers, and the loss on targets, by dataset."""
 
     name = "scrolls"
+    title = "SCROLLS"
     Settings = ScrollsSettings
     generates: ClassVar[bool] = True
 

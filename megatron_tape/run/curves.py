@@ -1,0 +1,96 @@
+"""What a run has logged, read from its files: its settings, and its metrics as curves. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from megatron_tape.errors import FileError
+from megatron_tape.io.records import parse_record, read_yaml
+from megatron_tape.run.metrics import LINE_BYTES, read_lines
+
+METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
+METRICS_READ = ("loss", "validation_loss", "lr", "tokens_per_second", "tflops_per_second")
+"""What is read of a row, besides what evaluations found."""
+DURING = "evaluation/"
+"""How metrics begin that an evaluation during training found."""
+MOST_CURVES = 200
+"""Metrics of a run that are read."""
+MOST_POINTS = 1 << 12
+"""Points of a metric that are kept: of more, every second, fourth, ... one."""
+
+
+class _Row(TypedDict):
+    step: int
+
+
+@dataclass
+class Curve:
+    """A metric of a run: its points, or some of them, evenly spaced."""
+
+    steps: array = field(default_factory=lambda: array("d"))
+    values: array = field(default_factory=lambda: array("d"))
+    last: tuple[int, float] | None = None
+    """The last step and its value."""
+    _count: int = 0
+    _every: int = 1
+
+    def add(self, step: int, value: float) -> None:
+        """Add the next point."""
+        if self._count % self._every == 0:
+            self.steps.append(step)
+            self.values.append(value)
+        self._count, self.last = self._count + 1, (step, value)
+        if len(self.steps) > MOST_POINTS:
+            self._every, self.steps, self.values = 2 * self._every, self.steps[::2], self.values[::2]
+
+    @property
+    def median(self) -> float | None:
+        return float(np.median(self.values)) if self.values else None
+
+    @property
+    def recent(self) -> float | None:
+        """The mean over the last twentieth of the points."""
+        return float(np.mean(self.values[-max(1, len(self.values) // 20) :])) if self.values else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its settings, empty if it has not written any, and what it has logged."""
+
+    settings: dict[str, dict[str, Any]]
+    curves: dict[str, Curve]
+    last: dict[str, float]
+    """The numbers of the last row; empty if there is none."""
+
+    def curve(self, metric: str) -> Curve:
+        """Return the curve of a metric, which is empty if the metric was never logged."""
+        return self.curves.get(metric) or Curve()
+
+
+def read_run(path: Path) -> Run:
+    """Read a run's settings and metrics, as far as they are written; FileError or OSError for damaged files."""
+    settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]]) if (path / SETTINGS).exists() else {}
+    file, curves, row = path / METRICS, defaultdict(Curve), {}
+    for number, line in enumerate(read_lines(file) if file.exists() else (), 1):
+        if not line.endswith(b"\n"):
+            break  # it is still being written
+        try:
+            if len(line) > LINE_BYTES:
+                raise ValueError(f"it has more than {LINE_BYTES:,} bytes")
+            row = parse_record(line, _Row)
+        except ValueError as error:
+            raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
+        row = {key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)}
+        for key, value in row.items():
+            wanted = key in METRICS_READ or key.startswith(DURING)
+            if wanted and (key in curves or len(curves) < MOST_CURVES):
+                curves[key].add(row["step"], value)
+    return Run(settings, dict(curves), row)
