@@ -94,7 +94,7 @@ class MeasuredModel:
         """Say what computes attention, the loss and, if there is one, the update of the position state."""
         found = {"attention": self.backend, "loss": "liger" if self.fused.loss else "plain torch"}
         if self.model.position_updates():
-            fused = self.model.encoding.update_function(dtype_of(self.config)) is fused_update
+            fused = self.model.encoding.update_function() is fused_update
             found["position_update"] = "triton" if fused else "plain torch"
         return found
 

@@ -162,7 +162,7 @@ def attention_checks(
 def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, tokens: int = 48) -> dict[str, Check]:
     """Return the check of the fused position update, if the model has one that fits."""
     draw, heads, groups, dim, P = _drawing(dtype, device), shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
-    if not (shapes.averages and fits_fused(groups, heads, dim, P, dtype)):
+    if not (shapes.averages and fits_fused(groups, heads)):
         return {}
     mixing = (groups, heads) if shapes.full_mixing else (heads,)
     states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]

@@ -15,17 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SHARED_MEMORY = 96 * 1024
-"""Bytes of shared memory per program that all GPUs of compute capability 8.0 and newer have, with some to spare."""
+MAX_GROUPS, MAX_HEADS = 64, 128
+"""Largest sizes of the fused kernels' matrices that all GPUs of compute capability 8.0 and newer have room for."""
 
 
-def fits_fused(groups: int, heads: int, head_dim: int, inner: int, dtype: torch.dtype) -> bool:
-    """Return whether the matrices of the fused kernels fit into `SHARED_MEMORY`.
-
-    The backward pass needs most; the factors are read from compiled kernels and are accurate to a few percent.
-    """
-    G, H, D, P = (max(16, 1 << (n - 1).bit_length()) for n in (groups, heads, head_dim, inner))
-    return dtype.itemsize * (3 * G * P + 3 * H * D + 4 * G * D + G * H) <= SHARED_MEMORY
+def fits_fused(groups: int, heads: int) -> bool:
+    """Return whether the fused kernels have room for the matrices of a token."""
+    return groups <= MAX_GROUPS and heads <= MAX_HEADS
 
 
 def plain_update(
@@ -69,13 +65,10 @@ class _CompactUpdate(torch.autograd.Function):
     def backward(ctx, dz):
         z, u, gate, mixing, up, down = ctx.saved_tensors
         (N, G, _), full = z.shape, mixing.dim() == 2
-        z, g, outer = mix_tokens(z, u, mixing), F.silu(gate), _outer_products(up, down)
+        z, g, outer = mix_tokens(z, u, mixing), F.silu(gate), outer_products(up, down)
         M = (g @ outer).view(N, G, G)
         rounded = dz.to(u.dtype)
         dM = torch.bmm(rounded, z.mT).flatten(1)
-        d_outer = (g.T @ dM).view(-1, G, G)
-        d_gate = torch.ops.aten.silu_backward(dM @ outer.T, gate)
-        d_up, d_down = (down.T.unsqueeze(1) @ d_outer).squeeze(1), (d_outer @ up.unsqueeze(2)).squeeze(2).T
         if dz.dtype == u.dtype:
             dz = rounded = torch.baddbmm(dz, M.mT, rounded)
         else:
@@ -87,7 +80,21 @@ class _CompactUpdate(torch.autograd.Function):
         else:
             du = rounded * mixing[:, None]
             d_mixing = (rounded * u).sum((0, 2))
-        return dz, du, d_gate, d_mixing, d_up, d_down, None
+        return dz, du, *matrix_gradients(dM, d_mixing, g, outer, gate, up, down), None
+
+
+def matrix_gradients(
+    dM: Tensor, d_mixing: Tensor, g: Tensor, outer: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the gate, the mixing, W_up and W_down, given those of M (N, G*G) and of the mixing.
+
+    `g` is silu(gate) and `outer` is `outer_products(up, down)`.
+    """
+    G = len(down)
+    d_outer = (g.T @ dM).view(-1, G, G)
+    d_gate = torch.ops.aten.silu_backward(dM @ outer.T, gate)
+    d_up, d_down = (down.T.unsqueeze(1) @ d_outer).squeeze(1), (d_outer @ up.unsqueeze(2)).squeeze(2).T
+    return d_gate, d_mixing, d_up, d_down
 
 
 def fused_update(
@@ -118,11 +125,12 @@ def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
 def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
     """Return z + W_down diag(silu(gate)) W_up z."""
     G = z_NGD.shape[1]
-    M_NGG = (F.silu(gate_NP) @ _outer_products(up_PG, down_GP)).unflatten(1, (G, G))
+    M_NGG = (F.silu(gate_NP) @ outer_products(up_PG, down_GP)).unflatten(1, (G, G))
     if z_NGD.dtype != M_NGG.dtype:
         return z_NGD + torch.bmm(M_NGG, z_NGD.to(M_NGG.dtype))
     return torch.baddbmm(z_NGD, M_NGG, z_NGD)
 
 
-def _outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
+def outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
+    """Return the outer products of W_down's columns and W_up's rows, (P, G*G)."""
     return (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)

@@ -224,7 +224,7 @@ class TapePosition(RotaryPosition):
         gate_input = mlp_output_sBC if self.settings.gate_input == "mlp" else attention_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
-        update = self.update_function(u.dtype)
+        update = self.update_function()
         new = update(z, u.reshape(S * B, H, D), gate, *matrices, rounded).view(S, B, -1, D)
         if self.settings.position_state_norm == "none":
             return new
@@ -232,18 +232,16 @@ class TapePosition(RotaryPosition):
 
         return with_modulus(new, self.attention_factor)
 
-    def update_function(self, dtype: "torch.dtype"):
+    def update_function(self):
         """Return what computes the update: the fused kernel if it is wanted and has room, otherwise plain torch."""
         from megatron_tape.ops.position_update import compact_update, fits_fused, fused_update
 
         if self._update is None:
-            model = self.model
-            sizes = (model.query_groups, model.num_attention_heads, model.head_dim, self.mlp_width)
-            fits = fits_fused(*sizes, dtype)
+            sizes = self.model.query_groups, self.model.num_attention_heads
+            fits = fits_fused(*sizes)
             if self.fused and not fits:
                 logger.warning(
-                    "the fused position update has no room for %d groups, %d heads of %d and a position MLP of %d; "
-                    "plain torch computes the update",
+                    "the fused position update has no room for %d groups of %d heads; plain torch computes the update",
                     *sizes,
                 )
             self._update = fused_update if self.fused and fits else compact_update

@@ -228,11 +228,7 @@ def test_what_is_wrong_in_one_row_is_named(tensor, row):
 
 
 def test_which_fused_updates_fit():
-    assert (
-        fits_fused(32, 32, 128, 128, BF16) and fits_fused(8, 64, 128, 256, BF16) and fits_fused(16, 16, 128, 64, FP32)
-    )
-    assert not fits_fused(32, 32, 128, 1024, BF16) and not fits_fused(32, 32, 128, 128, FP32)
-    assert not fits_fused(40, 40, 128, 160, BF16) and not fits_fused(64, 128, 64, 32, BF16)
+    assert fits_fused(32, 32) and fits_fused(64, 128) and not fits_fused(65, 65) and not fits_fused(8, 136)
 
 
 def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_query():

@@ -4,6 +4,7 @@ values to have the width of the keys (`sdpa_wide` is for the others).
 Two calls compute 14 products of S x S x D numbers, forward and backward, where RoPE has 7 and one pass over [v | z] 10.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -37,7 +38,12 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
         averages = (
             x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
         )
-    return tuple(part.permute(2, 0, 1, 3) for average in averages for part in average.split(q.shape[-1], dim=-1))
+    return tuple(part.permute(2, 0, 1, 3) for part in split_averages(averages, q.shape[-1]))
+
+
+def split_averages(averages: Iterable[Tensor], width: int) -> list[Tensor]:
+    """Split averages of [v | z] in two. Others are returned as they are, as even the gradient of one part is a copy."""
+    return [part for x in averages for part in ([x] if x.shape[-1] == width else x.split(width, dim=-1))]
 
 
 def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
