@@ -20,10 +20,10 @@ VLLM_STAMP := $(VLLM)/.installed
 .PHONY: demo demo-smollm2 test gpu-trial wheels lint install clean
 
 demo: $(STAMP)
-	$(BIN)/python -m pretrain.demo
+	PATH="$(CURDIR)/$(BIN):$$PATH" pretrain/demo.sh
 
 demo-smollm2: $(STAMP)
-	$(BIN)/python -m pretrain.demo_smollm2
+	PATH="$(CURDIR)/$(BIN):$$PATH" pretrain/demo_smollm2.sh
 
 # Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time, and one of tests/slurm beside them, whose jobs spend much of
 # their time waiting; its output comes last. Both halves run and are reported, whatever becomes of the other; Ctrl-C ends both.

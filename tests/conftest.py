@@ -43,7 +43,7 @@ LONGEST = (
     "test_training.py",
     "test_resuming.py",
     "test_two_processes.py",
-    "test_demo.py",
+    "test_demos.py",
     "test_export.py",
     "test_ecosystem.py",
     "test_train_command.py",

@@ -9,7 +9,6 @@ from megatron_tape import command_line
 from megatron_tape.errors import UserError
 from megatron_tape.parallel.launcher import check_launched, refusing_few_files
 from pretrain import compare, evaluate, preflight, train
-from pretrain.stages import run_stages
 
 
 @pytest.fixture
@@ -77,7 +76,6 @@ STARTS = {
     "evaluate": lambda: evaluate.main(["perplexity", "--model=nowhere"]),
     "preflight": lambda: preflight.main(["--config", RECIPE]),
     "compare": lambda: compare.main(["--recipe", RECIPE, "--encodings=rope"]),
-    "the demo": lambda: run_stages([], 1),
 }
 
 

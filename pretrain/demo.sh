@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The demo: from text to two trained models, generated text, both models extended to four times the context, and a task
+# on which encodings differ; all in one picture and on one page.
+#
+#     make demo
+#
+# Programs that have finished say so and change nothing, so that an interrupted demo continues where it stopped. A
+# number trains each model for so many steps only.
+. pretrain/demo_common.sh
+D=runs/demo
+steps=${1:+--train.steps $1 --schedule.warmup_steps $(($1 / 10))}
+documents=${1:+--perplexity.documents 4}
+echo "Watch the curves grow: tensorboard --logdir $D"
+
+[ -e $D/data/stdlib.jsonl ] || run python tools/make_corpus.py stdlib --output $D/data/stdlib.jsonl
+[ -e $D/data/tokenizer.model ] || run python tools/train_tokenizer.py --input $D/data/stdlib.jsonl --vocab-size 4096 \
+  --output $D/data/tokenizer.model
+[ -e $D/data/stdlib.idx ] || run python tools/preprocess_data.py --input $D/data/stdlib.jsonl \
+  --tokenizer $D/data/tokenizer.model --output-prefix $D/data/stdlib --workers 2 --append-eod
+
+for model in tape rope; do
+  run "${torchrun[@]}" pretrain.train --config pretrain/recipes/${model}_demo.yaml --logging.directory $D/$model $steps
+done
+[ -e $D/tape-hf ] || run python tools/convert_checkpoint.py to-hf --checkpoint $D/tape --output $D/tape-hf
+run python tools/generate.py --model $D/tape-hf --prompt "def main(" --trust-remote-code
+
+for model in tape rope; do
+  run "${torchrun[@]}" pretrain.extend_context --config pretrain/recipes/extend/tiny_$model.yaml \
+    --logging.directory $D/$model-1024 $steps
+done
+for model in tape rope tape-1024 rope-1024; do
+  run python -m pretrain.evaluate --config pretrain/recipes/evaluate/demo.yaml --model $D/$model $documents
+done
+run python -m pretrain.compare --recipe pretrain/recipes/compare/selective_copy.yaml --seeds 1 \
+  --encodings rope,tape,rope+position_increments=signed,tape+position_increments=signed \
+  ${steps:---train.steps 400 --schedule.warmup_steps 40} --output $D/copying
+
+run python -m pretrain.report $D/tape $D/rope $D/tape-1024 $D/rope-1024 $D/copying --output $D/report.html
+run python -m pretrain.demo_picture $D
+echo "All models on one page: $D/report.html; their curves: tensorboard --logdir $D"

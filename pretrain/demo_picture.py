@@ -1,0 +1,128 @@
+"""Draw what the demo shows: how its models learn, what the extension changes, and which models copy.
+
+    python -m pretrain.demo_picture runs/demo
+
+writes `demo.png` there and prints its numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_tape import command_line
+from megatron_tape.evaluation.comparison import NAME, read_comparison
+from megatron_tape.evaluation.results import read_results
+from megatron_tape.io.files import atomic_output
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MODELS = {"tape": {"color": "tab:red", "label": "TAPE"}, "rope": {"color": "tab:blue", "label": "RoPE", "ls": "--"}}
+"""How the runs of each encoding are drawn."""
+CONTEXT, EXTENDED = 256, 1024
+"""Of the recipes."""
+COPYING = {
+    "rope": ("RoPE", "tab:blue"),
+    "tape": ("TAPE", "tab:red"),
+    "rope+position_increments=signed": ("RoPE, signed increments", "lightskyblue"),
+    "tape+position_increments=signed": ("TAPE, signed increments", "lightcoral"),
+}
+"""Label and color of each variant that copies."""
+BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}
+CHANCE = 1 / 8
+"""Of guessing one of the copied symbols."""
+PARTS = 8
+"""Ranges of positions over which the middle panel averages."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw the three panels and save them."""
+    from matplotlib.figure import Figure
+
+    parser = command_line.Parser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="where the demo's runs are")
+    directory = parser.parse_args(argv).directory
+    figure = Figure(figsize=(14, 4.2))
+    left, middle, right = figure.subplots(1, 3)
+    plot_training(left, directory)
+    plot_extension(middle, directory)
+    plot_copying(right, directory)
+    for axes in (left, middle):
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    with atomic_output(directory / "demo.png", overwrite=True) as file:
+        figure.savefig(file, format="png", dpi=110)
+    print(f"{directory}/demo.png: written")
+
+
+def plot_training(axes: Axes, directory: Path) -> None:
+    """Plot the validation losses of both models."""
+    for name, style in MODELS.items():
+        rows = [
+            json.loads(line) for line in (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        points = [(row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
+        axes.plot(*zip(*points), **style, marker="o")
+        step, loss = points[-1]
+        print(f"{name}: validation loss {loss:.4f} after {step} steps, perplexity {math.exp(min(loss, 700)):.2f}")
+    title = "Training on Python's standard library\n(one seed each: no ranking)"
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)", title=title)
+
+
+def plot_extension(axes: Axes, directory: Path) -> None:
+    """Plot by how much the extension has lowered the loss at each position."""
+    for name, style in MODELS.items():
+        losses = [_loss_by_position(directory / run) for run in (name, f"{name}-{EXTENDED}")]
+        positions, gain = losses[0][0], losses[0][1] - losses[1][1]
+        parts = np.array_split(np.arange(len(positions)), min(PARTS, len(positions)))
+        means = ([values[part].mean() for part in parts] for values in (positions, gain))
+        axes.plot(*means, **style, marker="o")
+        for where, part in (("up to", positions <= CONTEXT), ("beyond", positions > CONTEXT)):
+            before, after = (loss[part].mean() for _, loss in losses)
+            print(f"{name}: loss {where} token {CONTEXT} {before:.4f}, after the extension {after:.4f}")
+    axes.axvline(CONTEXT, color="gray", linestyle=":")
+    axes.axhline(0, color="gray", linewidth=1)
+    title = f"Extension from {CONTEXT} to {EXTENDED:,} tokens"
+    axes.set(xlabel="position", ylabel="loss before minus after (nats per token)", title=title)
+
+
+def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return positions and the losses there, of held-out text, for the last step of a run."""
+    newest = max((run / "evaluation").glob("step-*"))
+    (losses,) = read_results(newest).tasks["perplexity"].details["loss_by_position"].values()
+    return np.array(losses["tokens_before"]), np.array(losses["loss"])
+
+
+def plot_copying(axes: Axes, directory: Path) -> None:
+    """Plot the accuracy of copying: a group of bars for each number of blanks, a bar for each variant."""
+    found = {
+        (run.variant, score.group): score.value
+        for run in read_comparison(directory / "copying" / NAME).runs
+        for score in run.scores
+        if score.metric == "accuracy"
+    }
+    width = 0.8 / len(COPYING)
+    for number, (variant, (label, color)) in enumerate(COPYING.items()):
+        places = np.arange(len(BLANKS)) + (number - (len(COPYING) - 1) / 2) * width
+        shares = [found[variant, group] for group in BLANKS]
+        axes.bar(places, shares, width, color=color, label=label)
+        print(f"{variant}: copies {', '.join(f'{x:.3f} among {blanks}' for x, blanks in zip(shares, BLANKS.values()))}")
+    axes.axhline(CHANCE, color="gray", linestyle=":")
+    axes.set_xticks(range(len(BLANKS)), BLANKS.values())
+    axes.set(
+        ylim=(0, 1.45),
+        ylabel="symbols copied rightly (dotted: guessing)",
+        title="Copying 16 symbols from among blanks\n(trained on 16 blanks only)",
+    )
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.legend(fontsize="small", loc="upper center", ncols=2)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
