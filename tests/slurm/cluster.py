@@ -14,6 +14,8 @@ REPOSITORY = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).parent / "slurm_local.sh"
 PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "squeue", "munged", "python3", "unshare")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+PATIENCE = 180
+"""Seconds in which a job has to change something."""
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/lib/x86_64-linux-gnu/slurm-wlm"])
 
 
@@ -80,14 +82,37 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "show", "job", job, check=False)
         return next((word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}=")), "")
 
-    def wait(self, job, timeout=300):
+    def wait(self, job):
         """Wait for the end of a job and return its state; of an array, the states of its tasks, once each."""
 
         def states():
             shown = re.findall(r"JobState=(\S+)", self.run("scontrol", "show", "job", job, check=False))
             return shown and all(state in ENDED for state in shown) and ",".join(sorted(set(shown)))
 
-        return wait_until(states, timeout, lambda: self.story(job))
+        return self.until(states, job)
+
+    def until(self, condition, job):
+        """Return the condition's value once it is true; fail when nothing has changed for a while."""
+        seen, since = None, time.monotonic()
+        while not (value := condition()):
+            if (found := self.progress()) != seen:
+                seen, since = found, time.monotonic()
+            assert time.monotonic() < since + PATIENCE, f"nothing has changed for {PATIENCE} s; {self.story(job)}"
+            time.sleep(0.2)
+        return value
+
+    def progress(self):
+        """Return what changes while jobs get on: what they write, and the CPU time of their programs."""
+        written = []
+        for folder, names, files in os.walk(self.work):
+            names[:] = [name for name in names if name != "repo"]
+            for name in files:
+                try:
+                    found = os.stat(os.path.join(folder, name))
+                except OSError:
+                    continue
+                written.append((folder, name, found.st_size, found.st_mtime_ns))
+        return written, [_cpu_time(pid) for pid, _ in self.programs()]
 
     def log(self, job):
         path = Path(self.field(job, "StdOut"))
@@ -102,9 +127,8 @@ class Cluster:
             [f"job {job} is {self.field(job, 'JobState')}; its log:", self.log(job), "processes:", *running]
         )
 
-    def processes(self, attempt=None, rank=None):
-        """Return the process ids of a job's Python processes, optionally of one attempt and rank."""
-        found = []
+    def programs(self):
+        """Yield the process id and the environment of each of the jobs' Python processes."""
         for entry in Path("/proc").iterdir():
             try:
                 if not entry.name.isdigit() or "python" not in os.readlink(entry / "exe"):
@@ -113,10 +137,13 @@ class Cluster:
             except OSError:
                 continue
             values = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
-            is_rank = values.get("SLURM_CONF") == self.environment["SLURM_CONF"] and "RANK" in values
-            if is_rank and attempt in (None, int(values["TAPE_ATTEMPT"])) and rank in (None, int(values["RANK"])):
-                found.append(int(entry.name))
-        return found
+            if values.get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                yield int(entry.name), values
+
+    def processes(self, attempt=None, rank=None):
+        """Return the process ids of a job's ranks, optionally of one attempt and rank."""
+        ranks = [(pid, int(v["TAPE_ATTEMPT"]), int(v["RANK"])) for pid, v in self.programs() if "RANK" in v]
+        return [pid for pid, *of in ranks if attempt in (None, of[0]) and rank in (None, of[1])]
 
     def kill(self, attempt, rank, number=signal.SIGKILL):
         """Send a signal to a rank of an attempt; return whether it existed."""
@@ -126,15 +153,13 @@ class Cluster:
         return bool(pids)
 
 
-def wait_until(condition, timeout, explain=lambda: ""):
-    """Return the condition's value once it is true."""
-    deadline = time.monotonic() + timeout
-    while True:
-        if value := condition():
-            return value
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout} s in vain; {explain()}")
-        time.sleep(0.2)
+def _cpu_time(pid):
+    """Return the CPU time of a process in units of five seconds, so that merely waiting counts for little."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(words[11]) + int(words[12])) // (5 * os.sysconf("SC_CLK_TCK"))
 
 
 def copy_code(target):

@@ -20,8 +20,10 @@ TESTS = Path(__file__).parents[1]
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if MISSING and Path(__file__).parent in item.path.parents and "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.skip(reason=f"needs a Slurm on this machine: {MISSING}"))
+        if Path(__file__).parent in item.path.parents and "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(3600))  # a slow machine gets on, too; see Cluster.until
+            if MISSING:
+                item.add_marker(pytest.mark.skip(reason=f"needs a Slurm on this machine: {MISSING}"))
 
 
 @pytest.fixture

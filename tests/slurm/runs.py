@@ -2,8 +2,6 @@
 
 import json
 
-from cluster import wait_until
-
 from megatron_tape.run.judging import read_attempts
 
 STEPS, INTERVAL = 60, 5
@@ -36,14 +34,14 @@ def step_of(run):
     return rows(run)[-1]["step"] if rows(run) else 0
 
 
-def wait_for_step(cluster, job, run, step, timeout=120):
-    return wait_until(lambda: step_of(run) >= step, timeout, lambda: cluster.story(job))
+def wait_for_step(cluster, job, run, step):
+    return cluster.until(lambda: step_of(run) >= step, job)
 
 
-def wait_for_attempt(cluster, job, run, number, timeout=120):
+def wait_for_attempt(cluster, job, run, number):
     """Wait until an attempt has begun."""
 
     def begun():
         return sum("started" in record.facts for record in read_attempts(run)) >= number
 
-    wait_until(begun, timeout, lambda: cluster.story(job))
+    cluster.until(begun, job)

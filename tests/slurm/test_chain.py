@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from cluster import REPOSITORY, wait_until
+from cluster import REPOSITORY
 from runs import rows, settings, wait_for_step
 
 from megatron_tape.evaluation.results import read_results
@@ -32,7 +32,7 @@ def chain(cluster, prepare):
 def test_a_chain_whose_extension_and_evaluation_are_preempted_loses_nothing(cluster, chain, prepare):
     pretraining, extension, evaluation = chain
     run = cluster.work / "runs" / "extend"
-    wait_for_step(cluster, extension, run, 3, timeout=300)
+    wait_for_step(cluster, extension, run, 3)
     cluster.run("scancel", "--batch", "--signal=USR1", extension)
     assert cluster.wait(extension) == "COMPLETED", cluster.story(extension)
     assert cluster.field(pretraining, "JobState") == "COMPLETED"
@@ -45,9 +45,9 @@ def test_a_chain_whose_extension_and_evaluation_are_preempted_loses_nothing(clus
     def values():
         return sum(file.read_bytes().count(b'"value"') for file in (run / "evaluation").glob("*/parts/*/*.jsonl"))
 
-    wait_until(lambda: values() >= 4, 240, lambda: cluster.story(evaluation))
+    cluster.until(lambda: values() >= 4, evaluation)
     cluster.run("scancel", "--batch", "--signal=USR1", evaluation)
-    assert cluster.wait(evaluation, 240) == "COMPLETED", cluster.story(evaluation)
+    assert cluster.wait(evaluation) == "COMPLETED", cluster.story(evaluation)
     assert cluster.field(evaluation, "Restarts") == "1" and "of them done before" in cluster.log(evaluation)
     evaluated = run / "evaluation" / f"step-{STEPS:08d}"
     found, perplexity = read_results(evaluated), read_results(evaluated).tasks["perplexity"]
@@ -58,7 +58,7 @@ def test_a_chain_whose_extension_and_evaluation_are_preempted_loses_nothing(clus
     prepare(sleep=0.4, cannot_evaluate=1)
     command = [*EVALUATION, "--model", "runs/first", "--perplexity.documents", "19"]
     failing = cluster.submit("evaluate_tape.sh", *command, options=["--nodes=2"])
-    assert cluster.wait(failing, 240) == "FAILED", cluster.story(failing)
+    assert cluster.wait(failing) == "FAILED", cluster.story(failing)
     assert int(cluster.field(failing, "Restarts")) <= 2 and "made to fail" in cluster.log(failing)
 
 

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-from cluster import wait_until
 
 from megatron_tape.evaluation.comparison import read_comparison
 
@@ -25,7 +24,7 @@ def test_an_array_of_runs_survives_preemption_and_ends_in_the_page(cluster):
     array, page = (line.split()[2].rstrip(",") for line in said[1:3])
     log = cluster.work / f"slurm-tape-compare-{array}_0.out"
     run = cluster.work / "out" / "rope" / "seed-1"
-    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size, 180, log.read_text)
+    cluster.until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size, array)
     cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_0")
     assert cluster.wait(array) == "COMPLETED", log.read_text()
     assert cluster.wait(page) == "COMPLETED", cluster.log(page)

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import wait_until
 from runs import wait_for_attempt
 
 from megatron_tape.run.judging import read_attempts
@@ -36,7 +35,7 @@ def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(c
     for source, target in differing:
         cluster.control("sh-node", "nodeB", "mount", "--bind", str(source), str(target))
     job = start(overrides={"checkpoint.directory": str(checkpoints)})
-    wait_until(lambda: "preflight: passed in " in cluster.log(job), 180, lambda: cluster.story(job))
+    cluster.until(lambda: "preflight: passed in " in cluster.log(job), job)
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
     assert "nodeB: deepspeed is 0.0.1, but " in named and "on nodeA" in named
@@ -51,7 +50,7 @@ def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(c
 
 def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(cluster, start):
     job = start(site=("TAPE_PREFLIGHT_OPTIONS='--timeout 8'",))
-    wait_until(lambda: cluster.kill(1, 1, signal.SIGSTOP), 60, lambda: cluster.story(job))
+    cluster.until(lambda: cluster.kill(1, 1, signal.SIGSTOP), job)
     wait_for_attempt(cluster, job, start.run, 2)
     log = cluster.log(job)
     assert "error: preflight: rank 1 on nodeB did not answer within 8 s" in log
@@ -76,7 +75,7 @@ def test_a_node_whose_kernels_do_not_work_is_named_with_rank_and_cause_and_left_
 def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start):
     job = start(options=("--gpus-per-node=2",))
     # A torch without CUDA is a mistake, which stops the job at once; GPUs that a torch with CUDA misses may come back.
-    assert cluster.wait(job, 240) == "FAILED", cluster.story(job)
+    assert cluster.wait(job) == "FAILED", cluster.story(job)
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
     assert "nodeA: torch sees 0 of the 2 GPUs" in named and "nodeB: torch sees 0 of the 2 GPUs" in named

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from cluster import REPOSITORY, wait_until
+from cluster import REPOSITORY
 from runs import STEPS, TWO_STAGES, rows, step_of, wait_for_attempt, wait_for_step
 
 from megatron_tape.checkpoint import directories as checkpoint_files
@@ -53,16 +53,15 @@ def test_kills_of_a_rank_at_ten_random_moments(cluster, start, whole):
         if kill % 2:
             # During a save, a step or an evaluation, but after a new checkpoint, so that it is not a crash loop.
             begun = record.facts["checkpoint_step"]
-            wait_until(
-                lambda begun=begun: checkpointed_step(start.run / "checkpoints") > begun or completed(cluster, job), 120
+            cluster.until(
+                lambda begun=begun: checkpointed_step(start.run / "checkpoints") > begun or completed(cluster, job), job
             )
             time.sleep(moments.uniform(0, 0.7))
         else:
             time.sleep(moments.uniform(0, 12))
-        wait_until(
-            lambda kill=kill: cluster.kill(kill, moments.randrange(2)) or cluster.field(job, "JobState") != "RUNNING",
-            60,
-            lambda: cluster.story(job),
+        rank = moments.randrange(2)
+        cluster.until(
+            lambda kill=kill, rank=rank: cluster.kill(kill, rank) or cluster.field(job, "JobState") != "RUNNING", job
         )
         if completed(cluster, job):
             pytest.fail(f"the run was over before kill {kill}; it needs more steps")
@@ -111,7 +110,7 @@ def test_preemption_by_a_higher_partition_saves_and_continues(cluster, start, wh
     reached = step_of(start.run)
     options = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
     other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 3")
-    assert cluster.wait(other, 60) == "COMPLETED"
+    assert cluster.wait(other) == "COMPLETED"
     finish(cluster, job)
     _, second = check_equal(start.run, whole, attempts=2)
     assert second.facts["checkpoint_step"] >= reached
@@ -139,7 +138,7 @@ def test_the_death_of_either_node_costs_the_steps_since_the_last_checkpoint(clus
     wait_for_attempt(cluster, job, start.run, 2)
     wait_for_step(cluster, job, start.run, 30)
     cluster.control("kill-node", "nodeA")
-    wait_until(lambda: cluster.field(job, "JobState") != "RUNNING", 90, lambda: cluster.story(job))
+    cluster.until(lambda: cluster.field(job, "JobState") != "RUNNING", job)
     cluster.control("start-node", "nodeA")
     finish(cluster, job)
     _, second, third = check_equal(start.run, whole, attempts=3)
@@ -180,7 +179,7 @@ def test_a_partition_leaves_an_old_attempt_that_ends_and_writes_nothing(cluster,
     cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=cut")
     wait_for_attempt(cluster, job, start.run, 2)
     assert read_attempts(start.run)[-1].facts["nodes"] == ["n2", "n3"]
-    wait_until(lambda: not cluster.processes(attempt=1), 40, lambda: cluster.story(job))
+    cluster.until(lambda: not cluster.processes(attempt=1), job)
     finish(cluster, job)
     records = check_equal(start.run, whole, attempts=2)
     assert records[0].outcome == "stale"
@@ -214,7 +213,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole)
         with open(filler, "wb", buffering=0) as file, pytest.raises(OSError):
             while True:
                 file.write(bytes(1 << 12))
-        wait_until(lambda: "warning: could not" in cluster.log(job), 60, lambda: cluster.story(job))
+        cluster.until(lambda: "warning: could not" in cluster.log(job), job)
         whole_before = checkpoint_files.newest_whole(disk / "tiny" / "checkpoints", pytest.fail)
         assert whole_before is not None
         filler.unlink()
@@ -232,10 +231,10 @@ def test_a_killed_controller_only_delays_a_requeue(cluster, start, whole):
     wait_for_step(cluster, job, start.run, 8)
     cluster.control("kill-ctl")
     reached = step_of(start.run)
-    wait_until(lambda: step_of(start.run) > reached + 2, 60)
+    cluster.until(lambda: step_of(start.run) > reached + 2, job)
     assert cluster.kill(1, 1)
     log = cluster.work / f"slurm-tape-pretrain-{job}.out"
-    wait_until(lambda: "attempt 1:" in log.read_text(), 60)
+    cluster.until(lambda: "attempt 1:" in log.read_text(), job)
     cluster.control("start-ctl")
     finish(cluster, job)
     check_equal(start.run, whole, attempts=2)
@@ -259,6 +258,6 @@ def test_a_crash_loop_stops_after_three_attempts_with_the_error_first(cluster, s
 
 def test_a_wrong_configuration_ends_the_job_in_seconds_with_one_sentence(cluster, start):
     job = start(overrides={"model.num_attention_heads": 5})
-    assert cluster.wait(job, 60) == "FAILED"
+    assert cluster.wait(job) == "FAILED"
     (error,) = [line for line in cluster.log(job).splitlines() if line.startswith("error: ")]
     assert "model.num_attention_heads 5" in error and not (start.run / "attempts").exists()
