@@ -29,6 +29,7 @@ def cases():
     """Encoding, ZeRO stage, precision, what is trained, and the kinds of recomputation."""
     for name in NAMES:
         yield name, 1, "fp32", "all", ("selective", "full")
+    for name in ("tape", "t5", "path_fox", "repo", *TOYS):
         yield name, 3, "fp32", "all", ("selective",)
     for name in ("fire", "path_fox"):
         yield name, 1, "bf16", "all", ("selective",)

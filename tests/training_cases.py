@@ -26,9 +26,11 @@ STEPS = 4
 RESUMED_STEPS = 4
 CONTEXT_LAYOUTS = {2: [(1, 2, 1), (1, 2, 3)], 4: [(1, 2, 2), (2, 2, 1), (1, 4, 3)]}
 """Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
-EVALUATED = {(1,): [(1, 1)], (1, 2): [(1, 3), (2, 1)], (2,): [(2, 3)]}
+EVALUATED = {(1,): [(1, 1)], (1, 2): [(1, 3)], (2,): [(2, 3)]}
 """Tensor-parallel size and ZeRO stage of runs that evaluate, by the sizes that are run. ZeRO 3 gathers the weights in
 every forward pass, of which all ranks must do equally many."""
+RESUMED = [(1, 2), (2, 1), (2, 3)]
+"""Tensor-parallel size and ZeRO stage of runs that are continued; others are continued with something else as well."""
 LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (1, 2, 3)]
 
 
@@ -120,14 +122,13 @@ def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
         for stage in stages:
             rows[f"tp{size}_zero{stage}"] = run(folder, f"equal-{size}-{stage}", prefix, tp(size), zero(stage))
     last = sizes[-1]
-    blend = option("data.prefix", f"[0.3,{data}/a,0.7,{data}/b]")
     accumulate = [option("train.global_batch_size", 8), AVERAGE]
     between = sizes == (1, 2)  # on two processes, not all that one and four do
     if not between:
-        rows["blend"] = run(folder, "blend", blend, tp(last))
         rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
+        rows["ramp"] = run(folder, "ramp", prefix, tp(last), *ramp())
+        rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
-    rows["ramp"] = run(folder, "ramp", prefix, tp(last), *ramp())
     # On four processes, two tensor-parallel ones share each matrix, of which ZeRO gives parts to two others.
     of_muon = {1: [("muon", 1, 1)], 2: [("muon", 2, 1), ("muon_zero2", 1, 2)], 4: [("muon", 2, 1)]}
     for name, size, stage in of_muon[dist.get_world_size()]:
@@ -138,21 +139,20 @@ def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3))[between:]:
         rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
-    rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
     sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
     if not between:
         rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
     for size, stage in EVALUATED[sizes]:
         name = f"evaluated-{size}"
         rows[f"evaluated_tp{size}"] = run(folder, name, prefix, tp(size), zero(stage), *evaluated(data))
-    for stage in (1, 2, 3) if last == 2 else ():  # gradients of parameters that both tensor-parallel ranks hold
+    for stage in (1, 2, 3) if sizes == (2,) else ():  # gradients of parameters that both tensor-parallel ranks hold
         name = f"apart_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(2), zero(stage), option("deepspeed.overlap_comm", "false"))
-    rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
+    if not between:
+        rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
     if sizes != (2,):  # on four processes only what data parallelism has to do with
         rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "selective"))
         rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))
-        rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
     return rows
 
 
@@ -291,7 +291,7 @@ def frozen_runs(folder, prefix):
     shorter = {"steps": 3, "at": 2, "trains": trains}
     results = {
         f"frozen_zero{stage}": resumed_run(folder, f"frozen-{stage}", prefix, tp(2), zero(stage), **shorter)
-        for stage in (1, 2, 3)
+        for stage in (1, 3)
     }
     # Begins at step 3 with the weights of another run, which a third layout saved.
     begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
@@ -331,10 +331,9 @@ def main(folder, data, what):
         found |= context_runs(folder, data, size) if size > 1 else {}
         return found | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else found
     results = {}
-    for tensor_size in (1, 2):
-        for stage in (1, 2, 3):
-            name = f"tp{tensor_size}_zero{stage}"
-            results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
+    for tensor_size, stage in RESUMED:
+        name = f"tp{tensor_size}_zero{stage}"
+        results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
     bf16 = [prefix, zero(2), option("train.precision", "bf16"), AVERAGE]
     in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
     results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)

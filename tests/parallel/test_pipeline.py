@@ -7,7 +7,7 @@ import torch
 from conversions import convert
 from datasets_for_tests import write_all
 from launch import run_group
-from pipeline_cases import LAYOUTS, LONG, MOVES, OF_FOUR, STEPS, run_under
+from pipeline_cases import COMPARED, LAYOUTS, LONG, MOVES, STEPS, run_under
 
 from megatron_tape.evaluation.results import read_results
 from pretrain import evaluate
@@ -50,7 +50,7 @@ def tolerance(run, case):
     return 1e-6 if "tp2" not in run else 1e-5
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.partition("-")[0] in OF_FOUR])
+@pytest.mark.parametrize("run", [run for run in RUNS if run.partition("-")[0] in COMPARED])
 def test_every_gradient_is_that_of_one_process(equal, run):
     case, _, layout = run.partition("-")
     alone = layout in ("pp2", "pp2_v2", "pp4")

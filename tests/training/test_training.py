@@ -9,8 +9,8 @@ from launch import run_group
 from tensor_parallel_cases import assert_equal
 from training_cases import CONTEXT_LAYOUTS, EVALUATED, LAYOUTS, assert_close
 
-VARIANTS = ["blend", "accumulation", "ramp", "packed", "sampled", "epochs", "generated", "generated_zero3"]
-OF_TWO_PROCESSES = ["accumulation", "ramp", "packed", "generated_zero3", "recompute", "tied", "rope"]
+VARIANTS = ["accumulation", "ramp", "packed", "sampled", "epochs", "generated", "generated_zero3"]
+OF_TWO_PROCESSES = ["accumulation", "generated_zero3", "recompute", "tied"]
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,10 @@ def test_every_zero_stage_is_the_same_on_one_process(equal, stage):
     assert_close(equal[1][f"tp1_zero{stage}"], equal[1]["tp1_zero1"])
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_overlapping_communication_changes_no_bit(equal, size, stage):
+def test_overlapping_communication_changes_no_bit(equal, stage):
     keys = ("loss", "grad_norm", "validation_loss")
-    for row, apart in zip(equal[size][f"tp2_zero{stage}"], equal[size][f"apart_zero{stage}"], strict=True):
+    for row, apart in zip(equal[4][f"tp2_zero{stage}"], equal[4][f"apart_zero{stage}"], strict=True):
         assert [row.get(key) for key in keys] == [apart.get(key) for key in keys]
 
 
@@ -130,7 +129,7 @@ def of_tasks(row):
     return {name: value for name, value in row.items() if name.startswith("evaluation/")}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_bf16_stays_near_fp32(equal, size):
     for row, exact in zip(equal[size]["bf16"], equal[1]["tp1_zero1"]):
         assert math.isclose(row["loss"], exact["loss"], rel_tol=0.02)
