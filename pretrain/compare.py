@@ -22,13 +22,13 @@ from contextlib import contextmanager, suppress
 from megatron_tape import command_line
 from megatron_tape.command_line import say
 from megatron_tape.errors import EXIT_RESTART, FileError, refuse
-from megatron_tape.evaluation.comparison import NAME, write_comparison
+from megatron_tape.evaluation.comparison_file import NAME, write_comparison
 from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.text import counted
 from pretrain import report
 from pretrain.comparison.jobs import Jobs
-from pretrain.comparison.plan import Plan, PlannedRun, make_plan
+from pretrain.comparison.planned_runs import Plan, PlannedRun, make_plan
 from pretrain.comparison.programs import Programs, find_gpus
 
 

@@ -25,9 +25,9 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.config.parse import build_section, read_settings, refuse_missing, settings_parser
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
-from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
+from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS
 from megatron_tape.home import provide_caches
 from megatron_tape.huggingface.tokenizer_files import export_problem

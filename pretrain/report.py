@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.comparison import NAME, read_comparison
+from megatron_tape.evaluation.comparison_file import NAME, read_comparison
 from megatron_tape.io.files import write_whole
 from megatron_tape.run.curves import METRICS
 from megatron_tape.text import counted

@@ -99,9 +99,16 @@ def test_imports_point_downward_and_form_no_circle():
 
 WITHOUT_TORCH = "errors io command_line synthetic config planning.search data.inputs checkpoint.directories".split()
 WITHOUT_TORCH += "checkpoint.saved_settings checkpoint.locate huggingface.imports.config_json".split()
-WITHOUT_TORCH += "extension.base evaluation.base evaluation.results evaluation.statistics".split()
+WITHOUT_TORCH += "extension.base evaluation.task evaluation.results evaluation.statistics".split()
 WITHOUT_TORCH += ["evaluation.during_training", "model.shapes"]
-WITHOUT_TORCH += ["evaluation.comparison", "data.examples", "data.preprocessing", "checks", "model.settings", "text"]
+WITHOUT_TORCH += [
+    "evaluation.comparison_file",
+    "data.examples",
+    "data.preprocessing",
+    "checks",
+    "model.settings",
+    "text",
+]
 
 
 def test_what_reads_settings_and_files_imports_no_torch():

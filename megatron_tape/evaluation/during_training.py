@@ -10,8 +10,8 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import shown
 from megatron_tape.data.tokenizer import load_run_tokenizer, record_of
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import info_of_run
+from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS
 
 EVERY = "every"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.results import Score
+from megatron_tape.evaluation.task import Picture
 from megatron_tape.io.files import write_whole
 from megatron_tape.text import CONTROLS
 

@@ -16,7 +16,7 @@ from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint, model
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict, model_dict
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
-from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
 from megatron_tape.io.files import digest

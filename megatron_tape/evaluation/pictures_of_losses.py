@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import (
     LONGEST_AXIS_LABEL,
     LONGEST_LABEL,
@@ -22,6 +21,7 @@ from megatron_tape.evaluation.figures import (
     styles,
 )
 from megatron_tape.evaluation.results import TaskResult
+from megatron_tape.evaluation.task import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

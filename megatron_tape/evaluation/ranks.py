@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from megatron_tape.errors import UserError, refuse
-from megatron_tape.evaluation.base import Unit
+from megatron_tape.evaluation.task import Unit
 from megatron_tape.parallel.addresses import check_interfaces, check_master_address
 from megatron_tape.parallel.launcher import rank_and_size, refusing_few_files
 

@@ -22,7 +22,6 @@ from typing_extensions import TypedDict
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
-from megatron_tape.evaluation.base import HuggingFaceModel, Task, Unit
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import (
     NAME,
@@ -34,6 +33,7 @@ from megatron_tape.evaluation.results import (
     read_results,
     write_results,
 )
+from megatron_tape.evaluation.task import HuggingFaceModel, Task, Unit
 from megatron_tape.io.files import digest, open_to_append, remove
 from megatron_tape.io.records import RECORD_BYTES, parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit

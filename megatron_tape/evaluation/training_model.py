@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tape.data.tokenizer import record_of
-from megatron_tape.evaluation.base import Task, Unit
 from megatron_tape.evaluation.during_training import EVERY, build_tasks
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import Score
+from megatron_tape.evaluation.task import Task, Unit
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingModel:
-    """See `evaluation.base.LanguageModel`. Ranks that hold different sequences may evaluate different texts.
+    """See `evaluation.task.LanguageModel`. Ranks that hold different sequences may evaluate different texts.
 
     Under ZeRO 3 every forward pass needs all ranks. So each is announced to the others, and a rank that has finished
     takes part with a pass over nothing of its own (`help_others`).

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_tape.data.tokenizer import TOKENIZER_JSON, Tokenizer
 from megatron_tape.errors import ConfigError, FileError
-from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 from megatron_tape.parallel.launcher import local_rank
@@ -30,7 +30,7 @@ _ROWS = 1024
 
 
 class HFModel:
-    """A causal model of transformers on one device; see `evaluation.base.HuggingFaceModel`."""
+    """A causal model of transformers on one device; see `evaluation.task.HuggingFaceModel`."""
 
     def __init__(
         self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK, reader: Tokenizer | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_tape import command_line
 from megatron_tape.errors import EXIT_RESTART, UserError
 from megatron_tape.text import counted, duration
-from pretrain.comparison.plan import PlannedRun
+from pretrain.comparison.planned_runs import PlannedRun
 from pretrain.comparison.programs import SIGNALS
 
 _TRAINING = 0.95

@@ -10,7 +10,7 @@ from lm_eval.api.model import LM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_tape.data.tokenizer import load_tokenizer
-from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, QUESTION, TASK
 from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.huggingface.tokenizer_files import write_tokenizer

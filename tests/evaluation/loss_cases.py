@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from megatron_tape.evaluation import results
-from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.results import EvaluatedModel, TaskResult
+from megatron_tape.evaluation.task import ModelInfo
 
 
 class ByteModel:

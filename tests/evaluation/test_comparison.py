@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation import figures
-from megatron_tape.evaluation.comparison import (
+from megatron_tape.evaluation.comparison_file import (
     Comparison,
     FinishedRun,
     add_runs,

@@ -14,9 +14,9 @@ from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import EvaluationConfig
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.evaluation import tasks
-from megatron_tape.evaluation.base import Task, Unit
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.evaluation.results import read_results
+from megatron_tape.evaluation.task import Task, Unit
 from megatron_tape.evaluation.tasks import TASKS
 from pretrain import evaluate, train
 

@@ -21,11 +21,11 @@ from megatron_tape.config.schema import config_dict
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
 from megatron_tape.evaluation import model_source, tasks
-from megatron_tape.evaluation.base import ModelInfo, Summary, Task, Unit
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import Score, read_results
 from megatron_tape.evaluation.runner import Parts, Planned, identity_of, run_task
+from megatron_tape.evaluation.task import ModelInfo, Summary, Task, Unit
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.remote_code import write_code
 from megatron_tape.huggingface.imports.from_transformers import import_model

@@ -14,8 +14,8 @@ from harness_cases import BYTES, bpe_tokenizer, random_llama
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES
 from megatron_tape.errors import FileError
-from megatron_tape.evaluation.base import Summary
 from megatron_tape.evaluation.model_source import find_model
+from megatron_tape.evaluation.task import Summary
 from megatron_tape.evaluation.tasks import text_sources
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
 

@@ -9,10 +9,10 @@ from configurations import make
 from evaluation.loss_cases import run, write_jsonl
 
 from megatron_tape.errors import ConfigError, FileError
-from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model_source import made_by
+from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks import position_probes as probes
-from megatron_tape.evaluation.tasks.positions import PositionPictures, PositionSettings, distances_of
+from megatron_tape.evaluation.tasks.position_states import PositionPictures, PositionSettings, distances_of
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 

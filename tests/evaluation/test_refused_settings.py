@@ -7,7 +7,7 @@ import pytest
 from evaluation.loss_cases import write_jsonl
 
 from megatron_tape.errors import ConfigError, FileError
-from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks import TASKS
 
 CONFIG = {"model_type": "tape", "num_hidden_layers": 5, "num_attention_heads": 4}

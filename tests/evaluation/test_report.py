@@ -13,12 +13,12 @@ from report_cases import CONFIG, results, score, settings, task, write_results, 
 from megatron_tape.command_line import status_of
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation import figures
-from megatron_tape.evaluation.base import Picture, Task
 from megatron_tape.evaluation.figures import clean
 from megatron_tape.evaluation.report import page as page_module
 from megatron_tape.evaluation.report import training
 from megatron_tape.evaluation.report.page import page, read
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
+from megatron_tape.evaluation.task import Picture, Task
 from megatron_tape.run import curves
 from megatron_tape.run.curves import read_run
 from pretrain import report

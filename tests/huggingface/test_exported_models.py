@@ -10,7 +10,7 @@ from models import random_tokens
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, DynamicCache, StaticCache
 
-from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.position import Positions
 

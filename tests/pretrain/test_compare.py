@@ -20,13 +20,13 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, UserError
-from megatron_tape.evaluation.comparison import changed_settings, read_comparison, write_comparison
+from megatron_tape.evaluation.comparison_file import changed_settings, read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import fingerprint
 from megatron_tape.synthetic.settings import generator_of
 from pretrain import compare, evaluate, report
 from pretrain.comparison.jobs import Jobs
-from pretrain.comparison.plan import make_plan
+from pretrain.comparison.planned_runs import make_plan
 from pretrain.comparison.programs import Programs
 from pretrain.comparison.variants import parse_variants
 

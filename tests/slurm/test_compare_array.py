@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tape.evaluation.comparison import read_comparison
+from megatron_tape.evaluation.comparison_file import read_comparison
 
 RECIPE = """
 model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 16, seq_length: 12, vocab_size: 6}

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_tape.evaluation import figures
-from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.comparison import TRAINING, Comparison, Row, rows
+from megatron_tape.evaluation.comparison_file import TRAINING, Comparison, Row, rows
 from megatron_tape.evaluation.report import tables
 from megatron_tape.evaluation.report.tables import Cell, Table, enumerated, number
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
+from megatron_tape.evaluation.task import Picture
 from megatron_tape.evaluation.tasks import title_of
 from megatron_tape.huggingface.export import markdown as markdown_text
 from megatron_tape.text import counted

@@ -18,14 +18,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_tape.command_line import Progress
 from megatron_tape.errors import FileError
-from megatron_tape.evaluation.base import Drawing
-from megatron_tape.evaluation.comparison import Comparison
+from megatron_tape.evaluation.comparison_file import Comparison
 from megatron_tape.evaluation.figures import MOST_MODELS, MOST_PICTURES, clean, in_order, limits, png
 from megatron_tape.evaluation.report import comparison_tables
 from megatron_tape.evaluation.report.scores import comparability, score_table
 from megatron_tape.evaluation.report.tables import Table, enumerated
 from megatron_tape.evaluation.report.training import curves, runs_table
 from megatron_tape.evaluation.results import NAME, Results, read_results
+from megatron_tape.evaluation.task import Drawing
 from megatron_tape.evaluation.tasks import TASKS, title_of
 from megatron_tape.run.curves import METRICS, SETTINGS, Run, read_run
 

@@ -10,8 +10,8 @@ from itertools import islice
 import numpy as np
 
 from megatron_tape.evaluation import figures
-from megatron_tape.evaluation.base import Drawing, Picture
 from megatron_tape.evaluation.report.tables import Table, enumerated, number, table, text
+from megatron_tape.evaluation.task import Drawing, Picture
 from megatron_tape.run.curves import DURING, MOST_CURVES, Run
 
 _SHOWN_POINTS = 300

@@ -1,17 +1,15 @@
 """The tasks that `pretrain.evaluate` and training runs know: each is a class in a file of its own, entered here."""
 
-from megatron_tape.evaluation.base import Task
+from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks.addition_task import Addition
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
-from megatron_tape.evaluation.tasks.grid_navigation_task import GridNavigation
 from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval
 from megatron_tape.evaluation.tasks.passkey import Passkey
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
-from megatron_tape.evaluation.tasks.positions import PositionPictures
-from megatron_tape.evaluation.tasks.recall_task import Recall
+from megatron_tape.evaluation.tasks.position_states import PositionPictures
 from megatron_tape.evaluation.tasks.ruler import Ruler
 from megatron_tape.evaluation.tasks.scrolls import Scrolls
-from megatron_tape.evaluation.tasks.selective_copy_task import SelectiveCopy
+from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, Recall, SelectiveCopy
 
 TASK_CLASSES = (
     *(Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls),

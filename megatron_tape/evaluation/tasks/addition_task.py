@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.tasks.synthetic_base import SyntheticTask, right_answers
+from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
+from megatron_tape.evaluation.tasks.synthetic_tasks import SyntheticTask, right_answers
 from megatron_tape.synthetic import EVALUATION, random_of
 from megatron_tape.synthetic import Addition as Sums
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from megatron_tape.config.values import PathText
 from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.statistics import bootstrap_ratio
+from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.tasks.document_task import DocumentSettings, DocumentTask, window_losses
 
 NATS = "nats per token"

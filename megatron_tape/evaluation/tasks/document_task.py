@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Task, Unit
+from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import (
     Document,
     Source,

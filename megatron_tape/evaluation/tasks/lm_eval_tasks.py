@@ -11,9 +11,9 @@ from typing_extensions import TypedDict
 
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.statistics import NORMAL_QUANTILE, Interval, wilson
+from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.lm_eval_changes import changes, described, metric_name
 from megatron_tape.io.records import check_shape
 

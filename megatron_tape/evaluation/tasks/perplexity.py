@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_tape.errors import FileError, refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import Interval, bootstrap_ratio
+from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.tasks.document_task import (
     DocumentSettings,
     DocumentTask,

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import (
     COLOR_MAP,
     LONGEST_LABEL,
@@ -21,6 +20,7 @@ from megatron_tape.evaluation.figures import (
     styles,
 )
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.task import Picture
 
 _CURVES = 6
 _MOST_TOKENS = 4096

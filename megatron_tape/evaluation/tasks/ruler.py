@@ -13,9 +13,9 @@ from typing_extensions import TypedDict
 
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import wilson
+from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
 from megatron_tape.io.records import RECORD_BYTES, read_record, read_small
 

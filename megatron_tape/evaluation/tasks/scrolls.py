@@ -17,9 +17,9 @@ from megatron_tape.config.examples import TEMPLATE, check_template
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import TAIL, Interval, bootstrap_ratio
+from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
 
 TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}

@@ -17,7 +17,7 @@ from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_pat
 from megatron_tape.data.origins import check_tokenizer, unknown_tokenizers
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo
+from megatron_tape.evaluation.task import LanguageModel, ModelInfo
 
 RAW_TYPE = np.dtype("<u2")
 TEXT_BYTES = 1_000_000_000

@@ -1,4 +1,4 @@
-"""What the tasks on sequences of `synthetic` share.
+"""The tasks on sequences of `synthetic`, and what they share with `addition`.
 
 They are for models that `data.generator` has trained on them. Answers are read from one forward pass over the whole
 sequence, right answers included. Each token is counted by whether it is the likeliest one after the right tokens before
@@ -9,14 +9,15 @@ the same tokens. So exact match is the same number either way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megatron_tape import synthetic
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.synthetic import EVALUATION, Generator, random_of
 
 LARGEST_SEED = 2**32 - 1
@@ -63,6 +64,18 @@ class SyntheticTask(Task):
             f"uses {generator.vocab_size} different tokens, but {info.label} knows {info.vocab_size}",
             "give the settings with which it was trained, or a model that was trained on this task",
         )
+
+
+@dataclass(kw_only=True)
+class VariantSettings:
+    """What the tasks have in common that have variants."""
+
+    samples: int = 1000
+    """Sequences per variant."""
+    seed: int = 0
+    """Seed of the sequences. They are never those of training."""
+    batch_size: int = 50
+    """Sequences that the model reads at once."""
 
 
 class Variants(SyntheticTask):
@@ -149,12 +162,98 @@ class Variants(SyntheticTask):
 
 
 @dataclass(kw_only=True)
-class VariantSettings:
-    """What the tasks have in common that have variants."""
+class SelectiveCopySettings(VariantSettings):
+    """Copying symbols from among blanks."""
 
-    samples: int = 1000
-    """Sequences per variant."""
-    seed: int = 0
-    """Seed of the sequences. They are never those of training."""
-    batch_size: int = 50
-    """Sequences that the model reads at once."""
+    copied: int = 128
+    """Symbols to copy, as in training."""
+    symbols: int = 16
+    """Different symbols, as in training."""
+    blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
+    """Blanks among the symbols, by the name of the variant; the first variant is that of the training."""
+
+
+class SelectiveCopy(Variants):
+    """Selective copying with as many blanks as in training, and with fewer and more."""
+
+    name = "selective_copy"
+    Settings = SelectiveCopySettings
+
+    def check(self, info: ModelInfo) -> None:
+        refuse(not self.settings.blanks, self.key("blanks"), "is empty", "name a variant, such as {IID: 128}")
+        super().check(info)
+
+    def generators(self) -> dict[str, Generator]:
+        sizes = {"copied": self.settings.copied, "symbols": self.settings.symbols}
+        return {name: synthetic.SelectiveCopy(blanks=blanks, **sizes) for name, blanks in self.settings.blanks.items()}
+
+
+@dataclass(kw_only=True)
+class RecallSettings(VariantSettings):
+    """Recalling the values of keys."""
+
+    keys: int = 128
+    """Different keys, and different values, as in training."""
+    tokens_per_pair: int = 16
+    """How many tokens a sequence has for each of its pairs, as in training."""
+    lengths: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
+    """Tokens of the sequences, each a variant."""
+
+
+class Recall(Variants):
+    """Multi-query associative recall in sequences of several lengths, longer ones with more pairs."""
+
+    name = "recall"
+    Settings = RecallSettings
+
+    def check(self, info: ModelInfo) -> None:
+        refuse(not self.settings.lengths, self.key("lengths"), "is empty", "name a length, such as [256]")
+        super().check(info)
+
+    def generators(self) -> dict[str, Generator]:
+        sizes = {"keys": self.settings.keys, "tokens_per_pair": self.settings.tokens_per_pair}
+        return {f"{length} tokens": synthetic.Recall(tokens=length, **sizes) for length in self.settings.lengths}
+
+
+@dataclass(kw_only=True)
+class GridNavigationSettings(VariantSettings):
+    """Predicting what a cell holds that was visited before."""
+
+    dimensions: int = 2
+    """1 for a ring of cells, 2 for a torus, as in training."""
+    objects: int = 16
+    """Different objects, as in training."""
+    longest_run: int | None = None
+    """Steps for which a direction is kept at most, as in training; null means 10 in one dimension and 3 in two."""
+    variants: dict[str, list[float]] = field(
+        default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
+    )
+    """Steps, width and share of blank cells, by the name of the variant; the first variant is that of the training."""
+
+
+class GridNavigation(Variants):
+    """Grid navigation as in training, and on maps that are denser and sparser; only revisited cells are scored."""
+
+    name = "grid_navigation"
+    Settings = GridNavigationSettings
+
+    def check(self, info: ModelInfo) -> None:
+        key, variants = self.key("variants"), self.settings.variants
+        refuse(not variants, key, "is empty", "name a variant, such as {IID: [128, 64, 0.5]}")
+        for name, values in variants.items():
+            whole = len(values) == 3 and all(float(value).is_integer() for value in values[:2])
+            fix = "give steps, width and share of blanks, such as [128, 64, 0.5]"
+            refuse(not whole, f"{key}.{name}", f"is {values}", fix)
+        super().check(info)
+
+    def generators(self) -> dict[str, Generator]:
+        settings = self.settings
+        same = {key: getattr(settings, key) for key in ("dimensions", "objects", "longest_run")}
+        return {
+            name: synthetic.GridNavigation(steps=int(steps), width=int(width), blank_probability=blanks, **same)
+            for name, (steps, width, blanks) in settings.variants.items()
+        }
+
+    def notes(self, blanks: dict[str, float]) -> list[str]:
+        shares = ", ".join(f"{share:.1%} ({name})" for name, share in blanks.items())
+        return [f"A model that always answers blank would score {shares}."]

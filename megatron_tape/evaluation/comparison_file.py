@@ -18,9 +18,9 @@ import numpy as np
 from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, model_differences
 from megatron_tape.config.schema import ON_VALIDATION_DATA, RunConfig, config_dict, default_of, model_dict
 from megatron_tape.errors import FileError
-from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
 from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
+from megatron_tape.evaluation.task import Task
 from megatron_tape.io.records import write_record
 from megatron_tape.position import ENCODINGS
 

@@ -21,13 +21,13 @@ from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.data.indexed_dataset import dataset_paths
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.evaluation import comparison
-from megatron_tape.evaluation.base import Task
-from megatron_tape.evaluation.comparison import NAME, Comparison, FinishedRun
+from megatron_tape.evaluation import comparison_file
+from megatron_tape.evaluation.comparison_file import NAME, Comparison, FinishedRun
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.evaluation.results import NAME as RESULTS
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
+from megatron_tape.evaluation.task import Task
 from megatron_tape.extension.base import check_command
 from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_yaml
@@ -111,7 +111,9 @@ class Plan:
         validated = trained.curve("validation_loss").last
         loss = validated[1] if validated and validated[0] == run.config.train.steps else None
         speed = trained.curve("tokens_per_second").median
-        scores = comparison.training_scores(run.config, speed, loss, parameter_count(model), flops_per_token(model))
+        scores = comparison_file.training_scores(
+            run.config, speed, loss, parameter_count(model), flops_per_token(model)
+        )
         if run.evaluation is not None:
             newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
             tasks = read_results(newest).tasks
@@ -131,14 +133,14 @@ class Plan:
             versions_with_commit(),
             {str(file): fingerprint(file) for file in files},
         )
-        comparison.write_comparison(run.result, replace(self.known, runs=[made]))
+        comparison_file.write_comparison(run.result, replace(self.known, runs=[made]))
         self.known.runs.append(made)
 
     def collect(self) -> None:
         """Add the runs that have finished in the output directory, such as those of other jobs."""
         for run in self.runs:
             if run.result.is_file():
-                comparison.add_runs(self.known, run.result, self.base)
+                comparison_file.add_runs(self.known, run.result, self.base)
 
 
 def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
@@ -170,12 +172,12 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     # All variants with the first seed come first: what is done early compares them all.
     runs.sort(key=lambda run: run.seed)
     tasks = [] if evaluation is None else evaluate.read_command([*evaluation, "--model", str(output)])[1]
-    plan = Plan(output, runs, base, tasks, comparison.empty(base, tasks, baseline))
+    plan = Plan(output, runs, base, tasks, comparison_file.empty(base, tasks, baseline))
     given = options.results
     missing = given is not None and not Path(given).is_file()
     refuse(missing, "--results", f"{given} is not a file", f"give a {NAME} that pretrain.compare wrote")
     for file in filter(None, (given, output / NAME if (output / NAME).is_file() else None)):
-        comparison.add_runs(plan.known, Path(file), base)
+        comparison_file.add_runs(plan.known, Path(file), base)
     plan.collect()
     return plan
 
@@ -265,8 +267,8 @@ def _check_start(directory: Path, config: RunConfig) -> None:
     """Raise UserError if a run that has begun there had other settings."""
     if not (directory / SETTINGS).is_file():
         return
-    saved = read_yaml(directory / SETTINGS, comparison.Settings)
-    if changed := comparison.changed_settings(saved, config):
-        problem = f"holds a run with other settings ({comparison.first_of(changed)})"
+    saved = read_yaml(directory / SETTINGS, comparison_file.Settings)
+    if changed := comparison_file.changed_settings(saved, config):
+        problem = f"holds a run with other settings ({comparison_file.first_of(changed)})"
         raise FileError(str(directory), problem, "restore these, or choose another --output")
     check_start(config)

@@ -15,9 +15,9 @@ import numpy as np
 
 from megatron_tape.config.values import PathText
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import bootstrap_mean, bootstrap_ratio
+from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import Source, check_sources, find_sources, long_documents
 
 if TYPE_CHECKING:
