@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.evaluation.comparison import NAME, read_comparison
+from megatron_tape.evaluation.comparison_file import NAME, read_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import atomic_output
 
