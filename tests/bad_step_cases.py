@@ -16,8 +16,8 @@ from megatron_tape.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megatron_tape.parallel.deepspeed_patches import average_and_scatter
 from megatron_tape.training.engine import Engine
-from megatron_tape.training.zero_3 import average_and_scatter
 
 CASES = [(1, stage, what, "fp32") for stage in (1, 2, 3) for what in ("loss", "gradient", "spike")]
 CASES += [(1, stage, "gradient", "bf16") for stage in (1, 2, 3)]

@@ -161,7 +161,7 @@ class Case:
         replicated = [parameter.grad for parameter in replicated_parameters(built)]
         assert bool(replicated) == tokens.sequence_parallel
         with CountCollectives() as summing:
-            sum_over_group(replicated, layout.groups.tp, layout.device)
+            sum_over_group(replicated, layout.groups.tp)
         gradients = gradients_of(built, self.model, tokens)
         expected, expected_loss = self.results
         expected = {key: x.chunk(tokens.data_shards)[tokens.data_group.rank()] for key, x in expected.items()}

@@ -7,13 +7,11 @@ index, and then by all ranks from the cache.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import torch.distributed as dist
-from megatron.core.datasets import blended_dataset, gpt_dataset, helpers
+from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -24,6 +22,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.index_cache import DamagedIndex, cached, load_array
 from megatron_tape.data.long_documents import Pools, passes_in_words, training_lengths
 from megatron_tape.data.windows import DocumentWindows, cut_documents
+from megatron_tape.parallel import megatron_patches
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +30,7 @@ _THREADS = 8
 """Most datasets of a blend that are opened at the same time."""
 
 
-class _NumpyWithoutPickles:
-    """numpy for Megatron's datasets, which would load pickles from the cache."""
-
-    load = staticmethod(load_array)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-
-blended_dataset.numpy = gpt_dataset.numpy = _NumpyWithoutPickles()
+megatron_patches.read_indices(load_array)
 
 
 @dataclass
@@ -147,19 +137,8 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
     # Megatron's constructor refuses these beside a split, which the cached indices already follow.
     alone.fast_cache_load = alone.defer_npy_index_mmap = not build
-    with _barriers_left_out() if build else contextlib.nullcontext():
+    with megatron_patches.without_barriers() if build else contextlib.nullcontext():
         return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
-
-
-@contextlib.contextmanager
-def _barriers_left_out() -> Iterator[None]:
-    """Keep Megatron's builder on rank 0 from waiting for the other ranks, which build nothing."""
-    barrier = dist.barrier
-    dist.barrier = lambda *arguments, **options: None
-    try:
-        yield
-    finally:
-        dist.barrier = barrier
 
 
 def mix_with_long_documents(

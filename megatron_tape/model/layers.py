@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -22,12 +22,12 @@ from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 from megatron_tape.ops.stage_boundary import pack
 from megatron_tape.ops.swiglu import swiglu
+from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
 from megatron_tape.position.base import NO_MEMORY
 
-# Where Transformer Engine is installed, Megatron would split queries, keys and values by it, and not by torch.
-attention.SplitAlongDim = None
+megatron_patches.split_with_torch()
 
 
 class RMSNorm(torch.nn.Module):

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
-from megatron_tape.parallel import launcher
+from megatron_tape.parallel import launcher, megatron_patches
 from megatron_tape.parallel.addresses import check_interfaces, check_master_address
 from megatron_tape.parallel.cpu import prepare_cpu
 from megatron_tape.parallel.token_layout import TokenLayout
@@ -265,9 +265,7 @@ def _destroy_groups() -> None:
     for group in sorted(groups - {dist.group.WORLD}, key=lambda group: names.get(group, "")):
         with contextlib.suppress(ValueError):  # Megatron has destroyed some of them itself
             dist.destroy_process_group(group)
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):  # which Megatron forgets
-            setattr(parallel_state, name, None)
+    megatron_patches.forget_groups()
 
 
 def _end_process_groups() -> None:
@@ -277,11 +275,10 @@ def _end_process_groups() -> None:
     ending by then, the process aborts.
     """
     if dist.is_initialized():
-        from deepspeed.comm import comm
+        from megatron_tape.parallel import deepspeed_patches
 
         _destroy_groups()
-        comm.destroy_process_group()
-        comm.cdb = None  # it holds the group of all ranks
+        deepspeed_patches.destroy_group()
 
 
 def abort_process_groups() -> None:

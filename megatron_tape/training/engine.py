@@ -16,16 +16,16 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.runtime.utils import combine_grad_norm_groups
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.model.layers import PositionTransformerLayer
 from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.pipeline import TIED
+from megatron_tape.parallel import deepspeed_patches
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.training import zero_3, zero_shares
+from megatron_tape.training import zero_shares
 from megatron_tape.training.average import WeightAverage
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.muon import MOMENTUM_BUFFER, Matrices, is_matrix
@@ -137,9 +137,7 @@ class Engine:
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         self.adam = build_optimizer(model, config, layout)
-        if type(self.adam) not in ZERO_SUPPORTED_OPTIMIZERS:
-            # DeepSpeed warns of optimizers that it does not know; the tests train with ours under every ZeRO stage.
-            ZERO_SUPPORTED_OPTIMIZERS.append(type(self.adam))
+        deepspeed_patches.accept_optimizer(type(self.adam))
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
@@ -148,9 +146,7 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
-        # Called in a step alone, and with ZeRO from within the backward pass.
-        averaging = self.clock.phase(COMMUNICATION)(self.deepspeed_engine.allreduce_gradients)
-        self.deepspeed_engine.allreduce_gradients = averaging
+        deepspeed_patches.time_averaging(self.deepspeed_engine, self.clock.phase(COMMUNICATION))
         if config.train.average is not None:
             self._average = WeightAverage(config.train, self.adam, self._masters(), self._update_weights)
         if self._uses_muon:
@@ -158,8 +154,8 @@ class Engine:
             self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, self.deepspeed_engine.optimizer)
         self._tied = model.tied if layout.pipeline_size > 1 else None
         if self.zero_stage == 3:
-            zero_3.replace_loops_over_ranks(self.clock.waiting)
-            zero_3.gather_for_whole_layers(model)
+            deepspeed_patches.cut_and_join_at_once(self.clock.waiting)
+            _gather_for_whole_layers(model)
         else:
             late = None if self._tied is None else self.trained.get(TIED)
             zero, overlap = self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm
@@ -177,10 +173,7 @@ class Engine:
         self._norm_left_out: float | None = None
 
     def leave_out(self, judge: Callable[[float, float], bool]) -> None:
-        """Make no update from now on where `judge` returns true for the loss and the gradient norm on any rank.
-
-        The norm of such a step is reported to DeepSpeed as infinite, so that it cleans up as after one that is.
-        """
+        """Make no update from now on where `judge` returns true for the loss and the gradient norm on any rank."""
 
         def leaves_out(norm: float) -> bool:
             if not math.isfinite(norm) or not self.layout.any_rank(judge(self._mean_loss(), norm)):
@@ -188,21 +181,7 @@ class Engine:
             self._norm_left_out = norm
             return True
 
-        optimizer = self.deepspeed_engine.optimizer
-        # DeepSpeed would say that the gradients are not finite; the trainer and the hook say what they are.
-        optimizer.loss_scaler.update_scale = lambda overflow: None
-        groups_of_norms = self.zero_stage == 3  # of which DeepSpeed takes the norm itself
-        name = "_get_norm_groups" if groups_of_norms else "scaled_global_norm"
-        of_deepspeed = getattr(optimizer, name)
-
-        def changed() -> Any:
-            found = of_deepspeed()
-            norm = combine_grad_norm_groups(found) if groups_of_norms else found
-            if not leaves_out(float(norm)):
-                return found
-            return [*found, torch.full_like(norm, math.inf)] if groups_of_norms else torch.full_like(norm, math.inf)
-
-        setattr(optimizer, name, changed)
+        deepspeed_patches.leave_out_updates(self.deepspeed_engine.optimizer, leaves_out)
 
     def close(self) -> None:
         """Let go of the model: DeepSpeed's hooks hold it in circles that Python cannot collect."""
@@ -253,7 +232,11 @@ class Engine:
         if self.zero_stage < 3:
             zero.update_lp_params()
         else:
-            zero_3.update_weights(zero)
+            zero._partition_all_parameters()
+            for group in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         if self._tied is not None:
             self._tied.share()
 
@@ -428,18 +411,24 @@ class Engine:
         return moments if self._average is None else (*moments, AVERAGE)
 
     def _show_moments(self) -> None:
-        """Let ZeRO 1 and 2 find Adam's state by parameter.
-
-        DeepSpeed 0.19.8 links it once, after the first parameter group's first step, when the other groups have none.
-        """
         if self.zero_stage < 3 and self.optimizer_steps:
-            self.deepspeed_engine.optimizer._hp_optimizer_states_linked = False
-            self.deepspeed_engine.optimizer._lazy_init_hp_params_optimizer_state()
+            deepspeed_patches.link_moments(self.deepspeed_engine.optimizer)
 
 
 def _scaled(loss: Tensor) -> Tensor:
     """Return the loss, or NaN if it is not finite: its gradient must not be finite either, or a step would follow."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+
+
+def _gather_for_whole_layers(model: torch.nn.Module) -> None:
+    """Let ZeRO 3 gather the encoding's parameters with each layer.
+
+    It would gather them only for `LayerPosition.forward`, but a bias is computed from them before, inside attention.
+    """
+    for layer in model.modules():
+        if isinstance(layer, PositionTransformerLayer):
+            for parameter in layer.position.parameters():
+                deepspeed.zero.register_external_parameter(layer, parameter)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_local_grad
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_tape.parallel import deepspeed_patches
 from megatron_tape.parallel.layout import ParallelLayout
 
 
@@ -97,9 +98,7 @@ class ScatteredGradients:
         self._under_way: list[_Scattered] = []
         self._missing: list[set[int]] = []
         self._begin()
-        zero.gradient_accumulation_dtype = torch.float32
-        zero.process_gradients = self._add
-        zero.reduce_gradients = zero.overlapping_partition_gradients_reduce_epilogue = self._finish
+        deepspeed_patches.average_with(zero, self._add, self._finish)
 
     def _begin(self) -> None:
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]
