@@ -36,17 +36,11 @@ _INDEX_BYTES = 12
 """What Megatron's index takes for every sequence, at least: a place in the shuffled order, a document and an offset."""
 
 
-@dataclass(frozen=True)
 class NoTokenizer:
-    """What `GPTDataset` asks a tokenizer for: it only reads tokens, and `documents_from_tokens` finds the documents.
+    """What `GPTDataset` asks a tokenizer for: it only reads tokens, and `documents_from_tokens` finds the documents."""
 
-    `unique_identifiers` become part of the cached index's name, so that new data under an old path is noticed.
-    """
-
-    unique_identifiers: dict
-    eod: int = -2
-    pad: int = -1
-    vocab_size: None = None
+    unique_identifiers: dict = {}
+    eod, pad, vocab_size = -2, -1, None
 
 
 @dataclass(frozen=True)
@@ -307,7 +301,7 @@ def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, ope
         blend=plan.whole,
         split=config.data.split,
         path_to_cache=cache,
-        tokenizer=NoTokenizer(plan.identity),
+        tokenizer=NoTokenizer(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_tape.data.remembered import BLOCKS
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.files import fingerprint, sync_directory
 from megatron_tape.io.records import read_record, write_record
@@ -194,7 +193,7 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
 
 
 def _fingerprints(directory: Path) -> dict[str, str]:
-    return {path.name: fingerprint(path, BLOCKS) for path in directory.iterdir() if path.name != FINGERPRINTS}
+    return {path.name: fingerprint(path) for path in directory.iterdir() if path.name != FINGERPRINTS}
 
 
 def _damaged(directory: Path) -> Path | None:
@@ -206,7 +205,7 @@ def _damaged(directory: Path) -> Path | None:
     for name, digest in expected.items():
         path = directory / name
         try:
-            if not stat.S_ISREG(path.lstat().st_mode) or fingerprint(path, BLOCKS) != digest:
+            if not stat.S_ISREG(path.lstat().st_mode) or fingerprint(path) != digest:
                 return path
             if path.suffix == ".npy":
                 load_array(path)

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.data.remembered import BLOCKS
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import PartialFile, fingerprint, hold_signals, refuse_existing, sync_directory
 
@@ -148,7 +147,7 @@ class IndexedDatasetWriter:
         if origin is not None:
             for file in files:
                 file.sync()
-            prints = {file.path.suffix: fingerprint(file.partial_path, BLOCKS) for file in files}
+            prints = {file.path.suffix: fingerprint(file.partial_path) for file in files}
             self._origin = PartialFile(self._origin_path)
             self._origin.file.write(json.dumps({**origin, "files": prints}, indent=1).encode())
             files.insert(0, self._origin)

@@ -21,7 +21,7 @@ from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
-from megatron_tape.data.remembered import BLOCKS, check_once
+from megatron_tape.data.remembered import check_once
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, record_of
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import fingerprint
@@ -183,7 +183,7 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     """Return fingerprints of the files that a run learns from, by the names that its settings give them."""
     if config.data.examples is not None:
         examples = examples_of(config.data.examples)
-        return {path: fingerprint(path, BLOCKS) for path in (examples.path, examples.validation) if path is not None}
+        return {path: fingerprint(path) for path in (examples.path, examples.validation) if path is not None}
     return {prefix: "; ".join(fingerprints_of(prefix).values()) for prefix in prefixes_of(stages_of(config))}
 
 

@@ -91,11 +91,6 @@ class ShorterDocuments(AllDocuments):
             ]
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
 
-    @staticmethod
-    def _key_config_attributes() -> list[str]:
-        # A hash of these names the cached index. The indices are not among them.
-        return [*GPTDataset._key_config_attributes(), "documents_below"]
-
 
 class Mixed(Dataset):
     """`size` samples of several datasets in fixed proportions, spread evenly by Megatron's rule for blends.
@@ -159,8 +154,7 @@ def mix_with_long_documents(
             lengths = training_lengths(prefix, config.data.split)
             return cut_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
 
-        key = [member.prefix, settings.tokenizer.unique_identifiers, config.data.split, minimum, seq_length]
-        cut = cached(cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), key, make)
+        cut = cached(cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), member.prefix, make)
         dataset = settings.open(member.prefix)
         windows = None
         if {len(array) for array in cut.values()} == {member.documents} and cut["left"].min() >= 0:

@@ -11,7 +11,6 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
-from megatron_tape.data.remembered import BLOCKS
 from megatron_tape.data.tokenizer import TokenizerRecord, difference
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import fingerprint
@@ -45,7 +44,7 @@ def read_origin(prefix: str | Path) -> Origin | None:
 
 def fingerprints_of(prefix: str | Path) -> dict[str, str]:
     """Return the fingerprints of those files of a dataset that exist, by their endings."""
-    return {path.suffix: fingerprint(path, BLOCKS) for path in dataset_paths(prefix) if path.is_file()}
+    return {path.suffix: fingerprint(path) for path in dataset_paths(prefix) if path.is_file()}
 
 
 def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str) -> dict[str, Origin | None]:

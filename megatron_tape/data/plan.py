@@ -23,7 +23,7 @@ class Plan:
     """What every rank draws its samples from."""
 
     identity: dict[str, list[int]]
-    """Size and modification time (ns) of each file of the datasets, as rank 0 sees them."""
+    """Size and modification time (ns) of each file of the datasets, as rank 0 sees them: new data has a new index."""
     whole: Blend
     splits: list[Blend | None]
     """The blend of each split that is needed, the training data first; None if `pools` take its place."""

@@ -298,15 +298,14 @@ def digest(path: str | Path, progress: Callable[[int], None] = lambda bytes_read
     return {"bytes": size, "sha256": hasher.hexdigest()}
 
 
-WHOLE_BYTES = 16 << 20
-BLOCKS, BLOCK_BYTES = 64, 64 << 10
+BLOCKS, BLOCK_BYTES = 15, 64 << 10
 
 
 def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
     """Return the size and sha256 of a file; if it is large, the sha256 of `blocks` + 1 evenly spaced blocks of 64 KiB.
 
-    A file is large above 16 MiB, or above as much less as there are fewer blocks. This process reads it only once while
-    its times, size and inode stay the same.
+    A file is large if it has more than 256 KiB for each block. This process reads it only once while its times, size
+    and inode stay the same.
     """
     status = os.stat(path)
     identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
@@ -317,7 +316,7 @@ def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
 def _fingerprint(path: str, blocks: int, size: int, identity: tuple[int, ...]) -> str:
     hasher = hashlib.sha256()
     with open(path, "rb") as file:
-        if size <= WHOLE_BYTES * blocks // BLOCKS:
+        if size <= blocks << 18:
             hasher.update(file.read())
         else:
             for block in range(blocks + 1):

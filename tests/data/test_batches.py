@@ -144,7 +144,7 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
         blend=([f"{folder}/a", f"{folder}/b"], [0.3, 0.7]),
         split="900,100,0",
         path_to_cache=str(tmp_path / "other"),
-        tokenizer=batches.NoTokenizer({}),
+        tokenizer=batches.NoTokenizer(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -123,11 +123,11 @@ def test_fingerprints_differ_where_bytes_differ(tmp_path):
     small.write_bytes(b"x" * 1000)
     other.write_bytes(b"x" * 999 + b"y")
     assert files.fingerprint(small) != files.fingerprint(other)
-    large = tmp_path / "large"
+    large, size = tmp_path / "large", files.BLOCKS << 18
     with open(large, "wb") as file:
-        file.truncate(files.WHOLE_BYTES + 1)
+        file.truncate(size + 1)
     before = files.fingerprint(large)
-    for place in (0, files.WHOLE_BYTES):
+    for place in (0, size):
         with open(large, "r+b") as file:
             file.seek(place)
             file.write(b"y")
