@@ -3,10 +3,9 @@
     srun ... python -m pretrain.preflight --config X.yaml [--section.key value ...]
 
 Fails with the node's name and the reason if versions or code differ, a GPU is missing or too small, the data is not the
-same everywhere, the checkpoint directory is not shared, writable and large enough, a rank does not answer, an
-all-reduce over all ranks fails, or a GPU or a link is far slower than the median. A mistake in the configuration is
-recorded as such and stops the job; any other problem may pass, and is recorded with the nodes that the next attempt
-should avoid.
+same everywhere, the checkpoint directory is not shared, writable and large enough, a rank does not answer, or an
+all-reduce over all ranks fails. A mistake in the configuration is recorded as such and stops the job; any other problem
+may pass, and is recorded with the nodes that the next attempt should avoid.
 """
 
 import argparse
@@ -36,13 +35,12 @@ from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
-from megatron_tape.run import nodes, speed
+from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from megatron_tape.text import counted
 
 MIB = 2**20
 DAY = 86400
-LEAST_SPEED = 0.7
 SHOWN = 20
 """How many problems are reported in words; all bad nodes are recorded."""
 
@@ -68,8 +66,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
     patience = "seconds that a rank may take to answer after rank 0 has imported torch, and again for the all-reduce"
     add("--timeout", type=float, default=300, help=f"{patience} (default: %(default)s)")
-    slow = f"a GPU or link below this share of the median makes its node a bad one (default: {LEAST_SPEED} on GPUs)"
-    add("--least-speed", type=float, metavar="SHARE", help=slow)
     anyway = "start although the estimate says that the GPUs are too small"
     add("--no-memory-check", action="store_true", help=anyway)
     with command_line.refusing():
@@ -77,8 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         options, rest = parser.parse_known_args(argv)
         refuse(options.gpus < 0, "--gpus", f"is {options.gpus}", "give 0 or more")
         refuse(not 1 <= options.timeout <= DAY, "--timeout", f"is {options.timeout:g}", f"give 1 to {DAY} seconds")
-        share = options.least_speed
-        refuse(share is not None and not 0 <= share <= 1, "--least-speed", f"is {share}", "give a number from 0 to 1")
         config = parse_run_config(rest, with_base_settings)
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
@@ -280,15 +274,6 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
         sums_right = bool((numbers == size).all())
-        measured: list[Any] | None = [None] * size if rank == 0 else None
-        dist.gather_object((node_name(), speed.measure(rank, size)), measured)
-        verdict: list[Any] = [None]
-        if rank == 0:
-            default = LEAST_SPEED if on_gpu else 0.0
-            least = default if options.least_speed is None else options.least_speed
-            names, speeds = zip(*measured)
-            verdict[0] = list(speed.judge(speeds, names, least))
-        dist.broadcast_object_list(verdict)
         dist.destroy_process_group()
     except RuntimeError as error:
         absent = []
@@ -302,11 +287,6 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
         raise Unready(f"{node_name()}: the all-reduce over all ranks gave wrong sums")
     bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
     say(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
-    for line, _ in verdict[0]:
-        say(line)
-    if problems := [problem for _, slow in verdict[0] for problem in slow]:
-        said = f"{_in_words(problems)}; --least-speed lowers what is asked of them"
-        raise Unready(said, dict.fromkeys(node for problem in problems for node in problem.nodes))
 
 
 if __name__ == "__main__":

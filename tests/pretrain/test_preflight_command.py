@@ -98,7 +98,7 @@ def test_a_mistake_in_the_configuration_stops_the_job(start):
 
 @pytest.mark.parametrize(
     "option, values",
-    [("--timeout", ["nan", "inf", "1e30", "0.001", "-1"]), ("--gpus", ["-1"]), ("--least-speed", ["nan", "-1", "2"])],
+    [("--timeout", ["nan", "inf", "1e30", "0.001", "-1"]), ("--gpus", ["-1"])],
 )
 def test_options_that_cannot_be_are_refused(option, values, capfd, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
