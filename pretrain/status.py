@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import NotRequired
 
 from typing_extensions import TypedDict
 
@@ -54,12 +54,8 @@ class _Train(TypedDict, total=False):
     steps: int
 
 
-_Extension = TypedDict("_Extension", {"from": str | None, "trains": list[str]}, total=False)
-
-
 class _Config(TypedDict, total=False):
     train: _Train
-    extension: _Extension
 
 
 @dataclass(frozen=True)
@@ -131,13 +127,10 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
 
 def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     """Return the lines to print."""
-    config, rows, last = _config(run, attempts[-1]), last_rows(run / "metrics.jsonl", Row, TAIL_BYTES), attempts[-1]
-    total = config.get("train", {}).get("steps")
+    total, rows, last = _total_steps(run), last_rows(run / "metrics.jsonl", Row, TAIL_BYTES), attempts[-1]
     step = max(rows[-1]["step"] if rows else 0, last.heartbeat.get("step") or 0)
     lines = [f"{run}: {state.word}{f' ({state.explanation})' if state.explanation else ''}"]
     share = f" of {total:,} ({min(1, step / total):.1%})" if total and total > 0 else ""
-    if base := config.get("extension", {}).get("from"):
-        lines.append(f"extends     {base}, training {', '.join(config['extension'].get('trains', ['all']))}")
     lines.append(f"step        {step:,}{share}")
     if rows:
         row = rows[-1]
@@ -155,10 +148,10 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     if layout := last.facts.get("layout"):
         lines.append(f"layout      {layout}")
     own = run / "checkpoints"
-    recorded = last.facts.get("checkpoint_directory", own)
-    # A run that keeps them in itself may have been moved or copied since.
-    here = own.is_dir() and Path(str(recorded)).name == own.name
-    lines.append(f"checkpoint  {_last_checkpoint(own if here else recorded)}")
+    # The directory may have been moved or copied since it was recorded.
+    lines.append(
+        f"checkpoint  {_last_checkpoint(own if own.is_dir() else last.facts.get('checkpoint_directory', own))}"
+    )
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if errors and last.outcome != FINISHED:
         lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")
@@ -203,16 +196,14 @@ def _line(attempt: AttemptRecord, alive: bool) -> str:
     return f"{attempt.number:>4}  {started}  {where}  {end}".rstrip()
 
 
-def _config(run: Path, last: AttemptRecord) -> dict[str, Any]:
-    job = Path(str(last.facts.get("job"))).name
-    for path in (run / "jobs" / job / "config.yaml", run / "config.yaml"):
-        try:
-            return read_yaml(path, _Config)
-        except FileNotFoundError:
-            continue
-        except ValueError as error:
-            logger.warning("warning: %s", error)
-    return {}
+def _total_steps(run: Path) -> int | None:
+    try:
+        return read_yaml(run / "config.yaml", _Config).get("train", {}).get("steps")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        logger.warning("warning: %s", error)
+        return None
 
 
 def _eta(row: Row, last: AttemptRecord, state: State) -> str:

@@ -121,15 +121,6 @@ def test_an_attempt_that_could_not_use_the_newest_checkpoint_says_where_it_began
         assert f"alpha, {said}" in capsys.readouterr().out
 
 
-def test_an_extension_shows_what_it_extends_and_trains(run, capsys):
-    (run / "config.yaml").write_text("train: {steps: 40}\nextension: {from: models/a, trains: [tape, norms]}\n")
-    assert status.main([str(run)]) == 0
-    assert "\nextends     models/a, training tape, norms\nstep        12 of 40" in capsys.readouterr().out
-    (run / "config.yaml").write_text("train: {steps: 40}\nextension: {from: null, trains: [all]}\n")
-    assert status.main([str(run)]) == 0
-    assert "extends" not in capsys.readouterr().out
-
-
 def test_a_failed_run_exits_with_1_and_shows_the_last_error(run, capsys):
     Attempt.open(run, run / "checkpoints", 1).record_end(3, "failed", "RuntimeError: boom")
     assert status.main([str(run)]) == 1
