@@ -2,7 +2,6 @@
 
     python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
     python tools/convert_checkpoint.py to-hf --checkpoint runs/extended --output exported/adapter --adapter
-    python tools/convert_checkpoint.py to-hf --checkpoint runs/tape --output exported/tape --push-to-hub ME/tape
     python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3_tape
     python tools/convert_checkpoint.py from-hf --model SmolLM2-135M.Q8_0.gguf --output imported/smollm2_tape
     python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json --output released
@@ -15,7 +14,6 @@ from collections.abc import Callable
 
 from megatron_tape import command_line
 from megatron_tape.errors import UserError
-from megatron_tape.io.files import refuse_existing
 
 
 def main() -> None:
@@ -24,14 +22,10 @@ def main() -> None:
     arguments.pop("convert")(**arguments)
 
 
-def to_hf(
-    output: str, base: str | None, adapter: bool, results: list[str], push_to_hub: str | None, private: bool, **model
-) -> None:
+def to_hf(output: str, base: str | None, adapter: bool, results: list[str], **model) -> None:
     """Write a Hugging Face model, or an adapter for peft, from a checkpoint of this project."""
-    if private and push_to_hub is None:
-        raise UserError("--private", "is for a model of the Hub", "add --push-to-hub NAME, or leave it out")
-    if adapter and (push_to_hub is not None or results):
-        raise UserError(("--push-to-hub", "--results"), "and --results are for whole models", "leave out --adapter")
+    if adapter and results:
+        raise UserError("--results", "are for whole models", "leave out --adapter")
     if base is not None and not adapter:
         raise UserError("--base", "names the model of an adapter", "add --adapter, or leave it out")
     model["max_shard_size"] = parse_size(model["max_shard_size"])
@@ -40,15 +34,9 @@ def to_hf(
 
         export_adapter(output=output, base=base, **model)
         return
-    from megatron_tape.huggingface.export.hub import repository_of, upload
     from megatron_tape.huggingface.export.to_transformers import export
 
-    if push_to_hub is not None:
-        refuse_existing(output, fix="choose another --output")
-        push_to_hub = repository_of(push_to_hub)
-    export(output=output, results=results, repository=push_to_hub, **model)
-    if push_to_hub is not None:
-        upload(output, push_to_hub, private)
+    export(output=output, results=results, **model)
 
 
 def from_hf(model: str, output: str, **options) -> None:
@@ -133,9 +121,6 @@ def add_export(add: Callable) -> None:
     add("--base", metavar="DIR", help=base)
     results = "results of pretrain.evaluate for the model card (default: those in evaluation/STEP of the run, if any)"
     add("--results", nargs="+", default=[], metavar="DIR", help=results)
-    hub = "also upload the model to the Hugging Face Hub, as NAME or OWNER/NAME; needs a login (hf auth login)"
-    add("--push-to-hub", type=str, metavar="NAME", help=hub)
-    add("--private", action="store_true", help="with --push-to-hub: a new model is visible to its owner only")
 
 
 def add_import(add: Callable) -> None:

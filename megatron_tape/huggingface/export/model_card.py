@@ -17,7 +17,6 @@ from megatron_tape.errors import CheckpointError
 from megatron_tape.evaluation.results import Results
 from megatron_tape.huggingface.export.evaluation_results import notes_of, rows_of, scores_for_hub
 from megatron_tape.huggingface.export.markdown import plain
-from megatron_tape.huggingface.export.position_picture import PICTURE, position_section
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.training_facts import (
     base_of_adapter,
@@ -47,14 +46,12 @@ class ExportOptions:
     """Merge LoRA layers into the matrices; without them, the model is the one that an adapter adds to."""
     results: Sequence[Results] = ()
     """Of the model's evaluation."""
-    repository: str | None = None
-    """Its name on the Hub, if it has one."""
 
 
 def write_card(
     directory: Path, kind: str, saved: SavedWeights, options: ExportOptions, rows: int, loader: str | None
 ) -> None:
-    """Write README.md, and its picture, of a model of `rows` tokens whose `model_type` in transformers is `kind`.
+    """Write README.md of a model of `rows` tokens whose `model_type` in transformers is `kind`.
 
     `loader` is the class that loads its tokenizer, if it has one.
     """
@@ -63,7 +60,6 @@ def write_card(
     whole = options.with_lora or not saved.extension.adds_lora
     results = options.results if whole else ()
     logged = last_logged(saved.path, saved.state) if whole else {}
-    positions, picture = position_section(saved, logged) if tape else ("", None)
     pretrained = was_pretrained_here(saved.state)
     tag = encoding.name if encoding.exports_to == "code" else kind
     training = [training_facts(saved, () if whole else ("lora",)), final_losses(logged, saved.average)]
@@ -87,8 +83,6 @@ def write_card(
         training="\n\n".join(filter(None, training)),
         scores=rows_of(results),
         notes=notes_of(results),
-        positions=positions,
-        place='"."  # this directory' if options.repository is None else f'"{options.repository}"',
         remote="" if is_plain else ", trust_remote_code=True",
         loader=loader,
         padding=model.vocab_size - rows,
@@ -96,8 +90,6 @@ def write_card(
         adapts=tape and options.with_lora,
     )
     _save(card, directory)
-    if picture is not None:
-        (directory / PICTURE).write_bytes(picture)
 
 
 def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:

@@ -52,22 +52,21 @@ def export(
     max_shard_size: int = 5_000_000_000,
     tokenizer: str | None = None,
     results: Sequence[str | Path] = (),
-    repository: str | None = None,
     average: bool = False,
 ) -> None:
     """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
 
     LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. The model card
-    shows the evaluation `results` in these directories (default: those beside the run's checkpoints), and loads the
-    model from `repository`, its name on the Hub, if that is given. With `average` the weights are the averaged ones.
-    Raises UserError or OSError and leaves nothing behind, if the checkpoint is damaged, has no average or an
-    architecture that transformers does not have, if the tokenizer is missing, or if `output` exists.
+    shows the evaluation `results` in these directories (default: those beside the run's checkpoints). With `average`
+    the weights are the averaged ones. Raises UserError or OSError and leaves nothing behind, if the checkpoint is
+    damaged, has no average or an architecture that transformers does not have, if the tokenizer is missing, or if
+    `output` exists.
     """
-    name = Path(repository or output).resolve().name
+    name = Path(output).resolve().name
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint, average)
         found = find_results(saved.path, results, average)
-        write_model(saved, directory, ExportOptions(name, dtype, max_shard_size, tokenizer, True, found, repository))
+        write_model(saved, directory, ExportOptions(name, dtype, max_shard_size, tokenizer, True, found))
     command_line.say(f"exported {saved.path} to {output}")
 
 

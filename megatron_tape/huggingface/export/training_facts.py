@@ -19,7 +19,7 @@ from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.text import counted
 
 _METRICS = "metrics.jsonl"
-_LINE, _MOST_METRICS = 8 << 20, 50_000
+_LINE = 8 << 20
 _LOSSES = {"loss": "Training loss", "validation_loss": "Validation loss"}
 _LOSSES_OF_AVERAGE = {"validation_loss_average": "Validation loss"}
 
@@ -29,7 +29,7 @@ class _Row(TypedDict):
 
 
 def last_logged(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
-    """Return the last finite value of every metric, with its step, that the run logged up to this checkpoint.
+    """Return the last finite value of each loss, with its step, that the run logged up to this checkpoint.
 
     Looks for `metrics.jsonl` above the checkpoints and where the run's settings say; returns nothing without it.
     """
@@ -47,8 +47,8 @@ def last_logged(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
             except ValueError:  # a line that a killed process left unfinished
                 continue
             if (step := row["step"]) <= state["step"]:
-                rows = row.items() if len(found) < _MOST_METRICS else [(k, v) for k, v in row.items() if k in found]
-                found |= {k: (step, v) for k, v in rows if type(v) in (int, float) and isfinite(v)}
+                losses = {key: row[key] for key in (*_LOSSES, *_LOSSES_OF_AVERAGE) if key in row}
+                found |= {k: (step, v) for k, v in losses.items() if type(v) in (int, float) and isfinite(v)}
     return found
 
 
