@@ -120,7 +120,7 @@ def _warn_of_encoding(model: ModelConfig) -> None:
 def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     config = plan.config
     parameters = parameter_count(plan.model, plan.extension)
-    trained = parameter_count(plan.model, plan.extension, plan.trained_parts)
+    trained = parameter_count(plan.model, plan.extension, plan.trained_kinds)
     yield "parameters", f"{parameters:,}"
     if trained < parameters:
         yield "  trained", f"{trained:,} ({', '.join(plan.extension.trains)})"

@@ -41,7 +41,7 @@ def cases():
             [option("model.tie_embeddings", "true"), option("model.position_mlp_zero", "up"), tp(2), zero(2)],
             ("position", "norms"),
         ),
-        "matrices": ([tp(1), zero(1)], ("matrices",)),
+        "matrices": ([tp(1), zero(1)], ("attention", "mlp")),
     }
 
 
@@ -77,7 +77,7 @@ def train(folder, name, options, kinds=None):
 def extended(folder):
     """A run of the command that begins with another run; its checkpoints leave out what it does not train."""
     command = [option("extension.from", f"{folder}/matrices"), option("checkpoint.frozen", "false"), tp(2), zero(3)]
-    return [*command, option("extension.trains", "[lora, output, tape]"), option("model.rope_scaling_factor", 2)]
+    return [*command, option("extension.trains", "[lora, output, position]"), option("model.rope_scaling_factor", 2)]
 
 
 def main(_, folder):

@@ -17,7 +17,7 @@ deepspeed: {zero_stage: 1, reduce_bucket_size: 1000000}
 logging: {sample_tokens: 0, directory: nowhere/run}
 """
 ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)}  # the command rehearses ZeRO 2
-EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", "--extension.lora_rank=4"]
+EXTENSION = ["--extension.trains=[position,lora,embeddings,norms]", "--extension.lora_rank=4"]
 QUICK_CASES = {
     **ZERO,
     "context": [

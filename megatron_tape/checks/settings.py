@@ -11,10 +11,7 @@ from megatron_tape.config.examples import examples_of
 from megatron_tape.config.monitoring import profile_of, wandb_of
 from megatron_tape.config.schema import (
     LORA_TARGETS,
-    OF_ENCODING,
-    PARAMETER_KINDS,
     SAMPLE_SOURCES,
-    TRAINABLE,
     ExtensionConfig,
     ModelConfig,
     RunConfig,
@@ -26,6 +23,7 @@ from megatron_tape.config.steering import average_of, spikes_of
 from megatron_tape.config.values import check_section, clashes, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
+from megatron_tape.model.names import KINDS, TRAINABLE
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
 from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
@@ -49,7 +47,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_data(config)
     _validate_evaluations(config)
     _validate_monitoring(config)
-    _validate_trained_parts(config)
+    _validate_trained_kinds(config)
     _validate_lora(config)
     _validate_shifted_sparse(config)
 
@@ -75,7 +73,7 @@ def _parameters_of_encoding(model: ModelConfig) -> list[str]:
 
 def _validate_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
-    kinds = (*PARAMETER_KINDS, *_parameters_of_encoding(config.model))
+    kinds = (*KINDS, *_parameters_of_encoding(config.model))
     for key in ("weight_decay_of", "lr_scale_of"):
         for kind in getattr(optimizer, key):
             refuse(kind not in kinds, f"optimizer.{key}", f"names the kind {kind}", f"choose from {', '.join(kinds)}")
@@ -210,7 +208,7 @@ def _check_names(key: str, names: list[str], choices: tuple[str, ...]) -> None:
         refuse(names.count(name) > 1, key, f"names {name} twice", "remove one")
 
 
-def _validate_trained_parts(config: RunConfig) -> None:
+def _validate_trained_kinds(config: RunConfig) -> None:
     model, trains, key = config.model, config.extension.trains, "extension.trains"
     choices, clash = (*TRAINABLE, "all"), functools.partial(clashes, config)
     refuse(not trains, key, "is empty", f"choose from {', '.join(choices)}")
@@ -219,12 +217,11 @@ def _validate_trained_parts(config: RunConfig) -> None:
     refuse(mixed, key, f"is {shown(trains)}", fix)
     nothing, why = trains == ["output"] and model.tie_embeddings, "so there is no output layer to train"
     clash(nothing, f"{key} model.tie_embeddings", "name embeddings", why)
-    kinds = {OF_ENCODING: "position", "output": "embeddings"}
     of_encoding, scales = _parameters_of_encoding(model), config.optimizer.lr_scale_of
-    rates = [scales.get(kinds.get(name, name), 1) for name in trains]
-    rates += [scales.get(name, 0) for name in of_encoding if OF_ENCODING in trains]
+    rates = [scales.get(kind, 1) for kind in trains]
+    rates += [scales.get(name, 0) for name in of_encoding if "position" in trains]
     clash(not any(rates), f"{key} optimizer.lr_scale_of", "raise a scale", "so nothing would be trained")
-    nothing, fix = OF_ENCODING in trains and not of_encoding, f"choose another encoding, or leave {OF_ENCODING} out"
+    nothing, fix = "position" in trains and not of_encoding, "choose another encoding, or leave position out"
     clash(nothing, f"{key} model.position_encoding", fix, "which has no parameters")
 
 

@@ -29,11 +29,6 @@ from megatron_tape.config.values import (
 )
 from megatron_tape.errors import ConfigError, refuse
 
-PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
-TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
-"""Parts of a model that `extension.trains` may name (`model.weights.part_of` tells which part a parameter is)."""
-OF_ENCODING = TRAINABLE[0]
-"""The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
 SAMPLE_SOURCES = ("generator", "examples")
@@ -189,9 +184,9 @@ class OptimizerConfig:
 
     It pulls TAPE's matrices towards zero, at which TAPE equals RoPE, unless weight_decay_of is {position: 0.0}."""
     weight_decay_of: dict[str, NotNegative] = field(default_factory=dict)
-    """Weight decay by kind of parameter (matrices, embeddings, norms, biases, position) in place of weight_decay. A
-    value also applies to vectors of its kind. position stands for the positional encoding's parameters, and
-    position.NAME, such as position.increments, for one of them."""
+    """Weight decay by kind of parameter (embeddings, output, attention, mlp, biases, norms, position, lora) in place of
+    weight_decay. A value also applies to vectors of its kind. position stands for the positional encoding's parameters,
+    and position.NAME, such as position.increments, for one of them."""
     lr_scale_of: dict[str, NotNegative] = field(default_factory=dict)
     """Factor of the learning rate by kind of parameter, as in weight_decay_of; 1 for kinds that are not given. Weight
     decay, which is proportional to the learning rate, scales with it."""
@@ -439,8 +434,8 @@ class ExtensionConfig:
     """The model to extend: a run, one of its checkpoints, or a directory in the format of transformers. The run begins
     at step 0 with its weights; settings of the model that are not given are those of this model."""
     trains: list[str] = field(default_factory=lambda: ["all"])
-    """What is trained: any of tape (the positional encoding's parameters), lora, embeddings (of the input), output (the
-    output layer, where it does not share the embedding's matrix) and norms, or all. With lora, the model gets LoRA
+    """What is trained: any of position (the positional encoding's parameters), lora, embeddings (of the input), output
+    (the output layer, where it does not share the embedding's matrix) and norms, or all. With lora, the model gets LoRA
     layers."""
     attention: Literal["full", "shifted_sparse"] = "full"
     """Attention in training steps; evaluation is always full. shifted_sparse is LongLoRA's: tokens attend within

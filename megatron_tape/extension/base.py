@@ -18,7 +18,7 @@ from megatron_tape.checkpoint.kept_tokenizer import (
 )
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
-from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig, keys_of, model_dict
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig, keys_of, model_dict
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
@@ -255,10 +255,10 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     if not added and _of_encoding(config.model) > _of_encoding(base.model):
         added, new = True, f"model.position_increments is {config.model.position.position_increments}"
     refuse(
-        added and not {OF_ENCODING, "all"} & set(trains),
+        added and not {"position", "all"} & set(trains),
         ("extension.trains", KEY),
-        f"does not name tape, but {new}, which {KEY} {base.path} does not have yet, so it would stay as it is",
-        "add tape, or leave that out",
+        f"does not name position, but {new}, which {KEY} {base.path} does not have yet, so it would stay as it is",
+        "add position, or leave that out",
     )
     _check_tokenizer(config, base)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.names import POSITION, WRAPPED, kind_of, split_layer
+from megatron_tape.model.names import MATRICES, POSITION, WRAPPED, kind_of, split_layer
 from megatron_tape.model.shapes import lora_factors, parameter_shapes
 from megatron_tape.ops import philox
 from megatron_tape.parallel.partitions import own_memory
@@ -62,7 +62,7 @@ def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None
             found[name] = Initialization(shape, std=declared.std, value=declared.value)
         elif kind == "lora":
             found[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[rest].side == "A" else 0.0)
-        elif kind in ("matrices", "embeddings"):
+        elif kind in (*MATRICES, "embeddings", "output"):
             scale = (2 * model.num_layers) ** -0.5 if rest in residual else 1.0
             found[name] = Initialization(shape, std=model.init_std * scale)
         else:

@@ -2,8 +2,15 @@
 
 import re
 
-from megatron_tape.config.schema import OF_ENCODING
+KINDS = ("embeddings", "output", "attention", "mlp", "biases", "norms", "position", "lora")
+"""Kinds of parameters, by which settings, figures and the estimate name them (see `kind_of`).
 
+`attention` and `mlp` are matrices alone. `position` is what the positional encoding has, whichever it is. A matrix that
+the input embedding and the output layer share is one of the `embeddings`.
+"""
+MATRICES = ("attention", "mlp")
+TRAINABLE = ("position", "lora", "embeddings", "output", "norms")
+"""Kinds that `extension.trains` may name."""
 WRAPPED = "gpt."
 """Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel` parameters."""
 POSITION = "position."
@@ -40,32 +47,16 @@ def whole_name(prefix: str, rest: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return which of `config.schema.PARAMETER_KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
+    """Return which of `KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
+    name = name.removeprefix(WRAPPED)
+    if name.startswith(("embedding.", "output_layer.")):
+        return "embeddings" if name.startswith("embedding.") else "output"
     if f".{POSITION}" in name:
         return "position"
     if ".lora." in name:
         return "lora"
-    if name.removeprefix(WRAPPED).startswith(("embedding.", "output_layer.")):
-        return "embeddings"
     if name.endswith(".bias"):
         return "biases"
-    return "norms" if name.endswith("layernorm.weight") else "matrices"
-
-
-BLOCKS = ("embeddings", "attention", "mlp", "position", "norms", "lora")
-
-
-def block_of(name: str) -> str:
-    """Return which of `BLOCKS` a parameter belongs to: its kind, or where its matrix or bias is."""
-    kind = kind_of(name)
-    if kind in ("matrices", "biases"):
-        return "mlp" if ".mlp." in name else "attention"
-    return kind
-
-
-def part_of(name: str) -> str:
-    """Return which part of the model a parameter is: one of `config.schema.TRAINABLE`, or `matrices` or `biases`."""
-    kind = kind_of(name)
-    if kind == "embeddings" and name.removeprefix(WRAPPED).startswith("output_layer."):
-        return "output"
-    return OF_ENCODING if kind == "position" else kind
+    if name.endswith("layernorm.weight"):
+        return "norms"
+    return "mlp" if ".mlp." in name else "attention"

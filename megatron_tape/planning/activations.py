@@ -10,7 +10,7 @@ layers are not recomputed.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_tape.config.schema import OF_ENCODING, ModelConfig
+from megatron_tape.config.schema import ModelConfig
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.plan import CALLED_TWICE, Plan
@@ -105,12 +105,12 @@ def _layer_input(plan: Plan, layer: int) -> int:
 
 def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
     """Return the bytes that a layer keeps without recomputation."""
-    model, encoding, batch, trained = plan.model, plan.encoding, plan.batch, plan.trained_parts
-    only_encoding = not trained - {OF_ENCODING, "output"}
+    model, encoding, batch, trained = plan.model, plan.encoding, plan.batch, plan.trained_kinds
+    only_encoding = not trained - {"position", "output"}
     after_attention = encoding.updates(0) or not encoding.parameters(0)
     if layer == 0 and only_encoding and after_attention and not encoding.learns_on_entry(0):
         return encoding.saved_bytes(0, batch)  # what comes before the encoding's update needs no gradient
-    trains_matrices = "matrices" in trained
+    trains_matrices = plan.trains_matrices
     mlp = plan.matrix_tokens * (3 if trains_matrices else 2) * model.ffn_hidden_size // plan.tensor_size * plan.width
     attention = _attention(plan, layer, fused_norms) + _attention_outputs(plan, layer)
     kept = 2 * _norm(plan, fused_norms) + attention + mlp + encoding.saved_bytes(layer, batch)
@@ -123,7 +123,7 @@ def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
 
 def _norm(plan: Plan, fused: bool) -> int:
     """Return the bytes that one RMSNorm over the hidden states keeps, its output included."""
-    unfused = (8 if "norms" in plan.trained_parts else 4) + plan.width
+    unfused = (8 if "norms" in plan.trained_kinds else 4) + plan.width
     return plan.batch.local_tokens * (plan.model.hidden_size * (2 * plan.width if fused else unfused) + 4)
 
 

@@ -76,8 +76,8 @@ def _of_layers(plan: Plan) -> dict[str, Traffic]:
     if not plan.config.parallel.uses_sequence_parallel:
         return {ALL_REDUCE: Traffic(summed.bytes + softmax.bytes, summed.calls + softmax.calls)}
     # They scatter these sums, and gather their input, for the gradient of weights that are trained a second time.
-    for_weights = (layers * 2 + gate) * ("matrices" in plan.trained_parts)
-    embedding = plan.held.first and "embeddings" in plan.trained_parts
+    for_weights = (layers * 2 + gate) * plan.trains_matrices
+    embedding = plan.held.first and "embeddings" in plan.trained_kinds
     gathered = of_hidden_states(
         layers * (4 + 2 * recomputes) + gate * plan.forward_passes + plan.held.last + embedding + for_weights
     )

@@ -8,9 +8,10 @@ import functools
 from typing import NamedTuple
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.model.names import MATRICES
 from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.planning.activations import keeps_attention
-from megatron_tape.planning.parameters import Held, parameter_count, trained_parts, trains_output
+from megatron_tape.planning.parameters import Held, parameter_count, trains_matrices, trains_output
 from megatron_tape.planning.plan import Plan
 from megatron_tape.position import encoding_of
 
@@ -48,7 +49,7 @@ def flops_per_token(model: ModelConfig, extension: ExtensionConfig | None = None
     works = layer_works(model)
     layers = sum(work.total for work in (works if held is None else (works[layer] for layer in held.layers)))
     output = model.hidden_size * model.vocab_size * (held is None or held.last)
-    frozen = 0 if "matrices" in trained_parts(extension) else parameter_count(model, None, {"matrices"}, held=held)
+    frozen = 0 if trains_matrices(extension) else parameter_count(model, None, MATRICES, held=held)
     frozen += 0 if trains_output(model, extension) else output
     return 6 * (layers + output) - 2 * frozen + 6 * parameter_count(model, extension, {"lora"}, held=held)
 

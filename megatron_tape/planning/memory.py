@@ -62,7 +62,7 @@ def memory_of_stage(plan: Plan) -> Memory:
         copied = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
         gradients = state.gradients + 4 * copied * plan.trains_output
         state = replace(state, weights=state.weights + plan.width * copied, gradients=gradients)
-    if plan.config.parallel.uses_sequence_parallel and {"matrices", "output"} & plan.trained_parts:
+    if plan.config.parallel.uses_sequence_parallel and (plan.trains_matrices or "output" in plan.trained_kinds):
         # Megatron gathers the input of every trained matrix into one buffer, which it keeps.
         buffers = plan.matrix_tokens * plan.model.hidden_size * plan.width
     buffers += state.buffers
@@ -90,8 +90,9 @@ def zero_state(plan: Plan) -> State:
     gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32
     if stage < 3:
         # ZeRO copies the weights even if they already are fp32. Norms are taken of each matrix in float64.
-        held = (part for part in parameters(plan.model, plan.extension, plan.held) if part.part in plan.trained_parts)
-        largest = min(share, max((part.shape.elements(plan.tensor_size) for part in held), default=0))
+        held = parameters(plan.model, plan.extension, plan.held)
+        sizes = (one.shape.elements(plan.tensor_size) for one in held if one.kind in plan.trained_kinds)
+        largest = min(share, max(sizes, default=0))
         return State(weights, gradients, state, *_scattering(plan), update=4 * share - gradients + 8 * largest)
     # The bucket is filled in the precision in which it is sent. The update takes an fp32 copy of the gradients.
     bucket = plan.gradient_width * settings.reduce_bucket_size

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.model.names import MATRICES
 from megatron_tape.ops.backends import BACKENDS, unsupported_heads
 from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
-from megatron_tape.planning.parameters import Held, parameter_count, trained_parts, trains_output
+from megatron_tape.planning.parameters import Held, parameter_count, trained_kinds, trains_matrices, trains_output
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
 NOT_ASSUMED = frozenset({"flash_attn", "fla"})
@@ -188,8 +189,12 @@ class Plan:
         return self.batch.tokens // self.context_size
 
     @cached_property
-    def trained_parts(self) -> frozenset[str]:
-        return frozenset(trained_parts(self.extension))
+    def trained_kinds(self) -> frozenset[str]:
+        return frozenset(trained_kinds(self.extension))
+
+    @property
+    def trains_matrices(self) -> bool:
+        return trains_matrices(self.extension)
 
     @property
     def trains_output(self) -> bool:
@@ -208,10 +213,10 @@ class Plan:
     @cached_property
     def trained_elements(self) -> int:
         """Elements of those that are trained."""
-        return parameter_count(self.model, self.extension, self.trained_parts, self.tensor_size, self.held)
+        return parameter_count(self.model, self.extension, self.trained_kinds, self.tensor_size, self.held)
 
     @cached_property
     def muon_elements(self) -> int:
         """Elements of those that Muon updates, which have one moment."""
-        parts = {"matrices"} & set(self.trained_parts) if self.config.optimizer.kind == "muon" else ()
-        return parameter_count(self.model, self.extension, parts, self.tensor_size, self.held)
+        kinds = MATRICES if self.config.optimizer.kind == "muon" else ()
+        return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.held)

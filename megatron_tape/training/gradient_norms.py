@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tape.model.names import BLOCKS, block_of
+from megatron_tape.model.names import KINDS, kind_of
 from megatron_tape.training.gradients import own_part
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
@@ -35,34 +35,34 @@ class GradientNorms(Hook):
         return False
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        """Return `gradient_norm_BLOCK` for each of `BLOCKS` of which a parameter is trained."""
+        """Return `gradient_norm_KIND` for each of `KINDS` of which a parameter is trained."""
         if not trainer.logs(step):
             return HookResult()
         trainer.engine.before_update = None
         dist.all_reduce(self._squares)
         squares, counts = self._squares.tolist()
-        found = zip(BLOCKS, squares, counts)
-        return HookResult(scalars={f"gradient_norm_{block}": square**0.5 for block, square, count in found if count})
+        found = zip(KINDS, squares, counts)
+        return HookResult(scalars={f"gradient_norm_{kind}": square**0.5 for kind, square, count in found if count})
 
     def _measure(self, engine: Engine) -> None:
-        self._squares = squares_by_block(engine)
+        self._squares = squares_by_kind(engine)
 
 
 @torch.no_grad()
-def squares_by_block(engine: Engine) -> Tensor:
-    """Return, in fp64, the sums of squares of this rank's gradients by `BLOCKS`, and how many parameters it counts.
+def squares_by_kind(engine: Engine) -> Tensor:
+    """Return, in fp64, the sums of squares of this rank's gradients by `KINDS`, and how many parameters it counts.
 
     Over all ranks, every element of a gradient is counted once; call it before the optimizer's step.
     """
     layout = engine.layout
-    found: dict[str, list[Tensor]] = {block: [] for block in BLOCKS}
+    found: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for name, parameter in engine.trained.items():
         whole = not getattr(parameter, "tensor_model_parallel", False)
         if whole and layout.tensor_parallel_rank > 0:
             continue  # another rank has the same gradient
         if (part := own_part(parameter, engine.zero_stage)) is not None:
-            found[block_of(name)].append(part)
-    sums = torch.zeros(2, len(BLOCKS), dtype=torch.float64, device=layout.device)
+            found[kind_of(name)].append(part)
+    sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
     for number, parts in enumerate(found.values()):
         if parts:
             norms = torch.stack(torch._foreach_norm(parts)).to(layout.device, torch.float64)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.model.names import WRAPPED, kind_of
+from megatron_tape.model.names import MATRICES, WRAPPED, kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -45,7 +45,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 def is_matrix(name: str) -> bool:
     """Return whether Muon updates the parameter of a `LanguageModel`."""
-    return kind_of(name) == "matrices"
+    return kind_of(name) in MATRICES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.language_model import LanguageModel
-from megatron_tape.model.names import part_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.model.pipeline import TIED, Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -24,7 +24,7 @@ def trained_by(extension: ExtensionConfig) -> Trains:
     """Return what `extension.trains` chooses."""
     if "all" in extension.trains:
         return everything
-    return lambda name, parameter: part_of(name) in extension.trains
+    return lambda name, parameter: kind_of(name) in extension.trains
 
 
 def select_trained(model: LanguageModel | Pipeline, trains: Trains, recomputes: bool) -> None:
@@ -49,20 +49,20 @@ def select_trained(model: LanguageModel | Pipeline, trains: Trains, recomputes: 
 
 
 def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> str:
-    """Return a table of the trained and the total parameters of the whole model by part, and their sums.
+    """Return a table of the trained and the total parameters of the whole model by kind, and their sums.
 
     The model must not be partitioned by ZeRO yet.
     """
     trained, total = Counter(), Counter()
     for name, parameter in model.named_parameters():
         cut = getattr(parameter, "tensor_model_parallel", False)
-        for part in (part_of(name), "together"):
+        for kind in (kind_of(name), "together"):
             whole = parameter.numel() * (layout.tensor_parallel_size if cut else 1)
-            total[part] += whole
-            trained[part] += whole * parameter.requires_grad
+            total[kind] += whole
+            trained[kind] += whole * parameter.requires_grad
     trained, total = (sum(layout.gather_stages(counted), Counter()) for counted in (trained, total))
     total["together"] = total.pop("together")  # to the end
     width = max(len(f"{number:,}") for number in total.values())
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]
-    lines += [f"{part:<12}{trained[part]:>{width},}  {total[part]:>{width},}" for part in total]
+    lines += [f"{kind:<12}{trained[kind]:>{width},}  {total[kind]:>{width},}" for kind in total]
     return "\n".join(lines)

@@ -29,7 +29,7 @@ LLAMA3_8B = with_values(
     LLAMA2_7B, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256, seq_length=8192, rope_theta=500000.0
 )
 METHODS = {
-    "tape": {"model.position_encoding": "tape", "extension.trains": ["tape", "embeddings", "norms"]},
+    "tape": {"model.position_encoding": "tape", "extension.trains": ["position", "embeddings", "norms"]},
     "lora": {},
     "longlora": {"extension.attention": "shifted_sparse"},
     "theta": {"model.rope_theta": 1e6},
@@ -37,7 +37,7 @@ METHODS = {
     "pi": {"extension.trains": ["embeddings", "norms"]},
     "yarn": {"model.rope_scaling_type": "yarn", "model.rope_original_seq_length": 4096},
     "full": {"extension.trains": ["all"]},
-    "tape_lora": {"model.position_encoding": "tape", "extension.trains": ["tape", "lora", "embeddings", "norms"]},
+    "tape_lora": {"model.position_encoding": "tape", "extension.trains": ["position", "lora", "embeddings", "norms"]},
 }
 """What each recipe of the paper's experiment changes in lora.yaml."""
 FOR_CPUS = {"tiny_tape", "tiny_rope", "smollm2_tape", "smollm2_lora"}

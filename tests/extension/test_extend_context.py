@@ -27,7 +27,7 @@ from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
 from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.model.names import part_of
+from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.position import with_values
 from megatron_tape.run.watch import Watch
@@ -122,9 +122,9 @@ def test_at_step_0_tape_equals_rope_under_the_same_scaling_of_positions(
 
 @pytest.mark.parametrize("base, encoding", [("rope", "tape"), ("tape", "tape"), ("llama", "rope")])
 def test_at_step_0_learned_increments_change_no_logit(data, bases, tmp_path, base, encoding):
-    same = [f"--model.position_encoding={encoding}", "--extension.trains=[tape]", *YARN]
+    same = [f"--model.position_encoding={encoding}", "--extension.trains=[position]", *YARN]
     learned = first_logits(data, bases[base], tmp_path / "learned", *same, "--model.position_increments=learned")
-    same = [*same[:1], f"--extension.trains=[{'tape' if encoding == 'tape' else 'norms'}]", *YARN]
+    same = [*same[:1], f"--extension.trains=[{'position' if encoding == 'tape' else 'norms'}]", *YARN]
     torch.testing.assert_close(learned, first_logits(data, bases[base], tmp_path / "fixed", *same), atol=1e-5, rtol=0)
 
 
@@ -140,11 +140,11 @@ def test_at_step_0_a_model_whose_positions_are_dropped_is_its_base_without_rotat
 def test_a_model_keeps_what_it_has_learned_and_only_what_it_lacks_is_drawn(data, bases, tmp_path, monkeypatch):
     names, draw, logits = [], trainer.initialize_weights, {}
     monkeypatch.setattr(trainer, "initialize_weights", lambda *given: names.extend(given[-1]) or draw(*given))
-    for base, parts in (("rope", {"tape"}), ("tape", set())):
+    for base, kinds in (("rope", {"position"}), ("tape", set())):
         names.clear()
         same = ["--model.rope_scaling_factor=1", "--model.position_encoding=tape"]
         logits[base] = first_logits(data, bases[base], tmp_path / base, *same)
-        assert {part_of(name) for name in names} == parts
+        assert {kind_of(name) for name in names} == kinds
     (_, newest), *_ = list_checkpoints(f"{bases['tape']}/checkpoints")
     saved = open_weights(newest)
     assert any(saved.read(f"decoder.layers.{layer}.position.token_mixing").any() for layer in (0, 1))
@@ -177,20 +177,20 @@ def tensors(run):
 
 
 def test_only_what_is_named_changes_and_the_rest_is_the_bases(extend, bases, capfd):
-    rows = extend("rope", "--extension.trains=[tape,norms]", "--logging.tensorboard=true")
+    rows = extend("rope", "--extension.trains=[position,norms]", "--logging.tensorboard=true")
     assert [row["step"] for row in rows] == [1, 2, 3]
     before, after = tensors(Path(bases["rope"])), tensors(extend.folder / "run")
     for key in (key for key in after if key.startswith("weight/")):
-        if part_of(key.removeprefix("weight/")) in ("matrices", "embeddings", "output"):
+        if kind_of(key.removeprefix("weight/")) in (*MATRICES, "embeddings", "output"):
             assert torch.equal(after[key], before[key])
         elif key in before:
             assert not torch.equal(after[key], before[key])
     moved = {key.partition("/")[2] for key in after if key.startswith("exp_avg/")}
-    assert {part_of(name) for name in moved} == {"tape", "norms"}
+    assert {kind_of(name) for name in moved} == {"position", "norms"}
     reported = capfd.readouterr().err
     assert "beginning with the weights of" in reported
     table = {line.split()[0]: line.split()[1:] for line in reported.splitlines() if len(line.split()) == 3}
-    assert table["tape"] == ["1,168", "1,168"] and table["matrices"] == ["0", "23,040"]
+    assert table["position"] == ["1,168", "1,168"] and table["mlp"] == ["0", "13,824"]
     assert table["together"] == ["1,392", "28,528"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -205,7 +205,7 @@ def test_a_continued_extension_of_an_import_equals_the_uninterrupted_one(data, b
     losses = [[(row["loss"], row["grad_norm"]) for row in case[which]] for which in ("continued", "whole")]
     assert losses[0] == losses[1] and case["continued_state"] == case["whole_state"]
     held = {key.partition("/")[2] for key in tensors(tmp_path / "run")}
-    assert {part_of(name) for name in held} == {"tape", "embeddings", "norms"}
+    assert {kind_of(name) for name in held} == {"position", "embeddings", "norms"}
 
 
 def test_a_run_goes_on_without_its_base_unless_that_holds_its_frozen_weights(extend, bases, data, tmp_path, capfd):
@@ -377,9 +377,9 @@ def damaged(folder, bases, name):
         ("pickle", [], "is a pickle, which may run code"),
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "encodes text in another way than that of extension.from"),
         ("rope", ["--extension.trains=[]"], "extension.trains is empty"),
-        ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from tape"),
+        ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from position"),
         ("rope", ["--model.position_encoding=rope"], "which has no parameters"),
-        ("rope", ["--extension.trains=[norms]"], "so it would stay as it is; add tape"),
+        ("rope", ["--extension.trains=[norms]"], "so it would stay as it is; add position"),
         ("rope", [*ROPE, "--model.position_increments=learned"], "model.position_increments is learned, which"),
         ("tape", ["--model.position_state_norm=unit"], "position_state_norm: checkpoint none, configuration unit"),
         ("rope", ["--optimizer.lr_scale_of={position: 0, embeddings: 0, norms: 0}"], "so nothing would be trained"),
@@ -387,7 +387,7 @@ def damaged(folder, bases, name):
         ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),
         ("tape", ["--model.gate_input=attention"], "model.gate_input: checkpoint mlp, configuration attention"),
         ("llama", ["--model.vocab_size=60"], "model.vocab_size"),
-        ("rope", ["--extension.trains=[lora,tape]", "--extension.lora_rank=17"], "leave k out of extension.lora"),
+        ("rope", ["--extension.trains=[lora,position]", "--extension.lora_rank=17"], "leave k out of extension.lora"),
         ("rope", ["--extension.attention=shifted_sparse", "--model.seq_length=36"], "not divisible by 8"),
         ("rope", ["--model.seq_length=8"], "model.seq_length is 8, but extension.from"),
         ("llama", [*YARN[:2], "--model.rope_original_seq_length=17"], "model.rope_original_seq_length is 17, but"),

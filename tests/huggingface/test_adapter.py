@@ -162,7 +162,7 @@ def test_the_card_of_a_base_describes_what_it_holds(exported):
     assert "lora" not in trained and "LoRA layers |" not in card and "Final losses" not in card
     assert "embeddings (2,048)" in trained and "norms (224)" in trained
     assert counts.endswith(f" of {sum(weight.numel() for weight in weights.values()):,}")
-    assert "It holds the parts that were trained beside the LoRA layers (embeddings, " in card
+    assert "It holds what was trained beside the LoRA layers (embeddings, " in card
     card = (exported / "rope_biased" / "base" / "README.md").read_text()
     assert "nothing else was trained" in card and "| Steps |" not in card and "| Trained" not in card
     names = ("tape_without_lora/base", "tape_without_lora_merged")
@@ -232,7 +232,7 @@ def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key, value", [("lora_rank", 0), ("lora_rank", 2), ("lora_targets", "q"), ("trains", ["tape"])]
+    "key, value", [("lora_rank", 0), ("lora_rank", 2), ("lora_targets", "q"), ("trains", ["position"])]
 )
 def test_settings_that_do_not_fit_the_lora_layers_are_refused(trained, tmp_path, key, value):
     with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (step, state):

@@ -8,7 +8,7 @@ from plans import middle_model, of_model, on_cpu, recipe, saved_bytes
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
 from megatron_tape.planning.activations import activations
-from megatron_tape.planning.parameters import parameter_count, trained_parts
+from megatron_tape.planning.parameters import parameter_count, trained_kinds
 from megatron_tape.position import with_values
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
@@ -81,7 +81,7 @@ def test_saved_activations_of_a_larger_model_are_those_counted_and_tape_keeps_li
 @pytest.mark.parametrize(
     "encoding, trains",
     [
-        ("tape", ["tape", "lora", "embeddings", "norms"]),
+        ("tape", ["position", "lora", "embeddings", "norms"]),
         ("rope", ["lora", "embeddings", "norms"]),
         ("rope", ["norms", "output"]),
     ],
@@ -92,7 +92,7 @@ def test_an_extension_trains_and_saves_what_is_counted(encoding, trains, recompu
     select_trained(built, trained_by(extension), recompute != "none")
     parameters = list(built.parameters())
     sizes = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
-    assert [parameter_count(model, extension), parameter_count(model, extension, trained_parts(extension))] == sizes
+    assert [parameter_count(model, extension), parameter_count(model, extension, trained_kinds(extension))] == sizes
     saved = saved_bytes(built, model)
     assert on_cpu(model, 2, "fp32", recompute, extension=extension) == pytest.approx(saved, rel=0.02)
 

@@ -3,13 +3,14 @@
 import pytest
 from plans import of_recipe
 
+from megatron_tape.model.names import MATRICES
 from megatron_tape.planning.flops import flops_per_step, flops_per_token
 from megatron_tape.planning.memory import checkpoint_bytes, checkpoints_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
 
 ONE = "--parallel.tensor_model_parallel_size=1"
 TWO, ZERO_2 = "--parallel.tensor_model_parallel_size=2", "--deepspeed.zero_stage=2"
-EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", ONE]
+EXTENSION = ["--extension.trains=[position,lora,embeddings,norms]", ONE]
 
 
 def state(stage, precision, *overrides):
@@ -41,7 +42,7 @@ def test_muon_has_one_moment_of_a_matrix_and_an_average_is_as_large_as_one(stage
     layout = [ONE, f"--deepspeed.zero_stage={stage}", "--train.precision=fp32"]
     average, muon = "--train.average={kind: ema}", "--optimizer.kind=muon"
     plain, averaged, both = (of_recipe(4, *layout, *more) for more in ([], [average], [average, muon]))
-    matrices = parameter_count(plain.model, parts=["matrices"])
+    matrices = parameter_count(plain.model, kinds=MATRICES)
     found = [memory(plan).optimizer for plan in (plain, averaged, both)]
     assert found[1] - found[0] == pytest.approx(plain.elements, abs=8)
     assert found[1] - found[2] == pytest.approx(matrices, abs=8)
@@ -63,7 +64,7 @@ def test_frozen_parameters_have_weights_but_no_gradient_and_no_optimizer_state(s
     assert checkpoint_bytes(plan) == 4 * (held - trained) + 12 * trained
     assert checkpoint_bytes(of_recipe(4, *settings, "--checkpoint.frozen=false")) == 12 * trained
     # A third of the arithmetic of every frozen matrix is saved.
-    lora, matrices = parameter_count(model, extension, ["lora"]), parameter_count(model, parts=["matrices", "output"])
+    lora, matrices = parameter_count(model, extension, ["lora"]), parameter_count(model, kinds=[*MATRICES, "output"])
     assert flops_per_token(model, extension) == flops_per_token(model) - 2 * matrices + 6 * lora
 
 

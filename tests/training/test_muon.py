@@ -16,7 +16,7 @@ from megatron_tape.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_tape.model.names import kind_of
+from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.muon import COEFFICIENTS, STEPS, orthogonalized
@@ -70,7 +70,7 @@ def whole(state, names, model):
 def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
     engine = of_run(stage)
     model = small_model(num_query_groups=2)
-    names = [name for name in engine.names if kind_of(name) == "matrices"]
+    names = [name for name in engine.names if kind_of(name) in MATRICES]
     start = whole(engine.training_state(), names, model)
     theirs = {name: weight.clone().requires_grad_() for name, weight in start.items()}
     assert len(theirs) == 7 * 3
@@ -116,7 +116,7 @@ def test_everything_else_gets_adamws_updates():
     for name in engine.names:
         moments = {key.partition("/")[0] for key in states["muon"] if key.endswith(f"/{name}")} - {"weight"}
         same = torch.equal(*(state[f"weight/{name}"] for state in states.values()))
-        if kind_of(name) == "matrices":
+        if kind_of(name) in MATRICES:
             assert moments == {"momentum_buffer"} and not same
         else:
             assert moments == {"exp_avg", "exp_avg_sq"} and same
@@ -128,6 +128,6 @@ def test_the_root_mean_square_of_an_update_is_near_that_of_adamws():
     engine.train_step(batch(1), RATE)
     after = engine.training_state()
     for name in engine.names:
-        if kind_of(name) == "matrices":
+        if kind_of(name) in MATRICES:
             update = after[f"weight/{name}"] - (1 - RATE * DECAY) * before[f"weight/{name}"]
             assert 0.1 < update.square().mean().sqrt() / RATE < 0.3

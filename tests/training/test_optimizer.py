@@ -7,7 +7,6 @@ from training_cases import RECIPE
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import (
-    PARAMETER_KINDS,
     DataConfig,
     DeepSpeedConfig,
     ExtensionConfig,
@@ -15,7 +14,7 @@ from megatron_tape.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_tape.model.names import kind_of
+from megatron_tape.model.names import KINDS, MATRICES, kind_of
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.optimizer import parameter_groups
 
@@ -25,17 +24,18 @@ EVERY_KIND = dict(qkv_bias=True, qk_norm=True)
 def test_every_parameter_has_one_of_the_kinds_by_either_name():
     built, _ = build(small_model(**EVERY_KIND), lora=ExtensionConfig(trains=["lora"]))
     kinds = {name: kind_of(name) for name, _ in built.named_parameters()}
-    assert set(kinds.values()) == set(PARAMETER_KINDS)
+    assert set(kinds.values()) == set(KINDS)
     assert all(kind_of(name.removeprefix("gpt.")) == kind for name, kind in kinds.items())
     layer = "gpt.decoder.layers.0."
     for name, kind in {
         "gpt.embedding.word_embeddings.weight": "embeddings",
-        "gpt.output_layer.weight": "embeddings",
+        "gpt.output_layer.weight": "output",
         "gpt.decoder.final_layernorm.weight": "norms",
         f"{layer}self_attention.k_layernorm.weight": "norms",
         f"{layer}self_attention.linear_qkv.bias": "biases",
         f"{layer}position.down_proj": "position",
-        f"{layer}mlp.linear_fc1.weight": "matrices",
+        f"{layer}mlp.linear_fc1.weight": "mlp",
+        f"{layer}self_attention.linear_proj.weight": "attention",
         f"{layer}self_attention.linear_qkv.lora.k_A": "lora",
         f"{layer}self_attention.linear_proj.lora.o_B": "lora",
     }.items():
@@ -142,7 +142,8 @@ def test_each_kind_decays_at_its_own_rate(stage):
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_weights": torch.zeros(1, 16)}
     assert not engine.train_step([batch], lr=0.5).skipped
     after = engine.training_state()
-    kept = {"matrices": 1 - 0.5 * 0.1, "embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}
+    kept = {"embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}
+    kept |= dict.fromkeys((*MATRICES, "output"), 1 - 0.5 * 0.1)
     for name in engine.names:
         expected = before[f"weight/{name}"] * kept[kind_of(name)]
         torch.testing.assert_close(after[f"weight/{name}"], expected, atol=0, rtol=1e-6, msg=name)

@@ -36,7 +36,7 @@ from megatron_tape.model.weights import from_megatron
 
 BASE = "base"
 """Where the model that an adapter adds to is written, in the adapter's directory, unless another is named."""
-KINDS = ("lora", "embeddings", "norms", "position")
+HELD = ("lora", "embeddings", "output", "norms", "position")
 _PREFIX = "base_model.model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # peft's own word for an adapter without LoRA layers.
@@ -74,7 +74,7 @@ def export_adapter(
         base = None
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint, average)
-        if other := [name for name in saved.trained if kind_of(name) not in KINDS]:
+        if other := [name for name in saved.trained if kind_of(name) not in HELD]:
             held = "LoRA layers, embeddings, norms and TAPE's matrices"
             problem = f"trained {other[0]}, and an adapter can hold only {held}"
             raise CheckpointError(str(saved.path), problem, "leave out --adapter")

@@ -14,7 +14,7 @@ from megatron_tape.errors import CheckpointError
 from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.io.records import parse_record
-from megatron_tape.model.names import part_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.text import counted
 
@@ -57,21 +57,21 @@ def base_of_adapter(saved: SavedWeights) -> str:
     text = "This is the model that an adapter adds to."
     if not saved.extension.adds_lora:
         return text
-    if not (parts := ", ".join(_own_parts(saved))):
+    if not (kinds := ", ".join(_own_kinds(saved))):
         return f"{text} The LoRA layers are not part of it, and nothing else was trained."
     return (
-        f"{text} It holds the parts that were trained beside the LoRA layers ({parts}), but not these layers: only "
+        f"{text} It holds what was trained beside the LoRA layers ({kinds}), but not these layers: only "
         "together with the adapter is it the model that was trained."
     )
 
 
-def _own_parts(saved: SavedWeights) -> list[str]:
-    """Return which parts were trained, but for LoRA layers."""
-    return [part for part in dict.fromkeys(map(part_of, saved.trained)) if part != "lora"]
+def _own_kinds(saved: SavedWeights) -> list[str]:
+    """Return which kinds of parameters were trained, but for LoRA layers."""
+    return [kind for kind in dict.fromkeys(map(kind_of, saved.trained)) if kind != "lora"]
 
 
 def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
-    """Return a table of what was trained but for the parts in `without`, from what, and how.
+    """Return a table of what was trained but for the kinds in `without`, from what, and how.
 
     Raises CheckpointError if the settings are not those of a run.
     """
@@ -82,7 +82,7 @@ def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
     try:
         start = {} if origin is None else {"Started from": origin}
         start |= _extension(config.get("extension", {}))
-        if without and not _own_parts(saved):
+        if without and not _own_kinds(saved):
             return _table(start)
         if saved.average:
             start["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
@@ -105,16 +105,16 @@ def _extension(extension: dict) -> dict[str, object]:
 
 
 def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]:
-    """Return how many parameters of each part were trained, if some were not; parts in `without` count as absent."""
+    """Return how many parameters of each kind were trained, if some were not; kinds in `without` count as absent."""
     shapes = parameter_shapes(saved.model, saved.extension)
-    numbers = {name: prod(shape) for name, shape in shapes.items() if part_of(name) not in without}
+    numbers = {name: prod(shape) for name, shape in shapes.items() if kind_of(name) not in without}
     trained = [name for name in saved.trained if name in numbers]
     if len(trained) == len(numbers):
         return {}
     counts: Counter[str] = Counter()
     for name in trained:
-        counts[part_of(name)] += numbers[name]
-    facts = {"Trained": ", ".join(f"{part} ({count:,})" for part, count in counts.items())}
+        counts[kind_of(name)] += numbers[name]
+    facts = {"Trained": ", ".join(f"{kind} ({count:,})" for kind, count in counts.items())}
     extension = saved.extension
     if "lora" in counts:
         lora = f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for {', '.join(extension.lora_targets)}"
