@@ -25,7 +25,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import checkpointed_step
@@ -36,7 +35,7 @@ from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.config.values import PathText, accept
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
-from megatron_tape.extension.base import Base, with_base_settings
+from megatron_tape.extension.base import Base
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.io.versions import commit
@@ -87,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     verbs.add_parser("crash-limit", help="print after how many crashes a job is not started again")
     options = parser.parse_args(argv)
     if options.verb == "check":
-        config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
+        config = parse_run_config(_arguments(options.arguments, ""))
         check(config, Level.FILES, extends=options.module and options.module == EXTENDING)
     elif options.verb == "chain":
         print(*check_chain(options.arguments, options.scratch), sep="\n")
@@ -110,16 +109,9 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     if "--evaluate" in arguments[at:]:
         end = at + arguments[at:].index("--evaluate")
         arguments, evaluation = arguments[:end], arguments[end + 1 :]
-    first = parse_run_config(_arguments(arguments[:at], scratch), with_base_settings)
+    first = parse_run_config(_arguments(arguments[:at], scratch))
     base = Base.made_by(first)
-
-    def completed(values: dict[str, Any]) -> dict[str, Any]:
-        given = values.get("extension.from")
-        problem = f"is {given}, but the chain extends what it pretrains"
-        refuse(given is not None, "extension.from", problem, "remove it")
-        return with_base_settings(values | {"extension.from": str(base.path)}, base)
-
-    second = parse_run_config(_arguments(arguments[at + 1 :], scratch), completed)
+    second = parse_run_config(_arguments(arguments[at + 1 :], scratch), base=base)
     check(first, Level.FILES, extends=False)
     check(second, Level.FILES, extends=True, base=base)
     same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
@@ -135,7 +127,7 @@ def begin(options: argparse.Namespace) -> None:
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
     given = ["--config", str(link.resolve() / "config.yaml")]
-    config = parse_run_config(given if requeued else _arguments(options.arguments, options.scratch), with_base_settings)
+    config = parse_run_config(given if requeued else _arguments(options.arguments, options.scratch))
     run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
     attempts = read_attempts(run)
     # A new job may always start, since the user submitted it; a requeued job is judged by its own attempts.

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.index import writer_count
+from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ModelConfig, RunConfig, is_positive
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.extension.base import with_base_settings
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.hardware import KINDS, Hardware
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")
         refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
-    config = parse_run_config(settings, with_base_settings)
+    config = parse_run_config(settings)
     hardware = KINDS[options.gpu or "H100"]
     gib = hardware.memory if gib is None and options.gpu else gib
     if options.search:
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if found.fitting else 1
     processes = config.parallel.ranks_per_sequence if processes is None else processes
     plan = Plan(config, processes, generation=hardware.generation)
-    validate(config, plan.processes)
+    check(config, Level.SETTINGS, processes)
     needed = memory(plan)
     for name, value in (*_rows(plan, needed), *_time(plan, hardware)):
         print(f"{name:<40}{value}")

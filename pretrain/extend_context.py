@@ -11,14 +11,13 @@ from typing import Any
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import refusing
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.extension.base import with_base_settings
 from pretrain.train import supervised
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
     with refusing():
-        config = parse_run_config(argv, with_base_settings, __doc__.strip())
+        config = parse_run_config(argv, __doc__.strip())
     return supervised(config, _trainer_arguments, extends=True)
 
 

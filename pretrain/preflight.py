@@ -26,7 +26,6 @@ from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, refuse
-from megatron_tape.extension.base import with_base_settings
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.parallel.addresses import check_master_address, gloo_address, out_of_reach
@@ -73,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         options, rest = parser.parse_known_args(argv)
         refuse(options.gpus < 0, "--gpus", f"is {options.gpus}", "give 0 or more")
         refuse(not 1 <= options.timeout <= DAY, "--timeout", f"is {options.timeout:g}", f"give 1 to {DAY} seconds")
-        config = parse_run_config(rest, with_base_settings)
+        config = parse_run_config(rest)
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
     # srun also sends SIGTERM when another rank has failed, so SIGTERM must not be taken for a warning of preemption.

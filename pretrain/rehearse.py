@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
+from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
 from megatron_tape.errors import refuse
-from megatron_tape.extension.base import with_base_settings
 from megatron_tape.planning.plan import Plan
 from megatron_tape.text import counted
 
@@ -32,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     processes, rank = options.processes, options.rank
     wrong = processes is not None and not 1 <= processes <= MOST_PROCESSES
     refuse(wrong, "--processes", f"is {processes}", f"give 1 to {MOST_PROCESSES:,}")
-    config = parse_run_config(rest, with_base_settings)
+    config = parse_run_config(rest)
     processes = config.parallel.ranks_per_sequence if processes is None else processes
-    validate(config, processes)
+    check(config, Level.SETTINGS, processes)
     refuse(not 0 <= rank < processes, "--rank", f"is {rank}", f"give one of 0 to {processes - 1}")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     _quiet(config)

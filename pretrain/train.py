@@ -19,7 +19,6 @@ from megatron_tape.errors import (
     StaleAttempt,
     TrainingStopped,
     UserError,
-    refuse,
 )
 from megatron_tape.home import private_directory, provide_caches
 from megatron_tape.parallel.launcher import check_launched, local_rank, rank_and_size
@@ -39,16 +38,8 @@ def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
     """
     arguments = {} if trains is None else {"trains": trains}
     with refusing():
-        config = parse_run_config(argv, refuse_extension)
+        config = parse_run_config(argv)
     return supervised(config, lambda _: arguments, extends=False)
-
-
-def refuse_extension(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings given; raises ConfigError if they extend another model."""
-    base = values.get("extension.from")
-    problem = f"is {base}, which pretrain.train does not extend"
-    refuse(base is not None, "extension.from", problem, "run pretrain.extend_context")
-    return values
 
 
 def supervised(

@@ -13,7 +13,6 @@ from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.restoring import load_weights
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.extension.base import with_base_settings
 from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.parallel.partitions import allocate
@@ -22,9 +21,9 @@ from megatron_tape.training.model_building import build_model
 from megatron_tape.training.trainer import Trainer
 from pretrain import extend_context
 
-EVERYTHING = ("lora", "embeddings", "norms", "position")
+EVERYTHING = ("lora", "embeddings", "output", "norms", "position")
 LORA = [option("extension.trains", "[lora]"), option("extension.lora_rank", 3), option("extension.lora_alpha", 7.5)]
-LAYOUTS = [(1, 0), (1, 3), (2, 3)]
+LAYOUTS = [(1, 1), (1, 3), (2, 3)]
 """Tensor-parallel size and ZeRO stage; checkpoints of other stages hold the same. See extension/test_layouts.py."""
 
 
@@ -54,7 +53,7 @@ def train(folder, name, options, kinds=None):
     # Adam would turn the rounding of gradients near zero into steps of full length.
     steps += [option("optimizer.eps", 1e-3), option("data.prefix", f"{folder}/a")]
     arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *options]
-    config = parse_run_config(arguments, *([with_base_settings] if kinds is None else []))
+    config = parse_run_config(arguments)
     validate(config, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
     watch = Watch(None)
     try:

@@ -17,12 +17,11 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import SAMPLE_SOURCES
 from megatron_tape.data.inputs import check_datasets
 from megatron_tape.data.tokenizer import load_run_tokenizer
-from megatron_tape.extension.base import with_base_settings
 
 
 def main() -> None:
     """Parse the settings, check the datasets and index them."""
-    config = parse_run_config(None, with_base_settings, __doc__)
+    config = parse_run_config(None, __doc__)
     check(config, Level.FILES)
     config = with_kept_tokenizer(config, check_start(config))
     check_datasets(config)

@@ -1,4 +1,7 @@
-"""The one list of what is checked of a run: its settings, then the files that it reads and writes. Imports no torch."""
+"""The one list of what is checked of a run whose settings have been read: processes, then files. Imports no torch.
+
+`checks.arguments` checks the settings alone when it reads them.
+"""
 
 from enum import IntEnum
 
@@ -7,7 +10,7 @@ from megatron_tape.checkpoint.directories import STATE, read_state
 from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists, with_kept_tokenizer
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
-from megatron_tape.checks.settings import check_profiled_ranks, validate
+from megatron_tape.checks.layout import check_processes
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets, check_same_data
 from megatron_tape.data.tokenizer import load_run_tokenizer
@@ -27,7 +30,7 @@ class Level(IntEnum):
     """How much is checked. Each level includes those before it."""
 
     SETTINGS = 0
-    """The settings alone."""
+    """That the settings fit the number of processes and the command."""
     FILES = 1
     """That files exist and directories can be written: before a job is submitted, and on every node that trains."""
     START = 2
@@ -42,13 +45,12 @@ def check(
     Args:
         config: the run's settings.
         level: how much to check.
-        processes: how many will train; None, if nobody knows yet, for as few as the settings allow.
+        processes: how many will train; None if nobody knows yet.
         extends: whether the command is the one that extends a model; None if either will do.
         base: the model to extend, if it does not exist yet.
     """
-    validate(config, config.parallel.ranks_per_sequence if processes is None else processes)
     if processes is not None:
-        check_profiled_ranks(config, processes)
+        check_processes(config, processes)
     if extends is not None:
         check_command(config, extends)
     if level >= Level.FILES:

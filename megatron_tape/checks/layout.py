@@ -2,6 +2,7 @@
 
 import functools
 
+from megatron_tape.config.monitoring import profile_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import clashes, shown
 from megatron_tape.errors import refuse
@@ -12,6 +13,14 @@ PROCESSES = "the number of processes"
 STAGES = "parallel.pipeline_model_parallel_size"
 LARGEST_RUN = 10**11
 """Sequences of a run; an index of more takes longer to build than any run."""
+
+
+def check_processes(config: RunConfig, processes: int) -> None:
+    """Raise ConfigError if `processes` cannot share the run, or lack a rank that `train.profile` names."""
+    validate_layout(config, processes)
+    highest = max(profile_of(config.train.profile).ranks)
+    problem = f"names {highest}, but the ranks are 0 to {processes - 1}"
+    refuse(highest >= processes, "train.profile.ranks", problem, "choose among them")
 
 
 def validate_layout(config: RunConfig, world_size: int) -> None:

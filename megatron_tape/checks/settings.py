@@ -185,13 +185,6 @@ def _validate_evaluations(config: RunConfig) -> None:
     build_tasks(config)
 
 
-def check_profiled_ranks(config: RunConfig, world_size: int) -> None:
-    """Raise `ConfigError` if `train.profile` names a rank that `world_size` processes do not have."""
-    highest = max(profile_of(config.train.profile).ranks)
-    problem = f"names {highest}, but the ranks are 0 to {world_size - 1}"
-    refuse(highest >= world_size, "train.profile.ranks", problem, "choose among them")
-
-
 def _validate_monitoring(config: RunConfig) -> None:
     steps, last = profile_of(config.train.profile).steps, config.train.steps
     late = steps is not None and steps[0] > last

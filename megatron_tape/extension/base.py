@@ -86,16 +86,23 @@ class Base:
 def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict[str, Any]:
     """Add the settings of the model that a run extends, by default `extension.from`, to those that are given.
 
+    With a `base`, `extension.from` must not be given, or be that.
+
     A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
     themselves. Nothing is read if every setting of the model is given, as in a run's config.yaml. Raises ConfigError.
     """
+    if base is not None:
+        given = values.get(KEY)
+        problem = f"is {given}, but the chain extends what it pretrains"
+        refuse(given not in (None, str(base.path)), KEY, problem, "remove it")
+        values = {**values, KEY: str(base.path)}
     refuse(
         values.get(KEY) is None
         and not values.keys() >= _REQUIRED
         and any(key.startswith("extension.") for key in values),
         KEY,
         "is not set",
-        "give a model to extend: a run, a checkpoint, or a directory in the format of transformers",
+        "give pretrain.extend_context a model: a run, a checkpoint, or a directory in the format of transformers",
     )
     given = {key.removeprefix("model.") for key in values if key.startswith("model.")}
     if values.get(KEY) is None or given >= _OF_A_MODEL | setting_names(values.get("model.position_encoding", "")):

@@ -13,13 +13,11 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.data.indexed_dataset import dataset_paths
-from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation import comparison_file
 from megatron_tape.evaluation.comparison_file import NAME, Comparison, FinishedRun
@@ -28,7 +26,6 @@ from megatron_tape.evaluation.results import NAME as RESULTS
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
 from megatron_tape.evaluation.task import Task
-from megatron_tape.extension.base import check_command
 from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_yaml
 from megatron_tape.io.versions import versions_with_commit
@@ -37,7 +34,7 @@ from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from megatron_tape.run.curves import METRICS, SETTINGS, read_run
 from megatron_tape.run.metrics import last_rows
-from pretrain import evaluate, train
+from pretrain import evaluate
 from pretrain.comparison.variants import Variant, parse_variants
 
 MOST_SEEDS = 1000
@@ -160,9 +157,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     meets = f"is {base.checkpoint.directory}, in which all runs would meet"
     refuse(own, "checkpoint.directory", meets, "remove it")
     evaluation = _evaluation(options, base)
-    check_directories(base)
-    check_data_files(base)
-    check_datasets(base)
+    check(base, Level.START, processes=1, extends=False)
     runs, trained = [], {}
     for variant in variants:
         try:
@@ -224,7 +219,7 @@ def _runs_of(
 
 
 def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
-    return parse_run_config(["--config", recipe, *overrides, *own], train.refuse_extension)
+    return parse_run_config(["--config", recipe, *overrides, *own])
 
 
 def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
@@ -253,8 +248,7 @@ def _as_options(task: str, settings: dict[str, Any]) -> list[str]:
 
 def _check_model(config: RunConfig, evaluation: list[str] | None) -> None:
     """Raise ConfigError if a variant cannot be trained on one process, or cannot be evaluated after that."""
-    validate(config, world_size=1)
-    check_command(config, extends=False)
+    check(config, Level.SETTINGS, processes=1, extends=False)
     if evaluation is not None:
         encoding = config.model.position_encoding
         only_here = encoding_of(config.model).exports_to is None

@@ -11,7 +11,7 @@ from megatron_tape.checkpoint.saved_settings import ORDER_KEYS
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import config_dict
-from megatron_tape.extension.base import check_base, with_base_settings
+from megatron_tape.extension.base import check_base
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.shapes import whole_shapes
 from megatron_tape.position import encoding_of, model_config, setting_names, with_values
@@ -54,7 +54,7 @@ def extend(tmp_path_factory):
         (folder / "config.json").write_text(json.dumps(huggingface_config(base, base.vocab_size, "bf16")))
         write_hollow_weights(folder / "model.safetensors", base)
         path = RECIPES / "extend" / f"{name}.yaml"
-        config = parse_run_config(["--config", str(path), f"--extension.from={folder}"], with_base_settings)
+        config = parse_run_config(["--config", str(path), f"--extension.from={folder}"])
         # The demo's tokenizer is made by the demo, and others' are downloaded.
         check_base(dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=None)))
         return config

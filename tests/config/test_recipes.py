@@ -14,7 +14,6 @@ from megatron_tape.checks.settings import validate
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import config_dict
 from megatron_tape.evaluation.model_source import made_by
-from megatron_tape.extension.base import with_base_settings
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position import BUILT_IN, encoding_of, with_values
 from megatron_tape.synthetic.settings import generator_of
@@ -153,7 +152,7 @@ def test_a_recipe_of_fine_tuning_trains_all_of_its_model_on_targets_with_the_pap
     model = tmp_path / "model.yaml"  # as if read from what it begins with
     model.write_text(yaml.safe_dump({"model": config_dict(base)["model"]}))
     files = ["--config", str(model), "--config", str(RECIPES / "finetune" / f"{name}.yaml")]
-    config = parse_run_config(files, with_base_settings)
+    config = parse_run_config(files)
     for world_size in (1, 4) if name == "scrolls" else (1, 2):
         validate(config, world_size)
     assert config.model.hidden_size == base.model.hidden_size and config.extension.trains == ["all"]

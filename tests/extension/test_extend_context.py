@@ -88,7 +88,7 @@ class Begun(Hook, Exception):
 
 def first_logits(data, base, folder, *overrides):
     """The logits of the model with which the command begins."""
-    config = parse_run_config(arguments(folder, data, base, "unused", *overrides), with_base_settings)
+    config = parse_run_config(arguments(folder, data, base, "unused", *overrides))
     with contextlib.closing(Watch(None)) as watch, pytest.raises(Begun) as begun:
         hooks = {"begun": Begun()}
         Trainer(config, watch, trained_by(config.extension), importing.base_of_run, lambda _: hooks).run()
@@ -152,7 +152,7 @@ def test_a_model_keeps_what_it_has_learned_and_only_what_it_lacks_is_drawn(data,
 
 
 def test_learned_increments_stay_learned(data, bases, tmp_path):
-    config = parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *ROPE), with_base_settings)
+    config = parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *ROPE))
     base = find_base(bases["rope"])
     check_base(config, base)
     base = dataclasses.replace(base, model=with_values(base.model, position_increments="learned"))
@@ -301,13 +301,13 @@ def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
 
 
 def test_settings_of_the_base_are_the_lowest_layer(bases, data, capsys):
-    config = parse_run_config(arguments("x", data, bases["rope"], "y"), with_base_settings)
+    config = parse_run_config(arguments("x", data, bases["rope"], "y"))
     assert (config.model.hidden_size, config.model.num_query_groups, config.model.init_std) == (32, 2, 0.1)
     assert (config.model.seq_length, config.model.position.rope_scaling_factor) == (32, 2)
     assert config.extension.from_ == f"{bases['rope']}/checkpoints/step-00000004"
     chosen = [*arguments("x", data, bases["llama"], "y"), "--parallel.tensor_model_parallel_size=2"]
-    assert parse_run_config(chosen, with_base_settings).model.vocab_size == 64
-    whole = extend_context.parse_run_config([*chosen, "--model.vocab_size=66"], with_base_settings)
+    assert parse_run_config(chosen).model.vocab_size == 64
+    whole = extend_context.parse_run_config([*chosen, "--model.vocab_size=66"])
     assert (whole.model.vocab_size, whole.model.unpadded_vocab_size) == (66, 64)
     assert estimate.main(arguments("x", data, bases["rope"], "y")) == 0
     assert "28,528" in capsys.readouterr().out
@@ -465,7 +465,7 @@ def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capf
     sentence = refused(capfd, extend_context.main, whole_run, statuses=[2])
     assert sentence.endswith(f"give one of them, such as {step}")
     assert not (tmp_path / "x").exists()
-    config = extend_context.parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *lora), with_base_settings)
+    config = extend_context.parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *lora))
     state = read_state(step)
     state["config"]["extension"]["from"] = str(bases["rope"])  # as versions before did
     monkeypatch.setattr(saved_settings, "read_state", lambda _: state)
