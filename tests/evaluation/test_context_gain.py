@@ -8,8 +8,8 @@ import pytest
 from evaluation.loss_cases import ByteModel, copies, result_of, run, score, uniform, write_jsonl, write_results
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.pictures_of_losses import by_length
 from megatron_tape.evaluation.results import Score
+from megatron_tape.evaluation.score_pictures import by_length
 from megatron_tape.evaluation.task import Summary
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
 

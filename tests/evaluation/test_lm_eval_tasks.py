@@ -103,7 +103,7 @@ def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder,
     assert result.details["tasks"]["roll"]["truncated"] == 0
     assert not caplog.records and logging.getLogger("lm_eval").level == logging.NOTSET
     (picture,) = LmEval.draw({"a": result, "b": result})
-    assert f"a: {accuracy.value:.3f} next_word acc" in picture.alternative_text
+    assert f"a: {accuracy.value:.4g} next_word acc" in picture.alternative_text
     assert [label.get_text() for label in picture.figure.axes[0].get_yticklabels()][0] == "next_word acc"
 
 

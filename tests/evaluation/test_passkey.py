@@ -86,13 +86,13 @@ def test_a_failure_in_one_cell_shows_there_and_nowhere_else(tokenizers):
     assert result.details["accuracy"] == [[1, 1], [1, 0], [1, 1]]
     assert [score.value for score in result.scores] == [1, pytest.approx(2 / 3)]
     maps, curves = Passkey.draw({"a": result, "b": result})
-    assert "down to 0.00, at 300 tokens and depth 50%" in maps.alternative_text
+    assert "a: from 0.00 (50%, 300) to 1.00" in maps.alternative_text
     panels = [axes for axes in maps.figure.axes if axes.images]
     for panel in panels:
         assert np.array_equal(panel.images[0].get_array(), [[1, 1], [1, 0], [1, 1]])
         assert [text.get_text() for text in panel.get_yticklabels()] == ["0%", "50%", "100%"]
         assert [text.get_text() for text in panel.get_xticklabels()] == ["160", "300"]
-    assert len(panels) == 2 and "a: 1.00 at 160, 0.67 at 300." in curves.alternative_text
+    assert len(panels) == 2 and "a: 1 at 160 tokens, 0.6667 at 300 tokens" in curves.alternative_text
     colors = maps.figure.axes[0].images[0].to_rgba(np.array([[1, 1], [1, 0], [1, 1]]))
     assert (colors[1, 1] != colors[0, 0]).any() and (colors[0] == colors[2]).all()
 

@@ -193,8 +193,8 @@ def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
     found = by_group(results, "accuracy")
     assert [score.value for score in found.values()] == [1, 1, 0]
     (picture,) = SelectiveCopy.draw({"model": results, "other": results})
-    assert "0.0% sparse" in picture.alternative_text
-    points = picture.figure.axes[0].lines[0].get_ydata()
+    assert "0 sparse accuracy" in picture.alternative_text
+    points = picture.figure.axes[0].lines[0].get_xdata()
     assert points.tolist() == [1, 1, 0]
 
 

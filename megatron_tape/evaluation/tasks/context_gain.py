@@ -151,7 +151,7 @@ class ContextGain(DocumentTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.pictures_of_losses import by_length
+        from megatron_tape.evaluation.score_pictures import by_length
 
         return [
             *by_length(results, "gain", "context-gain", "gain (nats per token)"),

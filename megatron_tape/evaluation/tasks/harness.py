@@ -14,7 +14,6 @@ import math
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from typing_extensions import TypedDict
 
 from megatron_tape.errors import ConfigError
 
@@ -35,32 +35,23 @@ FEWSHOT_SEED = 1234
 _RESAMPLINGS = 1000
 
 
-@dataclass(frozen=True)
-class Example:
-    """What the harness found for one document."""
-
-    digest: str
-    """Of the document, so that the same one is recognized in other results."""
-    response: Any
-    """The model's answer to its first request: a text, or a log-likelihood and whether it is the most likely text."""
-    truncated: bool
-    """Whether the model saw only a part of a request."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """Its values by `metric,filter`."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a task or a group of tasks scored."""
+class Outcome(TypedDict):
+    """What a task or a group of tasks scored; plain JSON but for `responses`."""
 
     name: str
     version: str
+    fewshot: int | None
+    """Examples in every prompt."""
     metrics: dict[str, dict[str, Any]]
     """By `metric,filter`: `value`, `error`, its standard error or None if that is unknown, and `higher_is_better`."""
-    examples: list[Example]
-    """Of its documents, in order; none of a group."""
-    fewshot: int | None = None
-    """Examples in every prompt."""
+    documents: list[str]
+    """Digests of its documents in order, by which the same ones are recognized in other results; none of a group."""
+    values: dict[str, list[Any]]
+    """The documents' values by `metric,filter`."""
+    responses: list[Any]
+    """The model's answers to their first requests: a text, or a log-likelihood and whether it is the likeliest text."""
+    truncated: int
+    """Documents of which the model saw only a part."""
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
@@ -162,27 +153,31 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
             error = float(error) if isinstance(error, (int, float)) and math.isfinite(error) else None
             higher = better.get(metric) is not False
             metrics[key] = {"value": float(value), "error": error, "higher_is_better": higher}
-        examples = _examples(found["samples"].get(name, []), getattr(model, "truncated", set()))
-        version = str(found["versions"].get(name, ""))
-        outcomes.append(Outcome(name, version, metrics, examples, found["n-shot"].get(name)))
+        outcome = {"name": name, "version": str(found["versions"].get(name, "")), "metrics": metrics}
+        documents = _documents(found["samples"].get(name, []), getattr(model, "truncated", set()))
+        outcomes.append({**outcome, "fewshot": found["n-shot"].get(name), **documents})
     return outcomes
 
 
-def _examples(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> list[Example]:
-    """Return the documents' examples; the harness repeats a document for each of a task's filters."""
-    examples: dict[int, Example] = {}
+def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> dict[str, Any]:
+    """Return what an outcome has of its documents; the harness repeats a document for each of a task's filters."""
+    first: dict[int, dict[str, Any]] = {}
+    values: dict[str, dict[int, Any]] = {}
     for sample in samples:
-        number = sample["doc_id"]
-        if number not in examples:
-            requests = [tuple(part for part in request if isinstance(part, str)) for request in sample["arguments"]]
-            examples[number] = Example(
-                digest=sample["doc_hash"][:16],
-                response=sample["resps"][0][0],
-                truncated=any(request in truncated for request in requests),
-            )
-        values = {f"{metric},{sample['filter']}": sample[metric] for metric in sample["metrics"]}
-        examples[number].metrics.update(values)
-    return [examples[number] for number in sorted(examples)]
+        first.setdefault(sample["doc_id"], sample)
+        for metric in sample["metrics"]:
+            values.setdefault(f"{metric},{sample['filter']}", {})[sample["doc_id"]] = sample[metric]
+    numbers = sorted(first)
+    cut = [
+        any(tuple(part for part in request if isinstance(part, str)) in truncated for request in sample["arguments"])
+        for sample in first.values()
+    ]
+    return {
+        "documents": [first[number]["doc_hash"][:16] for number in numbers],
+        "responses": [first[number]["resps"][0][0] for number in numbers],
+        "values": {key: [of.get(number) for number in numbers] for key, of in values.items()},
+        "truncated": sum(cut),
+    }
 
 
 @contextlib.contextmanager

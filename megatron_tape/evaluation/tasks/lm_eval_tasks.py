@@ -159,17 +159,16 @@ class LmEval(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        shares: dict[str, dict[str, Score]] = {}
-        changed: dict[str, dict[str, Score]] = {}
-        for label, result in results.items():
-            for score in result.scores:
-                is_change = score.metric.endswith(CHANGE)
-                if is_change or (0 <= score.value <= 1 and score.better != "lower"):
-                    row = f"{score.group} {score.metric.removesuffix(CHANGE)}"
-                    (changed if is_change else shares).setdefault(row, {})[label] = score
-        pictures = [_drawn("lm_eval", shares, "Scores in tasks of lm_eval", list(results))] if shares else []
-        title = "Changes of scores in tasks of lm_eval since the results before"
-        return pictures + ([_drawn("lm_eval-changes", changed, title, list(results))] if changed else [])
+        from megatron_tape.evaluation.score_pictures import by_group
+
+        def is_share(score: Score) -> bool:
+            return not is_change(score) and 0 <= score.value <= 1 and score.better != "lower"
+
+        def is_change(score: Score) -> bool:
+            return score.metric.endswith(CHANGE)
+
+        title = "change since the results before"
+        return by_group(results, is_share, "lm_eval", "score") + by_group(results, is_change, "lm_eval-changes", title)
 
     @property
     def _include(self) -> tuple[str, ...]:
@@ -200,23 +199,18 @@ class LmEval(Task):
         return results.label, outcomes
 
 
-def _kept(outcome: Any) -> dict[str, Any]:
-    finite = {key: metric for key, metric in outcome.metrics.items() if math.isfinite(metric["value"])}
-    values = {}
-    for key in finite:
-        column = [example.metrics.get(key) for example in outcome.examples]
-        if column and all(isinstance(value, (int, float)) and math.isfinite(value) for value in column):
-            values[key] = [float(value) for value in column]
-    return {
-        "name": outcome.name,
-        "version": outcome.version,
-        "fewshot": outcome.fewshot,
-        "metrics": finite,
-        "not_finite": sorted(metric_name(key) for key in outcome.metrics.keys() - finite.keys()),
-        "documents": [example.digest for example in outcome.examples],
-        "values": values,
-        "truncated": sum(example.truncated for example in outcome.examples),
+def _kept(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return an outcome without responses, and with finite numbers alone."""
+    kept = {key: value for key, value in outcome.items() if key != "responses"}
+    finite = {key: metric for key, metric in outcome["metrics"].items() if math.isfinite(metric["value"])}
+    values = {
+        key: list(map(float, column))
+        for key in finite
+        if (column := outcome["values"].get(key))
+        and all(isinstance(value, (int, float)) and math.isfinite(value) for value in column)
     }
+    not_finite = sorted(metric_name(key) for key in outcome["metrics"].keys() - finite.keys())
+    return {**kept, "metrics": finite, "values": values, "not_finite": not_finite}
 
 
 def _outcomes(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -237,36 +231,3 @@ def _interval(metric: dict[str, Any], values: list[float] | None) -> Interval:
         return None, None
     spread = NORMAL_QUANTILE * metric["error"]
     return metric["value"] - spread, metric["value"] + spread
-
-
-def _drawn(name: str, table: dict[str, dict[str, Score]], title: str, labels: list[str]) -> Picture:
-    """Return a picture with one row for each task and metric, and one point with its interval for each model."""
-    from megatron_tape.evaluation.figures import legend, new_figure, plain, styles
-
-    rows = list(table.items())[:_SHOWN]
-    looks = styles(labels)
-    figure, (axes,) = new_figure(width=7.0, height=1.2 + 0.24 * len(rows) + 0.09 * len(rows) * len(labels))
-    said = []
-    for number, label in enumerate(labels):
-        offset = (number - (len(labels) - 1) / 2) * 0.7 / max(2, len(labels))
-        look = {**looks[label], "linestyle": "none"}
-        found = [(row + offset, what, cells[label]) for row, (what, cells) in enumerate(rows) if label in cells]
-        if not found:
-            continue
-        places, names, scores = zip(*found)
-        values, spreads = [score.value for score in scores], [score.error_bar for score in scores]
-        axes.plot(values, places, **look)
-        axes.errorbar(values, places, xerr=list(zip(*spreads)), fmt="none", ecolor=look["color"], elinewidth=1)
-        said.append(f"{label}: {', '.join(f'{value:.3f} {what}' for value, what in zip(values, names))}.")
-    axes.set_yticks(range(len(rows)), [plain(what) for what, _ in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    if name.endswith("changes"):
-        axes.axvline(0, linewidth=1, alpha=0.6)
-        axes.set_xlabel("change")
-    else:
-        axes.set_xlabel("score")
-    legend(figure)
-    if len(table) > _SHOWN:
-        said.insert(0, f"The first {_SHOWN} of {len(table):,} rows.")
-        axes.set_title(said[0], fontsize=10)
-    return Picture(name, f"{title}. {' '.join(said)}", figure)

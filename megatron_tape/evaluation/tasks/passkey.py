@@ -103,8 +103,8 @@ class Passkey(Task):
         (outcome,) = run(model.harness(self.settings.batch_size, max(tokens) + self._room), task, seed=unit.key)
         return {
             "keys": [one.key for one in hidden],
-            "answers": [example.response for example in outcome.examples],
-            "right": [int(example.metrics["right,none"]) for example in outcome.examples],
+            "answers": outcome["responses"],
+            "right": [int(right) for right in outcome["values"]["right,none"]],
             "tokens": tokens,
         }
 
@@ -124,30 +124,18 @@ class Passkey(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation import figures
+        from megatron_tape.evaluation.score_pictures import by_length, share_maps
 
-        figure, axes = figures.model_panels(results, width=4.4, height=3.4)
-        said = []
-        for one, (label, result) in zip(axes, results.items()):
+        def names(result: TaskResult) -> tuple[list[str], list[str]]:
             details = result.details
-            names = [f"{share:.0%}" for share in details["depths"]]
-            columns = [f"{length:,}" for length in details["lengths"]]
-            look = {"row_label": "depth of the key", "column_label": "context length (tokens)", "bar": "accuracy"}
-            figures.heat_map(one, details["accuracy"], names, columns, **look)
-            said.append(_described(label, details))
-        maps = Picture("passkey", "Passkey retrieval by depth and length. " + " ".join(said), figure)
-        figure, (one,) = figures.new_figure(width=6.4, height=3.8)
-        everywhere, said, looks = set(), [], figures.styles(results)
-        for label, result in results.items():
-            scores = [score for score in result.scores if score.metric == "accuracy"]
-            lengths = [score.length for score in scores]
-            figures.score_curve(one, looks[label], lengths, scores)
-            everywhere.update(lengths)
-            said.append(f"{label}: " + ", ".join(f"{score.value:.2f} at {score.length:,}" for score in scores) + ".")
-        figures.length_axis(one, everywhere)
-        one.set(ylabel="accuracy", ylim=(-0.03, 1.03))
-        figures.legend(figure)
-        return [maps, Picture("passkey-lengths", "Passkey accuracy by context length. " + " ".join(said), figure)]
+            return [f"{share:.0%}" for share in details["depths"]], [f"{length:,}" for length in details["lengths"]]
+
+        labels = "depth of the key", "context length (tokens)"
+        title = "Passkey retrieval by depth and length"
+        return [
+            *share_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels),
+            *by_length(results, "accuracy", "passkey-lengths", "accuracy"),
+        ]
 
     @property
     def _room(self) -> int:
@@ -228,16 +216,3 @@ def _cell(right: list[int]) -> dict[str, float | None]:
         return {"accuracy": None, "low": None, "high": None, "count": 0}
     low, high = wilson(sum(right), len(right))
     return {"accuracy": sum(right) / len(right), "low": low, "high": high, "count": len(right)}
-
-
-def _described(label: str, details: dict[str, Any]) -> str:
-    cells = [
-        (accuracy, length, depth)
-        for depth, row in zip(details["depths"], details["accuracy"])
-        for length, accuracy in zip(details["lengths"], row)
-        if accuracy is not None
-    ]
-    worst = min(cells)
-    if worst[0] == max(cells)[0]:
-        return f"{label}: {worst[0]:.2f} everywhere."
-    return f"{label}: from {max(cells)[0]:.2f} down to {worst[0]:.2f}, at {worst[1]:,} tokens and depth {worst[2]:.0%}."

@@ -157,7 +157,7 @@ class Perplexity(DocumentTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.pictures_of_losses import by_length, by_position
+        from megatron_tape.evaluation.score_pictures import by_length, by_position
 
         return [
             *by_length(results, "perplexity", "perplexity", "perplexity", steep=10),

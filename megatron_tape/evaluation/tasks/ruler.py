@@ -169,11 +169,11 @@ class Ruler(Task):
             raise ConfigError(keys, problem, f"leave out the length, or {task} in tasks") from None
         (outcome,) = run(model.harness(settings.batch_size, length), samples.tasks, seed=unit.key)
         return {
-            "scores": [float(example.metrics[f"{length},none"]) for example in outcome.examples],
-            "answers": [example.response for example in outcome.examples],
+            "scores": list(map(float, outcome["values"][f"{length},none"])),
+            "answers": outcome["responses"],
             "expected": [row["outputs"] for row in samples.rows],
             "tokens": samples.tokens,
-            "truncated": sum(example.truncated for example in outcome.examples),
+            "truncated": outcome["truncated"],
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
@@ -195,7 +195,19 @@ class Ruler(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        return [_draw_means(results), _draw_tasks(results)]
+        from megatron_tape.evaluation.score_pictures import by_length, share_maps
+
+        def names(result: TaskResult) -> tuple[list[str], list[str]]:
+            return list(result.details["tasks"]), [f"{length:,}" for length in result.details["lengths"]]
+
+        # Means of different tasks are never shown in one panel.
+        alike: dict[tuple[str, ...], dict[str, TaskResult]] = {}
+        for label, result in results.items():
+            alike.setdefault((result.details["mean_name"], *result.details["tasks"]), {})[label] = result
+        pictures = [picture for (mean, *_), of in alike.items() for picture in by_length(of, mean, "ruler", mean)]
+        title = "RULER's tasks by context length"
+        shares = share_maps(results, lambda result: list(result.details["tasks"].values()), names, "ruler-tasks", title)
+        return pictures + shares
 
     @property
     def _tasks(self) -> list[str]:
@@ -286,42 +298,6 @@ class Ruler(Task):
                 f"Prompts of which the model saw only a part: {', '.join(f'{n} of {k}' for k, n in truncated.items())}."
             )
         return notes
-
-
-def _draw_means(results: dict[str, TaskResult]) -> Picture:
-    from megatron_tape.evaluation.figures import legend, length_axis, panels, score_curve, styles
-
-    looks, means, said = styles(results), {}, []
-    for label, result in results.items():
-        means.setdefault((result.details["mean_name"], *result.details["tasks"]), []).append(label)
-    figure, axes = panels(len(means), width=5.6, height=3.8, sharey=True)
-    for one, ((name, *_), labels) in zip(axes, means.items()):
-        lengths: set[int] = set()
-        for label in labels:
-            scores = [score for score in results[label].scores if score.metric == name]
-            score_curve(one, looks[label], [score.length for score in scores], scores)
-            lengths.update(score.length for score in scores)
-            said.append(f"{label}, {name}: " + ", ".join(f"{score.value:.2f} at {score.length:,}" for score in scores))
-        one.axhline(THRESHOLD, linestyle="--", linewidth=1, alpha=0.6)
-        one.set(ylabel=name, ylim=(-0.03, 1.03))
-        length_axis(one, lengths)
-    legend(figure)
-    text = f"RULER by context length; the dashed line is {THRESHOLD}. {'. '.join(said)}."
-    return Picture("ruler", text, figure)
-
-
-def _draw_tasks(results: dict[str, TaskResult]) -> Picture:
-    from megatron_tape.evaluation.figures import heat_map, model_panels
-
-    figure, axes = model_panels(results, width=4.8, height=3.8)
-    said = []
-    for one, (label, result) in zip(axes, results.items()):
-        tasks, columns = result.details["tasks"], [f"{length:,}" for length in result.details["lengths"]]
-        heat_map(one, list(tasks.values()), list(tasks), columns, column_label="context length (tokens)", bar="score")
-        cells = [(score, f"{task} at {x}") for task, row in tasks.items() for x, score in zip(columns, row)]
-        worst, best = min(cells), max(cells)
-        said.append(f"{label}: from {worst[0]:.2f} ({worst[1]}) to {best[0]:.2f} ({best[1]}).")
-    return Picture("ruler-tasks", "RULER's tasks by context length. " + " ".join(said), figure)
 
 
 def _share(metric: str, found: list[float], length: int, group: str = "") -> Score:

@@ -6,7 +6,7 @@ that were not fine-tuned there is a loss on the targets alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -245,10 +245,11 @@ class Scrolls(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        metrics = *SHOWN.values(), "scrolls_score", "mean_score"
+        from megatron_tape.evaluation.score_pictures import by_group
+
         return [
-            *_bars(results, "scrolls-scores", metrics, "score (%)"),
-            *_bars(results, "scrolls-loss", ("target_loss",), "loss (nats per target token)"),
+            *by_group(results, lambda score: score.unit == "%", "scrolls-scores", "score (%)"),
+            *by_group(results, lambda score: score.unit != "%", "scrolls-loss", "loss (nats per target token)"),
         ]
 
 
@@ -274,24 +275,3 @@ def _interval(resampled: np.ndarray, count: int) -> Interval:
         return None, None
     low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
     return float(low), float(high)
-
-
-def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], label: str) -> list[Picture]:
-    from megatron_tape.evaluation.figures import legend, new_figure, plain, styles
-
-    drawn = {model: [score for score in result.scores if score.metric in metrics] for model, result in results.items()}
-    groups = list(dict.fromkeys(score.group or "SCROLLS" for scores in drawn.values() for score in scores))
-    if not groups:
-        return []
-    figure, (axes,) = new_figure(width=max(4.6, 1.6 + 1.1 * len(groups)))
-    width, said = 0.8 / len(drawn), []
-    for index, (model, style) in enumerate(styles(drawn).items()):
-        at = [groups.index(score.group or "SCROLLS") + (index - (len(drawn) - 1) / 2) * width for score in drawn[model]]
-        values = [score.value for score in drawn[model]]
-        spread = list(zip(*(score.error_bar for score in drawn[model])))
-        axes.bar(at, values, width * 0.9, yerr=spread or None, color=style["color"], label=style["label"], capsize=2)
-        said.append(f"{model}: " + ", ".join(f"{s.group or 'SCROLLS'} {s.value:.3g}" for s in drawn[model]))
-    axes.set_xticks(range(len(groups)), list(map(plain, groups)), rotation=20, ha="right")
-    axes.set_ylabel(label)
-    legend(figure)
-    return [Picture(name, f"Bars of the {label} by dataset. {'; '.join(said)}.", figure)]

@@ -141,24 +141,9 @@ class Variants(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.figures import legend, new_figure, plain, score_curve, styles
+        from megatron_tape.evaluation.score_pictures import by_group
 
-        names = list(dict.fromkeys(score.group for result in results.values() for score in result.scores))
-        if not names:
-            return []
-        figure, (axes,) = new_figure(width=5.2, height=3.4)
-        looks, told = styles(results), []
-        for number, (label, result) in enumerate(results.items()):
-            shown = [score for score in result.scores if score.metric == "accuracy"]
-            places = [names.index(score.group) + 0.12 * (number - (len(results) - 1) / 2) for score in shown]
-            score_curve(axes, {**looks[label], "linestyle": "none"}, places, shown)
-            told.append(f"{label}: " + ", ".join(f"{score.value:.1%} {score.group}" for score in shown))
-        axes.set_xticks(range(len(names)), list(map(plain, names)))
-        axes.set(ylim=(-0.03, 1.03), xlim=(-0.5, len(names) - 0.5), ylabel="accuracy")
-        title = cls.name.replace("_", " ")
-        axes.set_title(f"{title}: share of right answers", fontsize=10)
-        legend(figure)
-        return [Picture(cls.name, f"Share of right answers in {title}, by variant. {'; '.join(told)}.", figure)]
+        return by_group(results, lambda score: score.metric == "accuracy", cls.name, "share of right answers")
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,9 @@
-"""Pictures of what tasks measure by context length or by position, one panel for each source of documents."""
+"""Pictures that several tasks share: scores by context length or by group, shares as heat maps, losses by position."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,15 +12,18 @@ from megatron_tape.evaluation.figures import (
     LONGEST_AXIS_LABEL,
     LONGEST_LABEL,
     MOST_PANELS,
+    heat_map,
     legend,
     length_axis,
     log_scale,
+    model_panels,
+    new_figure,
     panels,
     plain,
     score_curve,
     styles,
 )
-from megatron_tape.evaluation.results import TaskResult
+from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.task import Picture
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 Results = dict[str, TaskResult]
 """The results of one task by the models' labels."""
+_MOST_ROWS = 30
 
 
 def by_length(results: Results, metric: str, name: str, axis: str, steep: float = math.inf) -> list[Picture]:
@@ -101,3 +105,52 @@ def _panels(
         described.append(f"On {group}: {'; '.join(sentences)}." if group else f"{'; '.join(sentences)}.")
     legend(figure)
     return [Picture(name, f"{title}. {' '.join(described)}", figure)]
+
+
+def by_group(results: Results, keep: Callable[[Score], bool], name: str, title: str) -> list[Picture]:
+    """Return a picture of the scores that `keep` chooses, a row for each group and metric; none if there are none."""
+    found: dict[str, dict[str, Score]] = {}
+    for label, result in results.items():
+        for score in filter(keep, result.scores):
+            found.setdefault(f"{score.group} {score.metric}".strip(), {})[label] = score
+    if not found:
+        return []
+    rows, looks, told = list(found)[:_MOST_ROWS], styles(results), []
+    figure, (axes,) = new_figure(width=7.0, height=1.2 + (0.24 + 0.09 * len(results)) * len(rows))
+    for number, (label, look) in enumerate(looks.items()):
+        offset = (number - (len(looks) - 1) / 2) * 0.7 / max(2, len(looks))
+        scores = {row: found[row][label] for row in rows if label in found[row]}
+        places, values = [rows.index(row) + offset for row in scores], [score.value for score in scores.values()]
+        axes.plot(values, places, **look | {"linestyle": "none"})
+        spreads = list(zip(*(score.error_bar for score in scores.values())))
+        axes.errorbar(values, places, xerr=spreads or None, fmt="none", ecolor=look["color"], elinewidth=1)
+        told.append(f"{label}: {', '.join(f'{score.value:.4g} {row}' for row, score in scores.items())}.")
+    axes.set_yticks(range(len(rows)), list(map(plain, rows)))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(plain(title, LONGEST_AXIS_LABEL))
+    legend(figure)
+    if len(found) > len(rows):
+        told.insert(0, f"The first {len(rows)} of {len(found):,} rows.")
+        axes.set_title(told[0], fontsize=10)
+    return [Picture(name, f"{title}. {' '.join(told)}", figure)]
+
+
+def share_maps(
+    results: Results,
+    shares: Callable[[TaskResult], Sequence[Sequence[float | None]]],
+    names: Callable[[TaskResult], tuple[Sequence[str], Sequence[str]]],
+    name: str,
+    title: str,
+    axes_labels: tuple[str, str] = ("", "context length (tokens)"),
+) -> list[Picture]:
+    """Return heat maps of shares from 0 to 1, one for each model; `names` returns those of rows and columns."""
+    figure, shown = model_panels(results, width=4.6, height=3.6)
+    told = []
+    for axes, (label, result) in zip(shown, results.items()):
+        (rows, columns), matrix = names(result), shares(result)
+        labels = {"row_label": axes_labels[0], "column_label": axes_labels[1]}
+        heat_map(axes, matrix, rows, columns, bar="share" if axes is shown[-1] else None, **labels)
+        cells = [(x, f"{r}, {c}") for r, of in zip(rows, matrix) for c, x in zip(columns, of) if x is not None]
+        (least, at_least), (most, at_most) = min(cells), max(cells)
+        told.append(f"{label}: from {least:.2f} ({at_least}) to {most:.2f} ({at_most}).")
+    return [Picture(name, f"{title}. {' '.join(told)}", figure)]
