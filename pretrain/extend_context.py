@@ -6,11 +6,9 @@ pretrain.train, torchrun included. To continue a run whose MODEL is gone, give i
 """
 
 import sys
-from typing import Any
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import refusing
-from megatron_tape.config.schema import RunConfig
 from pretrain.train import supervised
 
 
@@ -18,14 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
     with refusing():
         config = parse_run_config(argv, __doc__.strip())
-    return supervised(config, _trainer_arguments, extends=True)
-
-
-def _trainer_arguments(config: RunConfig) -> dict[str, Any]:
-    from megatron_tape.extension.importing import base_of_run
-    from megatron_tape.training.trained_parameters import trained_by
-
-    return {"trains": trained_by(config.extension), "find_base": base_of_run}
+    return supervised(config, extends=True)
 
 
 if __name__ == "__main__":

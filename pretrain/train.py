@@ -1,11 +1,11 @@
 """Train one model: `python -m pretrain.train --config X.yaml`, or under `torchrun --nproc-per-node N -m`."""
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
@@ -36,30 +36,23 @@ def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
 
     `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
     """
-    arguments = {} if trains is None else {"trains": trains}
     with refusing():
         config = parse_run_config(argv)
-    return supervised(config, lambda _: arguments, extends=False)
+    return supervised(config, extends=False, trains=trains)
 
 
-def supervised(
-    config: RunConfig, trainer_arguments: Callable[[RunConfig], dict[str, Any]], extends: bool | None = None
-) -> int:
+def supervised(config: RunConfig, extends: bool, trains: "Trains | None" = None) -> int:
     """Check and train; return the exit status. Records how the attempt ended.
 
-    `trainer_arguments` is called after all checks, and returns further arguments of the `Trainer`. `extends` says
-    whether the command extends another model (see `checks.check`).
+    `extends` says whether the command extends another model (see `checks.check`).
     """
     with refusing():
         check_launched()
-    watch = Watch(config.train.hang_timeout)
-    try:
-        return _supervised(config, watch, trainer_arguments, extends)
-    finally:
-        watch.close()
+    with contextlib.closing(Watch(config.train.hang_timeout)) as watch:
+        return _supervised(config, watch, extends, trains)
 
 
-def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, extends: bool | None) -> int:
+def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Trains | None") -> int:
     rank, size = rank_and_size()
     is_rank_0 = rank == 0
     with refusing():
@@ -83,11 +76,12 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
     load_libraries(config, is_rank_0)
     try:
         from megatron_tape.evaluation.training_model import task_hooks
+        from megatron_tape.extension.importing import base_of_run
         from megatron_tape.parallel.layout import deterministic_kernels
         from megatron_tape.training.trainer import Trainer
 
         with deterministic_kernels(config.train.deterministic):
-            reason = Trainer(config, watch, more_hooks=task_hooks, **trainer_arguments(config)).run()
+            reason = Trainer(config, watch, trains, base_of_run if extends else None, task_hooks).run()
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:

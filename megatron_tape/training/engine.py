@@ -27,7 +27,7 @@ from megatron_tape.parallel import deepspeed_patches
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_shares
 from megatron_tape.training.average import WeightAverage
-from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
+from megatron_tape.training.gradients import ScatteredGradients, replicated_parameters, sum_replicated
 from megatron_tape.training.muon import MOMENTUM_BUFFER, Matrices, is_matrix
 from megatron_tape.training.optimizer import build_optimizer
 from megatron_tape.training.step_clock import (
@@ -167,7 +167,7 @@ class Engine:
         """Called in every step when the gradients are averaged, and before they are clipped."""
         if self._tied is not None:
             self._tied.start(layout.device)
-        self._replicated = ReplicatedGradients(model, self.zero_stage, layout)
+        self._replicated = replicated_parameters(model)
         self._total = torch.zeros((), device=layout.device)
         """The sum of the losses of a step's micro-batches so far."""
         self._norm_left_out: float | None = None
@@ -262,7 +262,7 @@ class Engine:
                 self.deepspeed_engine.backward(_scaled(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 with self.clock.phase(COMMUNICATION):
-                    self._replicated.sum()
+                    sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
                 self._show_gradients()
             with self.clock.phase(OPTIMIZER):
                 self.deepspeed_engine.step()
@@ -283,7 +283,7 @@ class Engine:
                 self._scattered.add_to_late(gradient)
             self._total = self.layout.from_last_stage(total)
             engine.allreduce_gradients()
-            self._replicated.sum()
+            sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
         self._show_gradients()
         with self.clock.phase(OPTIMIZER):
             engine.step()

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_tape.parallel import deepspeed_patches
-from megatron_tape.parallel.layout import ParallelLayout
 
 
 def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
@@ -50,18 +49,11 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, totals)])
 
 
-class ReplicatedGradients:
-    """The gradients of a model's replicated parameters."""
-
-    def __init__(self, model: torch.nn.Module, zero_stage: int, layout: ParallelLayout):
-        self._parameters, self._zero_stage, self._layout = replicated_parameters(model), zero_stage, layout
-
-    @torch.no_grad()
-    def sum(self) -> None:
-        """Sum them over the tensor-parallel group; call between the last backward pass and the optimizer's step."""
-        parts = [own_part(parameter, self._zero_stage) for parameter in self._parameters]
-        parts = [part for part in parts if part is not None]
-        sum_over_group(parts, self._layout.groups.tp)
+@torch.no_grad()
+def sum_replicated(parameters: list[Parameter], zero_stage: int, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of replicated parameters over the tensor-parallel group, before the optimizer's step."""
+    parts = [own_part(parameter, zero_stage) for parameter in parameters]
+    sum_over_group([part for part in parts if part is not None], group)
 
 
 class _Scattered(NamedTuple):

@@ -15,16 +15,9 @@ Trains = Callable[[str, torch.nn.Parameter], bool]
 """Whether the parameter of this name is trained."""
 
 
-def everything(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Train every parameter."""
-    return True
-
-
 def trained_by(extension: ExtensionConfig) -> Trains:
     """Return what `extension.trains` chooses."""
-    if "all" in extension.trains:
-        return everything
-    return lambda name, parameter: kind_of(name) in extension.trains
+    return lambda name, parameter: "all" in extension.trains or kind_of(name) in extension.trains
 
 
 def select_trained(model: LanguageModel | Pipeline, trains: Trains, recomputes: bool) -> None:

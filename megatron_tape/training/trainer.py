@@ -1,14 +1,13 @@
 """Trains all or some parameters of a model, from the newest checkpoint or from the start to the last step."""
 
 import atexit
-import contextlib
 import dataclasses
 import gc
 import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from megatron_tape.training.schedule import learning_rate
 from megatron_tape.training.spikes import FOUND, Rewind, of_same_data
 from megatron_tape.training.step_clock import SAVE
 from megatron_tape.training.step_times import utilization
-from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
+from megatron_tape.training.trained_parameters import Trains, parameter_table, select_trained, trained_by
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +61,20 @@ class Trainer:
         self,
         config: RunConfig,
         watch: Watch,
-        trains: Trains = everything,
+        trains: Trains | None = None,
         find_base: FindBase | None = None,
         more_hooks: Callable[[RunConfig], dict[str, Hook]] = lambda config: {},
     ):
         """Join the other ranks, claim the run and find its checkpoint or, without one, the weights it begins with.
 
-        `more_hooks` makes hooks that run in addition to those that `train.evaluations` names.
+        `trains` chooses which parameters are trained, by default those of `extension.trains`. `more_hooks` makes hooks
+        that run in addition to those that `train.evaluations` names.
 
         Raises ConfigError if a setting does not match the checkpoint or the tokenizer, CheckpointError if a checkpoint
         cannot be used.
         """
-        self.config, self.watch, self.trains, self._more_hooks = config, watch, trains, more_hooks
+        self.config, self.watch, self._more_hooks = config, watch, more_hooks
+        self.trains = trained_by(config.extension) if trains is None else trains
         check_devices(config.train.device)
         watch.progress("joining the other ranks")
         parallel, timeout = config.parallel, longest_wait(config.train.hang_timeout)
@@ -132,8 +133,8 @@ class Trainer:
         self._data = fingerprints(self.config) if self.layout.rank == 0 else {}
         self._build()
         try:
-            with garbage_kept():
-                stopped = self._train()
+            gc.disable()  # each rank would collect at a moment of its own, while all others wait
+            stopped = self._train()
             reason = None if stopped is None else f"{self.watch.stop or 'a signal to another rank'} {stopped}"
         except Rewind as rewind:  # on every rank alike, as is TrainingStopped
             self.saves.finish()
@@ -142,6 +143,7 @@ class Trainer:
             self.saves.finish()
             raise
         finally:
+            gc.enable()
             if self.writer is not None:
                 self.writer.close()
         self.engine.close()
@@ -344,16 +346,6 @@ class Trainer:
             self.writer.text(tag, text, self.step)
         for tag, figure in whole.figures.items():
             self.writer.figure(tag, figure, self.step)
-
-
-@contextlib.contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Keep Python from collecting garbage, which each rank would do at a moment of its own while all others wait."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:

@@ -31,7 +31,6 @@ from megatron_tape.training import trainer as training
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.gradients import replicated_parameters
 from megatron_tape.training.hooks import HOOKS
-from megatron_tape.training.trained_parameters import trained_by
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +177,7 @@ class _ObservedRun:
                 FakeTensorMode(allow_non_fake_inputs=True),
                 self.tracker,
             ):
-                trainer = training.Trainer(config, watch, trained_by(config.extension))
+                trainer = training.Trainer(config, watch)
                 self._name_groups(trainer.layout)
                 trainer.run()
         except Exception as error:
