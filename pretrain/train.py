@@ -76,12 +76,14 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Trains 
     load_libraries(config, is_rank_0)
     try:
         from megatron_tape.evaluation.training_model import task_hooks
-        from megatron_tape.extension.importing import base_of_run
         from megatron_tape.parallel.layout import deterministic_kernels
         from megatron_tape.training.trainer import Trainer
 
+        find_base = None
+        if extends:
+            from megatron_tape.extension.importing import base_of_run as find_base
         with deterministic_kernels(config.train.deterministic):
-            reason = Trainer(config, watch, trains, base_of_run if extends else None, task_hooks).run()
+            reason = Trainer(config, watch, trains, find_base, task_hooks).run()
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:
