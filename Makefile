@@ -25,13 +25,13 @@ demo: $(STAMP)
 demo-smollm2: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" pretrain/demo_smollm2.sh
 
-# Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time, and one of tests/slurm beside them, whose jobs spend much of
-# their time waiting; its output comes last. Both halves run and are reported, whatever becomes of the other; Ctrl-C ends both.
+# Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time, and one test of tests/slurm beside them, or two if they are slow:
+# their jobs spend much of the time waiting. Their output comes last. Both halves run and are reported, whatever becomes of the other; Ctrl-C ends both.
 test: $(STAMP) $(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP) $(VLLM_STAMP))
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
-	@log=$$(mktemp); $(BIN)/python -m pytest tests/slurm $(QUICK) >$$log 2>&1 & jobs=$$!; \
+	@log=$$(mktemp); $(BIN)/python -m pytest tests/slurm $(if $(SLOW),-n 2) $(QUICK) >$$log 2>&1 & jobs=$$!; \
 	trap 'wait $$jobs; rm $$log; exit 130' INT; \
 	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder $(QUICK); others=$$?; \
 	echo "waiting for tests/slurm"; wait $$jobs; slurm=$$?; cat $$log; rm $$log; \

@@ -38,12 +38,6 @@ def test_a_tilde_is_the_home_directory_only_at_the_beginning(monkeypatch):
         expand_home(NOBODY)
 
 
-def test_a_user_without_a_home_directory_is_told_so(monkeypatch):
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(NoHome, match="this user has no home directory"):
-        expand_home("~/x")
-
-
 def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     parser = command_line.Parser()
@@ -68,18 +62,6 @@ def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch)
     verb.add_argument("rest", nargs="*", type=str)
     given = sub.parse_args(["verb", "--output", "~/x", "--suffix", "~", "--", "~/y", "~ z"])
     assert (given.output, given.suffix, given.rest) == ("/home/me/x", "~", ["~/y", "~ z"])
-
-
-def test_a_file_whose_name_begins_with_a_tilde_is_no_home_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "~no-such-user").mkdir()
-    Path(NOBODY).touch()
-    Path("~").mkdir()
-    Path("~/c").touch()
-    parser = command_line.Parser()
-    parser.add_argument("--input", nargs="+")
-    assert parser.parse_args(["--input", NOBODY, "~", "~/c"]).input == [NOBODY, "/home/me", "/home/me/c"]
 
 
 def test_options_that_are_no_paths_keep_their_tilde(monkeypatch):

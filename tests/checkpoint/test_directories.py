@@ -246,15 +246,6 @@ def test_milestones_stay_for_good_beside_the_newest(tmp_path):
     assert steps(tmp_path) == [10]
 
 
-def test_the_files_of_milestones_are_not_looked_at_at_every_save(tmp_path, monkeypatch):
-    for step in (4, 8, 12, 13, 14):
-        save(tmp_path, step)
-    looked_at, problems = [], files.problems
-    monkeypatch.setattr(files, "problems", lambda path, deep: looked_at.append(path.name) or problems(path, deep))
-    files.prune(tmp_path, keep=2, keep_every=4)
-    assert looked_at == ["step-00000014", "step-00000013"] and steps(tmp_path) == [14, 13, 12, 8, 4]
-
-
 def test_a_checkpoint_whose_files_are_not_all_seen_where_it_is_published_stays_invisible(tmp_path):
     save(tmp_path, 1)
     staging = files.staging_directory(tmp_path / HOME, 2)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -151,12 +150,6 @@ def test_files_that_have_changed_places_are_other_data():
     assert identity_of(Toy(ToySettings()), "m", "fp32", one) != identity_of(Toy(ToySettings()), "m", "fp32", other)
 
 
-def test_a_folder_beside_the_results_that_is_called_model_stays(tmp_path):
-    model = save_llama(tmp_path / "mine" / "model", seed=0)
-    assert run("--model", model, "--output", tmp_path / "mine") == 0
-    assert (model / "model.safetensors").is_file()
-
-
 def test_what_a_model_says_of_generation_is_left_out_but_the_ends_of_texts(tmp_path):
     directory = save_llama(tmp_path, seed=0)
     settings = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": [5, 6]}
@@ -164,20 +157,6 @@ def test_what_a_model_says_of_generation_is_left_out_but_the_ends_of_texts(tmp_p
     found = load_model(ModelInfo("own", 64, 32, {}, has_tokenizer=False), directory, "fp32", "cpu").model
     assert found.generation_config.eos_token_id == [5, 6]
     assert not {"do_sample", "temperature", "repetition_penalty"} & found.generation_config.to_diff_dict().keys()
-
-
-def test_results_that_another_model_has_written_in_the_meantime_stay(llama, tmp_path, monkeypatch, capsys):
-    assert run("--model", save_llama(tmp_path / "other", seed=1), "--output", tmp_path / "its") == 0
-    out = tmp_path / "out"
-
-    def summarize(self, values, info):
-        shutil.copy(tmp_path / "its" / "results.json", out)
-        return Summary([])
-
-    monkeypatch.setattr(Toy, "summarize", summarize)
-    assert run("--model", llama, "--output", out) == 2
-    assert "holds results of another model" in capsys.readouterr().err
-    assert (out / "results.json").read_bytes() == (tmp_path / "its" / "results.json").read_bytes()
 
 
 def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
@@ -269,25 +248,6 @@ def test_what_is_refused_after_loading_leaves_no_empty_directory(llama, tmp_path
     assert not (tmp_path / "out").exists() and (tmp_path / "mine").is_dir()
     assert run("--model", llama, "--output", "/proc/out") == 2
     assert "--output /proc/out cannot be created" in capsys.readouterr().err
-
-
-def test_the_programs_own_handlers_of_signals_come_back_except_in_a_job_that_ends_failed_ranks(monkeypatch, tmp_path):
-    monkeypatch.undo()  # of what lets the other tests keep pytest's handlers
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    assert evaluate.main(["perplexity", "--model", "runs/no_such_run"]) == 2
-    assert [signal.getsignal(number) for number in numbers] == before
-    monkeypatch.setenv("TAPE_FAILURE", str(tmp_path / "failed"))
-    assert evaluate.main(["perplexity", "--model", "runs/no_such_run"]) == 2
-    ignored = [signal.signal(number, handler) for number, handler in zip(numbers, before)]
-    assert ignored == [signal.SIG_IGN] * 2
-
-
-def test_a_name_in_a_directory_of_this_machine_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(ConfigError, match="^--model runs/typo does not exist; .* format of transformers$"):
-        find_model("runs/typo")
 
 
 def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path):
@@ -470,25 +430,6 @@ def test_the_first_process_gets_values_from_the_others_and_not_from_their_files(
     assert [1, 2] in [value.get("pair") for value in result.examples.values()], "as JSON gives it back"
 
 
-@pytest.mark.parametrize(
-    "error, sentence",
-    [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
-            "the GPU's memory is too small (CUDA out of memory); choose shorter",
-        ),
-        (MemoryError("Unable to allocate 8 TiB"), "memory ran out (Unable to allocate 8 TiB); use smaller"),
-    ],
-)
-def test_memory_that_runs_out_is_one_sentence(llama, tmp_path, monkeypatch, capsys, error, sentence):
-    def fails(*_):
-        raise error
-
-    monkeypatch.setattr(Toy, "evaluate", fails)
-    assert run("--model", llama, "--output", tmp_path) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error (rank 0): {sentence}")
-
-
 def test_values_that_are_not_finite_are_refused(tmp_path):
     with pytest.raises(ValueError):
         Parts(tmp_path).append(0, "unit", {"loss": float("nan")})
@@ -511,17 +452,6 @@ def test_parts_that_cannot_be_used_are_left_out(tmp_path):
     os.mkfifo(tmp_path / "rank-00001.jsonl")
     with pytest.raises(FileError, match="rank-00001.jsonl is not a regular file"):
         Parts(tmp_path).read()
-
-
-def test_parts_of_another_shape_are_named(llama, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TOY_FAILS_AT", "2")
-    assert run("--model", llama, "--output", tmp_path) == 130
-    (part,) = (tmp_path / "parts").glob("toy-*/*.jsonl")
-    part.write_text(part.read_text().replace('"loss"', '"gain"'))
-    monkeypatch.delenv("TOY_FAILS_AT")
-    assert run("--model", llama, "--output", tmp_path) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert f"{part.parent} holds values that toy cannot use (KeyError: 'loss'); remove it" in error
 
 
 def test_a_picture_that_cannot_be_drawn_costs_a_warning(llama, tmp_path, monkeypatch, capsys):

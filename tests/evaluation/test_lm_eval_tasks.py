@@ -209,19 +209,6 @@ def test_a_task_of_another_shape_is_refused_by_its_directory(tmp_path):
         LmEval(settings(tmp_path)).check(info())
 
 
-def test_a_failure_of_the_harness_is_not_one_of_directories_that_were_not_given(monkeypatch):
-    from megatron_tape.evaluation.tasks import harness
-
-    def fails(**options):
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(harness, "TaskManager", fails)
-    with pytest.raises(RuntimeError, match="broken"):
-        harness.index((), True)
-    with pytest.raises(ConfigError, match="include_path is odd, whose tasks cannot be read .RuntimeError: broken"):
-        harness.index(("odd",), True)
-
-
 def test_data_that_cannot_be_had_is_named(model, folder, tmp_path):
     task = yaml.safe_load((folder / "next_word.yaml").read_text())
     task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "gone.jsonl")

@@ -25,11 +25,10 @@ from megatron_tape.command_line import status_of
 from megatron_tape.config.schema import model_dict
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
-from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
+from megatron_tape.extension.base import Base, check_base, with_base_settings
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.position import with_values
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer
 from megatron_tape.training.hooks import Hook
@@ -149,15 +148,6 @@ def test_a_model_keeps_what_it_has_learned_and_only_what_it_lacks_is_drawn(data,
     saved = open_weights(newest)
     assert any(saved.read(f"decoder.layers.{layer}.position.token_mixing").any() for layer in (0, 1))
     assert (logits["tape"] - logits["rope"]).abs().max() > 1e-3
-
-
-def test_learned_increments_stay_learned(data, bases, tmp_path):
-    config = parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *ROPE))
-    base = find_base(bases["rope"])
-    check_base(config, base)
-    base = dataclasses.replace(base, model=with_values(base.model, position_increments="learned"))
-    with pytest.raises(ConfigError, match="model.position_increments: checkpoint learned, configuration fixed"):
-        check_base(config, base)
 
 
 def test_a_model_of_transformers_begins_with_its_own_logits(data, bases, tmp_path):
@@ -566,16 +556,6 @@ def test_increments_that_another_encoding_cannot_take_over_are_refused(encoding)
         check_base(make(**changed), Base(Path("somewhere"), model, None))
 
 
-def test_positions_are_dropped_from_a_model_with_layers_that_have_none():
-    model = make(model__position_encoding="rope", model__num_layers=4, model__layers_without_positions=2).model
-    found = with_base_settings(
-        {"model.position_encoding": "nope", "extension.from": "somewhere"}, Base(Path("somewhere"), model, None)
-    )
-    assert found.get("model.layers_without_positions") is None
-    dropped = make(model__position_encoding="nope", model__num_layers=4, data__tokenizer=None)
-    check_base(dropped, Base(Path("somewhere"), model, None))
-
-
 def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
     base = make(model__position_encoding="fire")
     for setting, value in (("rope_scaling_factor", 4.0), ("rope_theta", 1e6)):
@@ -598,9 +578,3 @@ def test_an_extension_may_widen_the_range_of_random_positions_alone():
         other = make(**{"model__position_encoding": "randpe"} | changes)
         with pytest.raises(ConfigError, match="is another model than these settings describe"):
             check_base(other, Base(Path("somewhere"), base.model, None))
-
-
-def test_a_run_whose_settings_name_no_model_has_imported_none(tmp_path):
-    (tmp_path / "config.yaml").write_text("extension: {from: 3}\n")
-    with pytest.raises(ConfigError, match="which is not a directory"):
-        find_base(str(tmp_path / "gone"), str(tmp_path))

@@ -1,7 +1,5 @@
 """Caches: the growing dynamic layers hold what transformers' own would, and an early exit leaves the cache right."""
 
-import copy
-import pickle
 import random
 
 import pytest
@@ -54,24 +52,6 @@ def test_growing_layers_hold_what_plain_layers_hold(seed, unwritten_memory_is_na
     assert all(torch.equal(found, expected) for found, expected in seen)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copies_of_a_layer_continue_apart(duplicate, unwritten_memory_is_nan):
-    first = GrowingLayer()
-    start = rows(2, 5, 4), rows(2, 5, 8)
-    first.update(*start)
-    second = duplicate(first)
-    assert type(second) is DynamicLayer
-    for number in range(3):
-        new = {id(layer): (rows(2, 1, 4), rows(2, 1, 8)) for layer in (first, second)}
-        for layer in (first, second):
-            layer.update(*new[id(layer)])
-        for layer in (first, second):
-            assert torch.equal(layer.keys[:, :, -1:], new[id(layer)][0]), number
-            assert torch.equal(layer.values[:, :, -1:], new[id(layer)][1]), number
-            assert torch.equal(layer.keys[:, :, :5], start[0])
-
-
 def test_layers_that_do_not_fit_are_refused_as_plain_ones_are():
     for old, new in (((1, 5, 4), (2, 1, 4)), ((2, 5, 4), (2, 1, 8))):
         with torch.no_grad():
@@ -79,15 +59,6 @@ def test_layers_that_do_not_fit_are_refused_as_plain_ones_are():
                 layer.update(rows(*old), rows(*old))
                 with pytest.raises(RuntimeError, match="must match except in dimension"):
                     layer.update(rows(*new), rows(*new))
-
-
-def test_buffers_of_inference_mode_and_gradients_are_not_written():
-    layer, plain, parts = GrowingLayer(), DynamicLayer(), [(rows(1, 3, 4), rows(1, 3, 8)) for _ in range(6)]
-    for (keys, values), mode in zip(parts, ("inference", "no_grad", "inference", "grad", "no_grad", "no_grad")):
-        with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
-            for either in (layer, plain):
-                either.update(keys.requires_grad_(mode == "grad"), values)
-    assert torch.equal(layer.keys, plain.keys) and torch.equal(layer.values, plain.values)
 
 
 @pytest.mark.parametrize("zeroes", [False, True])

@@ -10,8 +10,6 @@ import sys
 import pytest
 from tool_runs import ROOT
 
-from tools.generate import decoded
-
 
 @pytest.fixture
 def generate(monkeypatch, capsys):
@@ -79,17 +77,6 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generat
         assert code == 0 and out == f"{text}{tokenizer.decode(expected, skip_special_tokens=True)}\n"
     code, out, _ = generate("--model", made.directory, "--prompt", prompt(150)[0], "--beyond-context")
     assert code == 0 and out
-
-
-def test_a_prompt_is_utf_8_whatever_the_locale_is(exports, generate):
-    arguments = ["--model", exports["rope"].directory, "--max-new-tokens", "2", "--prompt"]
-    code, out, line = generate(*arguments, "caf\udcc3\udca9")  # as Python reads it where LC_ALL=C
-    assert code == 0 and out.startswith("caf\xe9"), line
-
-
-def test_a_prompt_that_is_not_utf_8_is_read_as_the_locale_says(monkeypatch):
-    monkeypatch.setattr(os, "fsencode", lambda text: text.encode("latin-1", "surrogateescape"))
-    assert [decoded(text) for text in ("caf\xe9", "caf\xc3\xa9")] == 2 * ["caf\xe9"]
 
 
 def test_mistakes_are_one_sentence(exports, generate, tmp_path):

@@ -80,24 +80,6 @@ def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pret
     }
 
 
-@pytest.mark.parametrize(
-    "front_matter, said",
-    [
-        ("# No metadata\n", ""),
-        ("---\nlicense: [a, b]\nlanguage: {}\nlicense_link: LICENSE\n---\n", ""),
-        ("---\nlicense: {\n---\n", "the licence and languages in"),
-        ("---\na: &a [x]\nb: [*a, *a]\nlicense: mit\n---\n", "the licence and languages in"),
-        (f"---\nlicense: {'x' * 999}\n---\n", ""),
-        (f"---\nlicense: mit\ntags:\n{'- x' * 40_000}\n---\n", "characters of metadata, and at most"),
-        (f"---\nlicense: {'[' * 50_000}\n---\n", "the licence and languages in"),
-    ],
-)
-def test_metadata_that_cannot_be_used_is_left_out(tmp_path, front_matter, said):
-    exported, messages = imported(tmp_path, front_matter)
-    assert set(metadata(exported)) == {"library_name", "pipeline_tag", "tags"}
-    assert said in messages
-
-
 def test_the_name_of_a_model_in_the_hubs_cache_is_known(tmp_path):
     snapshot = tmp_path / "models--some-one--A.model-1b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
@@ -229,21 +211,6 @@ def test_what_a_checkpoint_says_is_plain_text_on_its_card(exports, tmp_path, con
         state["progress"]["card"] = {"license": {"a": 1}}
     command = ["to-hf", "--checkpoint", step, "--output", tmp_path / "no", "--tokenizer", "none"]
     refused(tmp_path, "license is an object", *command)
-
-
-def test_what_an_evaluation_says_is_plain_text_on_the_card(evaluated, tmp_path):
-    results = json.loads((evaluated / "results" / "results.json").read_text())
-    task = results["tasks"].pop("perplexity")
-    task |= {"hardware": ON_LINES % 1, "notes": [f"- {HOSTILE}"], "versions": {"torch": ON_LINES % 2}}
-    task["scores"][0] |= {"group": ON_LINES % 3, "metric": ON_LINES % 4, "unit": ON_LINES % 5}
-    results["tasks"][ON_LINES % 6] = task
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    export(evaluated / "checkpoint", tmp_path / "out", tokenizer="none", results=[tmp_path])
-    _, text, links, markup = read_card(tmp_path / "out")
-    assert links == {"https://arxiv.org/abs/2501.00712"} and not markup
-    for number in range(1, 7):
-        # Paths are shortened to their last part.
-        assert " ".join((ON_LINES % number).translate({0x1B: " ", 0x202E: " "}).split())[-60:] in text, number
 
 
 def test_an_adapters_base_is_a_string_of_its_code(exports, tmp_path):

@@ -123,15 +123,6 @@ def test_a_transformers_that_has_changed_gets_a_warning_and_no_error(package_sit
     assert "load them with trust_remote_code=True" in errors
 
 
-def test_imports_work_after_the_package_is_reloaded(package_site, tmp_path):
-    (tmp_path / "transformers.py").write_text("_class_to_module = {}\n")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + (
-        "import importlib, transformers_tape; importlib.reload(transformers_tape)\n"
-        "import transformers; print(transformers._class_to_module['TapeForCausalLM'])"
-    )
-    assert run(script, package_site, tmp_path) == ("models.tape\n", "")
-
-
 @pytest.mark.slow
 def test_pip_builds_and_installs_what_the_tests_use(package_site, tmp_path):
     pip = [python_of("ecosystem"), "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -11,7 +11,6 @@ from datasets_for_tests import source_code
 
 from megatron_tape.data.tokenizer import difference, find_files, load_tokenizer, record_of
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface import tokenizer_files
 from megatron_tape.huggingface.tokenizer_files import _QWENS_SPLIT as QWENS
 from megatron_tape.huggingface.tokenizer_files import export_problem, is_qwens, read_tokenizer, write_tokenizer
 
@@ -337,30 +336,3 @@ def test_bad_ids_of_generation_settings_are_left_out_and_named(tmp_path, tokeniz
     assert found.generation == {"eos_token_id": [3], "pad_token_id": 0, "bos_token_id": 2, "top_p": 0.9}
     named = "eos_token_id 99999, pad_token_id 99999, decoder_start_token_id -1"
     assert capsys.readouterr().err.strip().endswith(named)
-
-
-class PanicException(BaseException):
-    """Stands in for what Rust code raises when it panics, which is no Exception."""
-
-
-@pytest.mark.parametrize("raised", [PanicException("index out of bounds"), RuntimeError("index out of bounds")])
-def test_a_panic_of_the_library_is_one_sentence(tmp_path, tokenizer_path, monkeypatch, raised):
-    def fail(*arguments):
-        raise raised
-
-    monkeypatch.setattr(tokenizer_files, "_of_sentencepiece", fail)
-    tokenizer = load_tokenizer(tokenizer_path)
-    assert export_problem(tokenizer, 100) == "cannot be converted (index out of bounds)"
-
-
-def test_a_warning_names_some_of_many_tokens(tmp_path, tokenizer_path, capsys):
-    ids = [*range(10**6, 10**6 + 500), "x" * 999]
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    settings = {"additional_special_tokens": [f"<{i}>" for i in range(500)]}
-    (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    exported(source, tmp_path / "out")
-    said = capsys.readouterr().err
-    assert said.count("and 490 more") == 1 and "and 491 more" in said and len(said) < 2000

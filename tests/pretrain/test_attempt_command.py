@@ -66,17 +66,6 @@ def test_a_job_gets_every_path_and_continues_with_its_copy_of_the_code(job):
     assert json.loads((job.folder / "run/attempts/000002/attempt.json").read_text())["nodes"] == ["a", "b"]
 
 
-def test_a_recipe_in_the_home_directory_is_found_and_other_texts_stay_as_they_are(job, monkeypatch):
-    monkeypatch.setenv("HOME", str(job.folder))
-    (job.folder / "mine.yaml").write_text(Path(RECIPE).read_text())
-    status, variables, error = job("--logging.sample_prompt", "~ hi", "--extension.from", "~", recipe="~/mine.yaml")
-    assert status == 0, error
-    written = open(variables["CONFIG"]).read()
-    assert "sample_prompt: ~ hi" in written and "from: null" in written
-    status, _, error = job(recipe="~no-such-user/mine.yaml")
-    assert status == 2 and error.startswith("error: recipe is '~no-such-user/mine.yaml', but there is no user")
-
-
 @pytest.mark.parametrize("given", [["a/b.yaml"], ["--config", "a/b.yaml"], ["--train.steps=3", "--config=a/b.yaml"]])
 def test_the_scratch_directory_holds_the_run_however_its_recipe_is_named(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,6 @@
 """`python -m pretrain.status`: one word for every situation, and the exit status that goes with it."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -128,61 +127,6 @@ def test_a_failed_run_exits_with_1_and_shows_the_last_error(run, capsys):
     assert "failed" in output.splitlines()[0] and "last error  attempt 1, rank 3: RuntimeError: boom" in output
 
 
-ROWS = [
-    b'{"step": 12}',
-    b'{"step": 12, "loss": "low"}',
-    b'{"step": "12", "loss": 1}',
-    b'{"step": 12, "loss": null, "tokens_per_second": null, "time": 1e300}',
-    b"[1, 2]",
-    b"[" * 100_000,
-    b"\xff\xfe",
-]
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_rows_of_the_wrong_shape_are_left_out(run, capsys, row):
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write(b"\n" + row + b"\n")
-    assert status.main([str(run)]) == 0
-    last = "not finite at step 12" if b"null" in row else "4.0000 at step 10"
-    assert f"loss        {last}; validation 4.7500 at step 5" in capsys.readouterr().out
-
-
-def test_the_last_row_is_found_however_much_follows_it_that_cannot_be_read(run, capsys):
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write(b"\n" + b"\0" * 3 * status.TAIL_BYTES + b"\nnonsense" * 1000)
-    assert status.main([str(run)]) == 0
-    assert "loss        4.0000 at step 10; validation 4.7500 at step 5" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["- a list", "train: 5", "train: {steps: many}", "train: {steps: -4}", "[" * 5000, "&a [*a]", "x: \0", "\t:"],
-)
-def test_a_configuration_of_the_wrong_shape_hides_only_the_total(run, capsys, text):
-    (run / "config.yaml").write_text(text)
-    assert status.main([str(run)]) == 0
-    assert "step        12\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"started": None},
-        {"started": 1e18},
-        {"started": -1e18},
-        {"job": "7\0"},
-        {"job": "../../x"},
-        {"checkpoint_directory": "\0"},
-    ],
-)
-def test_impossible_facts_are_shown_without_a_traceback(run, capsys, facts):
-    path = run / "attempts" / "000001" / "attempt.json"
-    write_record(path, json.loads(path.read_text()) | facts)
-    assert status.main([str(run)]) in (0, 1)
-    assert "attempts    1:" in capsys.readouterr().out
-
-
 def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
     before = run / "before" / "checkpoints"
     path = run / "attempts" / "000001" / "attempt.json"
@@ -222,11 +166,3 @@ def test_text_that_a_terminal_cannot_show_is_escaped(run):
     write_record(run / "attempts" / "000001" / "attempt.json", facts)
     done = subprocess.run([sys.executable, "-m", "pretrain.status", str(run)], capture_output=True, text=True)
     assert "\\ud800" in done.stdout and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_metrics_that_are_no_file_are_left_out(run, capsys, make):
-    (run / "metrics.jsonl").unlink()
-    make(run / "metrics.jsonl")
-    assert status.main([str(run)]) == 0
-    assert "step        12" in capsys.readouterr().out

@@ -154,18 +154,6 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_pipes_in_place_of_records_do_not_hold_up_an_attempt(run):
-    first = claim(run)
-    for name in ("stop", "spikes.jsonl", "heartbeat.json", "verdict.json", "rank-00000.json"):
-        os.mkfifo(first.directory / name)
-    (record,) = read_attempts(run)
-    assert record.stop_reason == "a request to stop" and record.outcome is None
-    first.request_stop("asked to")
-    assert stop_reason(first.directory) == "asked to"
-    with pytest.raises(FileError, match="is not a regular file"):
-        first.record_spike({"step": 1, "loss": 1.0, "grad_norm": 1.0, "action": "warn", "number": 1})
-
-
 def test_two_runs_in_one_checkpoint_directory_shut_each_other_out(tmp_path):
     first = Attempt.claim(tmp_path / "a", tmp_path / "shared", {})
     second = Attempt.claim(tmp_path / "b", tmp_path / "shared", {})
@@ -372,15 +360,6 @@ def test_a_file_system_that_fails_is_not_taken_for_an_attempt_that_left_no_recor
     monkeypatch.setattr("megatron_tape.io.records.read_small", fails)
     with pytest.raises(OSError, match="Input/output"):
         verdict(run)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"x" * 5000, b"two\nlines"])
-def test_a_request_to_stop_counts_whatever_its_file_contains(run, content):
-    attempt = claim(run)
-    (attempt.directory / "stop").write_bytes(content)
-    reason = stop_reason(attempt.directory)
-    assert reason and "\n" not in reason and len(reason) < 100
-    assert read_attempts(run)[0].stop_reason == reason
 
 
 def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(run):

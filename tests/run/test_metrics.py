@@ -1,11 +1,9 @@
 import errno
-import io
 import itertools
 import json
 import logging
 import math
 import os
-import sys
 import threading
 import time
 
@@ -295,44 +293,6 @@ def test_a_full_disk_is_reported_once_until_it_ends_and_so_is_the_end(tmp_path, 
     assert "No space left on device" in messages[0] and "metrics.jsonl" in messages[0]
     writer.close()
     assert len(caplog.records) == 4
-
-
-def test_closing_on_a_full_disk_says_what_is_lost_and_raises_nothing(tmp_path, monkeypatch, caplog):
-    disk = Disk(monkeypatch)
-    writer = plain(tmp_path)
-    writer.log(1, SCALARS)
-    disk.room = 0
-    writer.log(2, SCALARS)
-    writer.log(3, SCALARS)
-    writer.close()
-    writer.close()
-    writer.log(4, SCALARS)
-    writer.sync()
-    assert "is closed without its last" in caplog.records[-1].getMessage()
-    assert steps(tmp_path) == [1]
-
-
-def test_a_console_on_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
-    class Full(io.StringIO):
-        def flush(self):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(sys, "stdout", Full())
-    write(tmp_path, [1, 2])
-    assert steps(tmp_path) == [1, 2]
-
-
-def test_starting_on_a_full_disk_names_the_file_and_leaves_it(tmp_path, monkeypatch):
-    write(tmp_path, [1, 2, 3])
-
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device.*metrics.jsonl"):
-        plain(tmp_path, resume_step=2)
-    assert steps(tmp_path) == [1, 2, 3]
-    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])

@@ -1,5 +1,4 @@
 import gzip
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,6 @@ from tool_runs import command, read_pair, write_lines
 
 from megatron_tape.data import preprocessing, raw_chunks
 from megatron_tape.data.documents import read_texts
-from megatron_tape.data.raw_chunks import Chunk
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 
@@ -225,18 +223,6 @@ def test_parquet_without_one_column_of_texts_is_refused(tmp_path, table, problem
     assert problem.removesuffix(", so its rest") in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_a_text_that_all_rows_of_parquet_repeat_is_not_copied_for_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw_chunks, "_PARQUET_BYTES", 1 << 24)
-    values = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["a" * (1 << 22)]))
-    options = {"write_statistics": False, "dictionary_pagesize_limit": 1 << 23}
-    pa.parquet.write_table(pa.table({"text": values}), tmp_path / "a.parquet", compression="zstd", **options)
-    pool = pa.default_memory_pool()
-    before = pool.bytes_allocated()
-    for chunk in raw_chunks.read_chunks([str(tmp_path / "a.parquet")], "text", 1 << 18, 1 << 22):
-        assert [len(text) for text in chunk.payload] == [1 << 22]
-        assert pool.bytes_allocated() - before < 1 << 27
-
-
 @pytest.mark.parametrize(
     "texts, options, rows",
     [
@@ -334,14 +320,6 @@ def test_what_is_too_large_takes_little_memory(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 23
-
-
-@pytest.mark.parametrize("name, compress", [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)])
-def test_chunks_are_small_however_well_lines_compress(tmp_path, name, compress):
-    lines = b'{"text": "a"}\n' * 300_000
-    (tmp_path / name).write_bytes(compress(lines))
-    payloads = [chunk.payload for chunk in raw_chunks.read_chunks([str(tmp_path / name)], "text", 1 << 18)]
-    assert b"".join(payloads) == lines and max(map(len, payloads)) < 1 << 21
 
 
 @pytest.mark.parametrize("number", [1, 70])
@@ -486,20 +464,3 @@ class Characters:
 
     def encode_batch(self, texts):
         return [np.array([ord(character) for character in text], np.int32) for text in texts]
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_no_more_chunks_are_read_than_may_be_in_flight(monkeypatch, workers):
-    read = 0
-
-    def endless(paths, text_key, chunk_bytes, document_bytes):
-        nonlocal read
-        for read in itertools.count(1):
-            yield Chunk("endless", "line", read, b'{"text": "%d"}\n' % read)
-
-    monkeypatch.setattr(preprocessing, "read_chunks", endless)
-    results = preprocessing.encode_files([], preprocessing.Encoding(Characters(), "text", True), workers, 1)
-    for taken in range(1, 50):
-        assert next(results).tokens == np.array([*map(ord, str(taken)), 0], "<u2").tobytes()
-        assert read <= taken - 1 + preprocessing.CHUNKS_IN_FLIGHT * workers
-    results.close()
