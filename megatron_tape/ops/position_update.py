@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_tape.ops.position_matrices import matrix_gradients, outer_products
+
 MAX_GROUPS, MAX_HEADS = 64, 128
 """Largest sizes of the fused kernels' matrices that all GPUs of compute capability 8.0 and newer have room for."""
 
@@ -83,20 +85,6 @@ class _CompactUpdate(torch.autograd.Function):
         return dz, du, *matrix_gradients(dM, d_mixing, g, outer, gate, up, down), None
 
 
-def matrix_gradients(
-    dM: Tensor, d_mixing: Tensor, g: Tensor, outer: Tensor, gate: Tensor, up: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the gate, the mixing, W_up and W_down, given those of M (N, G*G) and of the mixing.
-
-    `g` is silu(gate) and `outer` is `outer_products(up, down)`.
-    """
-    G = len(down)
-    d_outer = (g.T @ dM).view(-1, G, G)
-    d_gate = torch.ops.aten.silu_backward(dM @ outer.T, gate)
-    d_up, d_down = (down.T.unsqueeze(1) @ d_outer).squeeze(1), (d_outer @ up.unsqueeze(2)).squeeze(2).T
-    return d_gate, d_mixing, d_up, d_down
-
-
 def fused_update(
     z_NGD: Tensor,
     u_NHD: Tensor,
@@ -129,8 +117,3 @@ def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor
     if z_NGD.dtype != M_NGG.dtype:
         return z_NGD + torch.bmm(M_NGG, z_NGD.to(M_NGG.dtype))
     return torch.baddbmm(z_NGD, M_NGG, z_NGD)
-
-
-def outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
-    """Return the outer products of W_down's columns and W_up's rows, (P, G*G)."""
-    return (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)

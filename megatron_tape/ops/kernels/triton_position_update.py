@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_tape.ops.kernels.triton_rotation import last_contiguous
-from megatron_tape.ops.position_update import matrix_gradients, outer_products
+from megatron_tape.ops.position_matrices import matrix_gradients, outer_products
 
 PROGRAMS = 16
 """Maximum number of programs per multiprocessor."""

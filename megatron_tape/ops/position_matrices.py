@@ -1,0 +1,26 @@
+"""The position MLP's matrices in TAPE's update, and their gradients: what its plain form and its kernel share.
+
+Axes: N tokens, H query heads, G groups, P inner width of the position MLP.
+"""
+
+import torch
+from torch import Tensor
+
+
+def outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
+    """Return the outer products of W_down's columns and W_up's rows, (P, G*G)."""
+    return (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)
+
+
+def matrix_gradients(
+    dM: Tensor, d_mixing: Tensor, g: Tensor, outer: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the gate, the mixing, W_up and W_down, given those of M (N, G*G) and of the mixing.
+
+    `g` is silu(gate) and `outer` is `outer_products(up, down)`.
+    """
+    G = len(down)
+    d_outer = (g.T @ dM).view(-1, G, G)
+    d_gate = torch.ops.aten.silu_backward(dM @ outer.T, gate)
+    d_up, d_down = (down.T.unsqueeze(1) @ d_outer).squeeze(1), (d_outer @ up.unsqueeze(2)).squeeze(2).T
+    return d_gate, d_mixing, d_up, d_down
