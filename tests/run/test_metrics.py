@@ -10,6 +10,7 @@ import time
 import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_tape.config.schema import TrainConfig
@@ -17,6 +18,12 @@ from megatron_tape.errors import FileError
 from megatron_tape.run.metrics import LINE_BYTES, MetricsWriter, read_lines
 
 SCALARS = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.0, "tflops_per_second": 1.5}
+
+
+@pytest.fixture(autouse=True)
+def files_in_order(monkeypatch):
+    """Count a test's event files from 0: those of one second are read in the order of their names, 10 before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def rows(directory):
