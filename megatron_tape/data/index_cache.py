@@ -177,7 +177,7 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
         new = temporary / "new"
         new.mkdir()
         build(str(new))
-        write_record(new / FINGERPRINTS, _fingerprints(new))
+        write_record(new / FINGERPRINTS, _fingerprints(new), durable=False)
         for path in (*new.iterdir(), new):
             sync_directory(path)
         if damaged is not None:

@@ -33,8 +33,9 @@ KINDS = pytest.mark.parametrize("kind", [PLAIN, BLEND, MIX])
 
 
 @pytest.fixture
-def tokens(folder, tmp_path):
+def tokens(folder, tmp_path, monkeypatch):
     """Return the tokens of a run's sequences, from an index that is built or in the cache."""
+    monkeypatch.setattr(index_cache, "sync_directory", lambda path: None)  # for speed
 
     def read(kind, moved=lambda: None):
         prefix = f"{folder}/a" if kind == PLAIN else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
@@ -156,8 +157,8 @@ def test_what_another_job_has_built_meanwhile_is_kept(tokens, monkeypatch, tmp_p
     (directory,) = tokens.cache.iterdir()
     write, other = index_cache.write_record, directory.rename(tmp_path / "other")
 
-    def meanwhile(*arguments):
-        write(*arguments)
+    def meanwhile(*arguments, **options):
+        write(*arguments, **options)
         other.rename(directory)
 
     monkeypatch.setattr(index_cache, "write_record", meanwhile)
@@ -244,7 +245,7 @@ def replaced_later(tokens, monkeypatch):
 
 
 @KINDS
-@pytest.mark.parametrize("value", [-(2**15), -1, 0, 1, 2**15 - 1, 2**60, None])
+@pytest.mark.parametrize("value", [-1, 0, 2**60, None])
 def test_an_array_of_wrong_numbers_says_to_remove_the_cache(tokens, replaced_later, kind, value):
     expected = tokens(kind)
     refusals = 0
@@ -279,22 +280,17 @@ def test_an_index_of_more_documents_than_tokens_is_refused_before_they_are_read(
         replaced_later(PLAIN, starts, stretch)
 
 
-@pytest.mark.parametrize("damage", ["header", "zip", "directory", "pipe"])
-def test_what_is_no_array_at_all_is_built_again(tokens, damage, caplog):
+@pytest.mark.parametrize("content", [b"\x93NUMPY\x01\x00\x10\x00{'descr': (((((((", b"PK\x03\x04aaaaaaa", None])
+def test_what_is_no_array_at_all_is_built_again(tokens, content):
     expected = tokens(PLAIN)
     path = next(tokens.cache.glob("*/*document_index.npy"))
     path.unlink()
-    if damage == "directory":
-        path.mkdir()
-    elif damage == "pipe":
+    if content is None:
         os.mkfifo(path)
     else:
-        header = b"\x93NUMPY\x01\x00\x10\x00{'descr': ((((((("
-        path.write_bytes(header if damage == "header" else b"PK\x03\x04aaaaaaa")
+        path.write_bytes(content)
     with pytest.raises(index_cache.DamagedIndex):
         index_cache.load_array(path)
-    if damage == "directory":
-        path.rmdir()
     assert tokens(PLAIN) == expected
 
 
@@ -325,15 +321,6 @@ def test_arrays_that_vanish_are_no_mistake_in_the_settings_and_built_again(token
         with pytest.raises(index_cache.DamagedIndex, match="No such file"):
             tokens(PLAIN)
     assert tokens(PLAIN) == expected
-
-
-def test_a_part_of_a_mix_with_arrays_of_another_length_is_built_again(tokens, caplog):
-    expected = tokens(MIX)
-    for path in sorted(tokens.cache.glob("*/*DocumentWindows-documents.npy")):
-        np.save(path, np.load(path)[:-1])
-        caplog.clear()
-        assert tokens(MIX) == expected
-        assert f"{path} is damaged" in caplog.text
 
 
 def test_an_error_that_is_not_the_caches_is_raised_as_it_is(tokens, monkeypatch):
