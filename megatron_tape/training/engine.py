@@ -344,9 +344,8 @@ class Engine:
                 held = trained if parameter.requires_grad else functools.partial(getattr, parameter, "ds_tensor")
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 shares.append(zero_shares.Share(key, shape, cut[name], owner(key), held))
-            elif owner(key) == me:
-                whole = parameter if kind == "weight" else self.adam.state[parameter][kind]
-                state[key] = whole.detach().to("cpu", torch.float32).clone().contiguous()
+            elif owner(key) == me:  # frozen, and whole on every rank
+                state[key] = parameter.detach().to("cpu", torch.float32).clone().contiguous()
         for key, tensor in zero_shares.to_owners(shares, self.layout.groups.dp_cp, self.layout.device):
             state[key] = tensor.to("cpu").contiguous()
         return state

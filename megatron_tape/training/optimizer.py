@@ -78,14 +78,9 @@ def _own_name(name: str) -> str | None:
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig, layout: ParallelLayout) -> torch.optim.Optimizer:
-    """Return the optimizer to hand to `deepspeed.initialize`.
-
-    It is torch's AdamW, with Muon for matrices if `optimizer.kind` says so.
-    """
+    """Return AdamW, with Muon for matrices if `optimizer.kind` says so, to hand to `deepspeed.initialize`."""
     settings, zero = config.optimizer, config.deepspeed
     largest = zero.reduce_bucket_size if zero.zero_stage < 3 else math.inf
     groups = parameter_groups(model, settings, largest, layout.gather_stages)
-    adam = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
-    adam["fused"] = True
-    return AdamWAndMuon(groups, **adam)
+    # A fused kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
+    return AdamWAndMuon(groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, fused=True)
