@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tool_runs import run_here
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
@@ -193,3 +194,11 @@ def test_numbers_of_options_have_ascii_digits(kind):
     assert parser.parse_args(["--number=-12"]).number == -12
     with pytest.raises(UserError, match=f"invalid {kind.__name__} value: '\u0663'"):
         parser.parse_args(["--number=\u0663"])
+
+
+@pytest.mark.parametrize(
+    "given", [["to-hf", "--checkpoint=x", "--max-shard-size"], ["from-hf", "--model=x", "--rope-scaling-factor"]]
+)
+def test_sizes_and_factors_are_digits_of_ascii(given):
+    done = run_here("convert_checkpoint", *given, "\u0665", "--output=y")
+    assert done.returncode == 2 and given[-1] in done.stderr and "\u0665" in done.stderr
