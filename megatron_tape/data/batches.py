@@ -234,11 +234,7 @@ def build_batches(
     ConfigError if a split that is needed does not contain a whole sequence, the index cannot be kept, or the process
     may not open so many files.
     """
-    if config.data.reset_attention_mask and eod is None:
-        problem = "needs a tokenizer with an end-of-document token, and data.tokenizer has none"
-        raise ConfigError(
-            ("data.reset_attention_mask", "data.tokenizer"), problem, "set it to false, or choose another"
-        )
+    assert eod is not None or not config.data.reset_attention_mask, "data.inputs refuses other tokenizers"
     train = config.train
     remaining = train.steps - step
     samples = range(consumed, train.samples_after(remaining, consumed))

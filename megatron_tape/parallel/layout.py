@@ -152,18 +152,15 @@ def initialize_distributed(
     The backend is nccl with CUDA, otherwise gloo. A process may call this again: the groups are kept, or rebuilt if a
     size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are sharded over the
     tensor-parallel ranks exactly when there are several. Collectives of all groups time out some minutes after
-    `timeout` seconds, with None practically never. Raises ConfigError when the number of processes is not a multiple of
-    all sizes together, or when this process has no GPU to itself, and NodeError when this node cannot find rank 0's.
+    `timeout` seconds, with None practically never. Raises ConfigError when this process has no GPU to itself, and
+    NodeError when this node cannot find rank 0's.
 
     The stages of a pipeline have consecutive ranks, tensor_model_parallel_size * context_parallel_size for each, so
     that neighbours share a node or are on neighbouring ones.
     """
     sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
     _, world_size = launcher.rank_and_size()
-    kinds = ("tensor_model", "context", "pipeline_model")
-    keys = tuple(f"parallel.{kind}_parallel_size" for kind, size in zip(kinds, sizes) if size > 1)
-    problem = f"{math.prod(sizes)} does not divide the {world_size} processes"
-    refuse(bool(world_size % math.prod(sizes)), keys, problem, "start a multiple of the product of these sizes")
+    assert world_size % math.prod(sizes) == 0, "checks.layout refuses other numbers of processes"
     prepare_cpu()
     device = _own_device()
     limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
