@@ -18,35 +18,19 @@
 
 set -euo pipefail
 
-case ${1:-} in
-  "" | -h | --help)
-    sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//p}' "$0"
-    [ $# -gt 0 ] || exit 2
-    exit 0
-    ;;
-esac
-
-# Slurm runs a copy of this script; the job's Command field holds the path of the original. What lies beside common.sh
-# was started by hand, perhaps within a job.
-by_hand=
-[ ! -f "$(dirname "$0")/common.sh" ] || by_hand=1
-if [ -z "$by_hand" ]; then
-  # For an array's last task this prints all of them. sed reads to their end, as scontrol would fail if it did not.
-  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/preprocess\.sh.*||p}}') || true
-else
+if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a job: Slurm runs a copy elsewhere
+  case ${1:-} in "" | -h | --help) sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
-fi
-if [ ! -f "$root/slurm/common.sh" ]; then
-  echo "error: the repository of this script was not found; submit it as sbatch .../slurm/preprocess.sh" >&2
-  exit 1
-fi
-source "$root/slurm/common.sh"
-load_site "$root"
-
-if [ -n "$by_hand" ]; then
+  source "$root/slurm/common.sh"
+  load_site "$root"
   submit "$0" "$@"
   exit
 fi
+# Slurm runs a copy of this file; the code is in the repository it was submitted from. For an array's last task scontrol
+# prints all of them, and would fail if sed did not read to their end.
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/preprocess\.sh.*||p}}')
+source "$root/slurm/common.sh"
+load_site "$root"
 part=()
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   if [ $((SLURM_ARRAY_TASK_MAX + 1)) -ne "$SLURM_ARRAY_TASK_COUNT" ]; then
