@@ -29,7 +29,8 @@ def fits_fused(groups: int, heads: int) -> bool:
 def plain_update(
     z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
 ) -> Tensor:
-    """Return z'' (N, G, D), step by step: to compare with."""
+    """Return z'' (N, G, D), step by step: to compare with. `u_NHD` may also be (S, B, H, D) with N = S * B."""
+    u_NHD = u_NHD.flatten(0, -3)
     return contextualize(mix_tokens(z_NGD, u_NHD, mixing), gate_NP, up_PG, down_GP)
 
 
@@ -46,6 +47,7 @@ def compact_update(
 
     `rounded_NGD` is the rounded z, where something else keeps it, too.
     """
+    u_NHD = u_NHD.flatten(0, -3)
     return _CompactUpdate.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD))
 
 

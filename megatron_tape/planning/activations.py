@@ -168,7 +168,9 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     gate = 2 * heads if model.attention_output_gate else 0
     # What comes back from the other context ranks is what the output's projection or gate keeps.
     returned = heads if exchanged else 0
-    if averages_state and plan.attention.backend == "torch_wide":
+    # FlashAttention-4 is assumed where it takes [v | z]; versions 2 and 3 keep less.
+    called_once = {"torch_wide": True, "flash_attn": dim in (64, 128) and not grouped}
+    if averages_state and called_once.get(plan.attention.backend, False):
         # Values and states are one tensor, and so are their averages, of which the output's projection gets a copy.
         values, returned = values + 2 * groups, heads
         if not learns_rotation:

@@ -214,7 +214,7 @@ class TapePosition(RotaryPosition):
         from torch.nn.functional import linear
 
         u = self.tokens.to_tokens(averaged_SBhD)
-        S, B, H, D = u.shape
+        S, B, _, D = u.shape
         # What attention got is the state, rounded, unless its ranks hold other tokens; both keep one tensor.
         rounded = positions.z_TBGD if self.tokens.sequence_shards == 1 else None
         z, rounded = (
@@ -225,7 +225,7 @@ class TapePosition(RotaryPosition):
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self.update_function()
-        new = update(z, u.reshape(S * B, H, D), gate, *matrices, rounded).view(S, B, -1, D)
+        new = update(z, u, gate, *matrices, rounded).view(S, B, -1, D)
         if self.settings.position_state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus

@@ -174,6 +174,18 @@ def test_the_update_reads_the_average_of_the_state_where_attention_has_put_it():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
+def test_the_update_reads_averages_of_sequences_that_lie_one_after_the_other():
+    """As FlashAttention-4 returns them."""
+    z, u, *rest = update_inputs(34, 2, 4, 32, 6, BF16)
+
+    def update(function, z, u, *rest):
+        batch_first = u.unflatten(0, (17, 2)).transpose(0, 1).contiguous().transpose(0, 1)
+        return [function(z, batch_first, *rest)]
+
+    assert inexact(partial(update, fused_update), partial(update, plain_update), [z, u, *rest], BF16) is None
+    assert torch.equal(update(fused_update, z, u, *rest)[0], fused_update(z, u, *rest))
+
+
 def test_an_update_that_keeps_the_modulus():
     inputs = update_inputs(33, 3, 6, 80, 7, BF16)
     assert_as_exact_update(lambda update, *x: with_modulus(update(*x), 1.0), inputs, BF16)
@@ -343,6 +355,17 @@ def test_the_kernel_that_rotates_for_other_backends_is_as_exact_as_torch(monkeyp
     assert inexact(partial(attend, True), partial(attend, False), inputs, BF16) is None
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_gradients_of_both_averages_are_joined_in_the_layout_of_the_averages(batch_first):
+    x = draw(33, 2, 3, 40, dtype=BF16, seed=1)
+    x = (x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x).requires_grad_()
+    o, u = triton_rotation.halves(x)
+    slopes = draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(2, 3), draw(33, 2, 3, 20, dtype=BF16, seed=3)
+    (gradient,) = torch.autograd.grad((o, u), x, slopes)
+    assert torch.equal(torch.cat([o, u], -1), x) and torch.equal(gradient, torch.cat(slopes, -1))
+    assert gradient.stride() == x.stride()
+
+
 class Copies(TorchDispatchMode):
     """Counts the operators that copy tensors of more than one number."""
 
@@ -368,6 +391,8 @@ def test_values_and_state_are_written_side_by_side_once_and_never_copied(monkeyp
     projected = draw(48, 1, 2, 6 * 32, dtype=FP32, seed=1).requires_grad_()
     z = draw(48, 1, 2, 32, dtype=FP32, seed=2).requires_grad_()
     q, k, v = projected.split([4 * 32, 32, 32], dim=-1)
+    gradients = {}
+    v.register_hook(partial(gradients.setdefault, "v"))
     q = q.reshape(48, 1, 8, 32)
     with Copies() as copies:
         if library:
@@ -384,6 +409,7 @@ def test_values_and_state_are_written_side_by_side_once_and_never_copied(monkeyp
     # torch puts the gradients of queries, keys and values together, and dq comes in fp32 from our attention.
     assert copies.found.count("cat") <= 1 and set(copies.found) <= {"cat", "clone", "copy_"}
     assert len(copies.found) <= 3
+    assert gradients["v"].is_contiguous()  # torch.cat of a view takes three times as long
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="here the interpreter stands in for a GPU with too little memory")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.choice import FLASH_ATTN, flash_attn_version, takes_wide_value
-from megatron_tape.ops.backends.sdpa import split_averages
+from megatron_tape.ops.backends.sdpa import parts
 
 # For (D, 2D): the tile (queries, keys) forward, and FlashAttention-4's `BwdConfig` backward. Both compile for
 # capability 9.0 without spills and within 227 KiB (version 4.0.0b36; not measured).
@@ -55,7 +55,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         found = [average.unflatten(0, (B, S)) for average in found]
     else:
         found = x.run(averages, q, k, *values)
-    return tuple(part.transpose(0, 1) for part in split_averages(found, D))
+    return tuple(part for average in found for part in parts(average.transpose(0, 1), D))
 
 
 def _choose_tiles(functions: ModuleType) -> None:

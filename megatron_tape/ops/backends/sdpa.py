@@ -4,7 +4,6 @@ values to have the width of the keys (`sdpa_wide` is for the others).
 Two calls compute 14 products of S x S x D numbers, forward and backward, where RoPE has 7 and one pass over [v | z] 10.
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.backends.choice import rotates_fused
 from megatron_tape.ops.bias import NEAR, Bias
 from megatron_tape.ops.packing import additive_mask
 
@@ -38,12 +38,18 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
         averages = (
             x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
         )
-    return tuple(part.permute(2, 0, 1, 3) for part in split_averages(averages, q.shape[-1]))
+    return tuple(part for x in averages for part in parts(x.permute(2, 0, 1, 3), q.shape[-1]))
 
 
-def split_averages(averages: Iterable[Tensor], width: int) -> list[Tensor]:
-    """Split averages of [v | z] in two. Others are returned as they are, as even the gradient of one part is a copy."""
-    return [part for x in averages for part in ([x] if x.shape[-1] == width else x.split(width, dim=-1))]
+def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Return o and u for the average [o | u] (S, B, H, 2 * width) of [v | z], or an average of this width itself."""
+    if average.shape[-1] == width:
+        return (average,)
+    if rotates_fused(average):
+        from megatron_tape.ops.kernels.triton_rotation import halves
+
+        return halves(average)
+    return average.split(width, dim=-1)
 
 
 def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:

@@ -425,7 +425,9 @@ class _Attention(torch.autograd.Function):
         dq, dk, dvalue = attend_backward(inputs, (o, u, lse), (do, du), (starts, ends))
         dv, dz = (dvalue[..., :D], dvalue[..., D:]) if ctx.wide else (dvalue, None)
         if ctx.rotate:
-            dq, dk, dz = prepare_backward(q, k, z, dq, dk, dz, ctx.needs_input_grad[3])
+            whole = dvalue if ctx.wide else None
+            dq, dk, split, dz = prepare_backward(q, k, z, dq, dk, whole, ctx.needs_input_grad[3])
+            dv = split if ctx.wide else dv
         return dq.to(q.dtype), dk, dv, dz, None, None, None, None
 
 

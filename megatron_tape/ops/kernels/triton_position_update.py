@@ -53,7 +53,7 @@ def _mixed(z, u, mixing, FULL: tl.constexpr):
 
 @triton.jit
 def _update(
-    Z, U, M, MIXING, OUT, N, tokens, u_token, u_head,
+    Z, U, M, MIXING, OUT, N, tokens, B, u_sequence, u_batch, u_head,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _update(
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(U + token * u_token, heads, columns, u_head, H, D)
+            u = _matrix(U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D)
             mixed = _mixed(z, u, mixing, FULL)
             out = mixed + tl.dot(m, mixed.to(m.dtype), input_precision="ieee")
             _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
@@ -76,7 +76,7 @@ def _update(
 
 @triton.jit
 def _update_backward(
-    Z, U, M, MIXING, DOUT, DZ, DU, DM, DMIXING, N, tokens, u_token, u_head,
+    Z, U, M, MIXING, DOUT, DZ, DU, DM, DMIXING, N, tokens, B, u_sequence, u_batch, u_head,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def _update_backward(
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(U + token * u_token, heads, columns, u_head, H, D)
+            u = _matrix(U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D)
             dout = _matrix(DOUT + token * G * D, groups, columns, D, G, D)
             mixed = _mixed(z, u, mixing, FULL).to(dtype)
             factor = dout.to(dtype)
@@ -120,7 +120,7 @@ def _update_backward(
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
-        # As a half of [o | u], u is a view whose heads lie apart.
+        # As a half of [o | u], u is a view whose heads lie apart. Some libraries write one sequence after the other.
         u = last_contiguous(u)
         z, mixing = z.contiguous(), mixing.contiguous()
         out = torch.empty_like(z)
@@ -149,10 +149,11 @@ def _tokens(z: Tensor) -> int:
 
 
 def _launch(kernel, z: Tensor, u: Tensor, M: Tensor, mixing: Tensor, *tensors: Tensor) -> None:
-    (N, G, D), H, tokens = z.shape, u.shape[1], _tokens(z)
+    (N, G, D), H, tokens = z.shape, u.shape[-2], _tokens(z)
+    leading = (u.shape[1], u.stride(0), u.stride(1)) if u.dim() == 4 else (1, u.stride(0), 0)
     block_g, block_h, block_d = (max(16, triton.next_power_of_2(n)) for n in (G, H, D))
     kernel[(triton.cdiv(N, tokens),)](
-        z, u, M, mixing, *tensors, N, tokens, u.stride(0), u.stride(1),
+        z, u, M, mixing, *tensors, N, tokens, *leading, u.stride(-2),
         G, H, D, block_g, block_h, min(block_d, COLUMNS), mixing.dim() == 2,
         num_warps=min(8, max(1, block_g * max(block_g, block_h) // 512)),
     )  # fmt: skip
@@ -169,14 +170,17 @@ def update(
 ) -> Tensor:
     """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
 
+    `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous.
+
     `kept_NGD` is z rounded to the type of the others, if that is kept for the backward pass instead of z itself.
     z may be in fp32 where the others are in bf16 or fp16. Raises ValueError for other combinations of types, as
     the kernel multiplies operands of equal types, and for shapes that do not fit.
     """
-    (N, G, D), H, P = z_NGD.shape, u_NHD.shape[1], gate_NP.shape[1]
+    (N, G, D), H, P = z_NGD.shape, u_NHD.shape[-2], gate_NP.shape[1]
     matrices = ((G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
     wanted = ((N, H, D), (N, P), *matrices)
-    shapes = tuple(tuple(x.shape) for x in (u_NHD, gate_NP, mixing, up_PG, down_GP))
+    u_shape = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
+    shapes = (u_shape, *(tuple(x.shape) for x in (gate_NP, mixing, up_PG, down_GP)))
     if shapes != wanted or (mixing.dim() == 1 and G != H):
         raise ValueError(f"a state {tuple(z_NGD.shape)} does not fit u, gate, mixing, up and down {shapes}")
     types = {x.dtype for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)}

@@ -104,12 +104,16 @@ def _backward_one(
 
 @triton.jit
 def _prepare_backward(
-    Q, K, Z, DQ, DQ_OUT, DK, DK_OUT, DZ, DZ_OUT, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
-    dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, dz_row, dz_batch, dz_head, B, S, G,
+    Q, K, Z, DQ, DQ_OUT, DK, DK_OUT, DVALUE, DV_OUT, DZ_OUT,
+    q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
+    dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, dvalue_row, dvalue_batch, dvalue_head, B, S, G,
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
-    """Turn the gradients of rotated queries and keys into those of queries and keys; add the state's to DZ."""
+    """Turn the gradients of rotated queries and keys into those of queries and keys, and compute the state's.
+
+    With WIDE, split the gradient of the value [v | z]: that of z is added to the state's.
+    """
     batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
@@ -117,12 +121,16 @@ def _prepare_backward(
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
     dz_re = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
-    if WIDE and NEEDED:
-        dz_base = batch * dz_batch + group * dz_head
-        dz_re = load_rows(DZ, dz_base, rows, dz_row, columns, S, F).to(tl.float32)
-        dz_im = load_rows(DZ, dz_base + F, rows, dz_row, columns, S, F).to(tl.float32)
     # What is written is contiguous.
     line, stride = (batch * G + group) * 2 * F, B * G * 2 * F
+    if WIDE:
+        base = batch * dvalue_batch + group * dvalue_head
+        for half in tl.static_range(2):
+            dv = load_rows(DVALUE, base + half * F, rows, dvalue_row, columns, S, F)
+            store_rows(DV_OUT, line + half * F, rows, stride, columns, S, dv, F)
+        if NEEDED:
+            dz_re = load_rows(DVALUE, base + 2 * F, rows, dvalue_row, columns, S, F).to(tl.float32)
+            dz_im = load_rows(DVALUE, base + 3 * F, rows, dvalue_row, columns, S, F).to(tl.float32)
     for member in range(PER_GROUP):
         head = group * PER_GROUP + member
         dz_re, dz_im = _backward_one(
@@ -174,25 +182,27 @@ def prepare(
 
 
 def prepare_backward(
-    q: Tensor, k: Tensor, z: Tensor, dq: Tensor, dk: Tensor, dz: Tensor | None, needed: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, in its type, of k, and of z, if it is `needed`, from those of rotated q and k.
+    q: Tensor, k: Tensor, z: Tensor, dq: Tensor, dk: Tensor, dvalue: Tensor | None, needed: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of q, in its type, of k, of v, and of z, if it is `needed`.
 
-    `dz`, if given, is the gradient that z has as a value; it is added to that of the rotation.
+    `dq` and `dk` are those of the rotated q and k, and `dvalue` that of [v | z] (S, B, G, 2D). Without it there is none
+    of v, and z's is the rotation's alone.
     """
     (S, B, G, D), H = k.shape, q.shape[2]
     dq_out = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
     dk_out = torch.empty(S, B, G, D, dtype=k.dtype, device=k.device)
+    dv_out = None if dvalue is None else torch.empty(S, B, G, D, dtype=dvalue.dtype, device=k.device)
     dz_out = torch.empty(S, B, G, D, dtype=z.dtype, device=z.device) if needed else None
-    wide = dz is not None
+    wide = dvalue is not None
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 2048 // block_f // 2)
     _prepare_backward[(B * G, triton.cdiv(S, block_s))](
-        q, k, z, dq, dq_out, dk, dk_out, dz if wide else dk, dz_out if needed else dk_out,
-        *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk), *strides(dz if wide else dk),
+        q, k, z, dq, dq_out, dk, dk_out, *((dvalue, dv_out) if wide else (dk, dk_out)), dz_out if needed else dk_out,
+        *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk), *strides(dvalue if wide else dk),
         B, S, G, H // G, D // 2, block_f, block_s, wide, needed,
     )  # fmt: skip
-    return dq_out, dk_out, dz_out
+    return dq_out, dk_out, dv_out, dz_out
 
 
 class _Prepared(torch.autograd.Function):
@@ -209,18 +219,58 @@ class _Prepared(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk, dvalue=None):
         q, k, z = ctx.saved_tensors
-        D, needed = dk.shape[-1], ctx.needs_input_grad[3]
         dq, dk = (last_contiguous(x) for x in (dq, dk))
         dvalue = None if dvalue is None else last_contiguous(dvalue)
-        dz = None if dvalue is None else dvalue[..., D:]
-        dq, dk, dz = prepare_backward(dq if q is None else q, dk if k is None else k, z, dq, dk, dz, needed)
-        return dq, dk, None if dvalue is None else dvalue[..., :D], dz, None
+        q, k = dq if q is None else q, dk if k is None else k
+        return *prepare_backward(q, k, z, dq, dk, dvalue, ctx.needs_input_grad[3]), None
+
+
+@triton.jit
+def _join(
+    LEFT, RIGHT, OUT, left_row, left_batch, left_head, right_row, right_batch, right_head,
+    out_row, out_batch, out_head, S, H, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    batch, head = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    base = batch * out_batch + head * out_head
+    left = load_rows(LEFT, batch * left_batch + head * left_head, rows, left_row, columns, S, D)
+    right = load_rows(RIGHT, batch * right_batch + head * right_head, rows, right_row, columns, S, D)
+    store_rows(OUT, base, rows, out_row, columns, S, left, D)
+    store_rows(OUT, base + D, rows, out_row, columns, S, right, D)
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.like = torch.empty_like(x, device="meta")
+        return x.chunk(2, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, left, right):
+        left, right = last_contiguous(left), last_contiguous(right)
+        (S, B, H, D), out = left.shape, torch.empty_like(ctx.like, device=left.device)
+        block_d = triton.next_power_of_2(D)
+        block_s = max(1, 2048 // block_d)
+        _join[(B * H, triton.cdiv(S, block_s))](
+            left, right, out, *strides(left), *strides(right), *strides(out), S, H, D, block_d, block_s
+        )
+        return out
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two halves of [o | u] (S, B, H, 2D) as views; one kernel joins their gradients, in the layout of x.
+
+    The backward pass of torch.split is torch.cat, which reaches a fifth of the memory's bandwidth here.
+    """
+    with torch.cuda.device_of(x):
+        return _Halves.apply(x)
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
     """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`, [v | z].
 
-    Gradients flow to all of them. The gradient of v is a view of the value's.
+    Gradients flow to all of them.
     """
     with torch.cuda.device_of(q):
         return _Prepared.apply(q, k, v, z.expand(k.shape), wide)
