@@ -88,9 +88,10 @@ def _cut(case: Case) -> bool:
 
 
 _ON_CPU = frozenset({CPU})
+_H200 = "on an H200: docs/gpu.md"
 TABLE = (
     Row(AVERAGES, _ON_CPU, "tiled", "one pass over [v | z]", measured="docs/attention.md"),
-    Row(AVERAGES, WITH_CUDNN, "torch_wide", "one call of cuDNN on [v | z]", range(8, 65), _free),
+    Row(AVERAGES, WITH_CUDNN, "torch_wide", "one call of cuDNN on [v | z]", range(8, 65), _free, measured=_H200),
     Row(
         AVERAGES,
         frozenset({HOPPER}),
@@ -99,8 +100,9 @@ TABLE = (
         (128,),
         lambda case: _free(case) and not case.grouped,
         flash_attn_4=True,
+        measured=_H200,
     ),
-    Row(AVERAGES, WITH_CUDNN, "torch", "a call of cuDNN for v and one for z", range(65, 257), _free),
+    Row(AVERAGES, WITH_CUDNN, "torch", "a call of cuDNN for v and one for z", range(65, 257), _free, measured=_H200),
     Row(AVERAGES, GPUS, "triton", "one pass over [v | z] that skips other documents and can repeat its bits"),
     Row(AVERAGES, GPUS, "torch", "a call for v and one for z", slow=True),
     Row(SCORED, _ON_CPU, "tiled", "scores tile by tile"),
@@ -110,7 +112,7 @@ TABLE = (
     Row(PLAIN, _ON_CPU, "tiled", "skips the keys of other segments", condition=lambda case: case.segments),
     Row(PLAIN, GPUS, "flash_attn", "skips the keys of other documents", condition=_cut),
     Row(PLAIN, GPUS, "triton", "skips the keys of other documents", condition=_cut),
-    Row(PLAIN, GPUS | _ON_CPU, "torch", "torch's choice among its kernels"),
+    Row(PLAIN, GPUS | _ON_CPU, "torch", "torch's choice among its kernels", measured=_H200),
     Row(PLAIN, GPUS, "triton", "our kernel instead of torch's"),
 )
 

@@ -24,7 +24,7 @@ PROGRAMS = 16
 TOKENS = 4
 """Minimum number of tokens per program."""
 
-COLUMNS = 32
+COLUMNS = 64
 """Maximum number of a token's columns in registers; with more, fewer programs run at the same time."""
 
 
