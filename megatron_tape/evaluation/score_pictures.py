@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Results = dict[str, TaskResult]
 """The results of one task by the models' labels."""
-_MOST_ROWS = 30
+_MOST_ROWS = 60
 
 
 def by_length(results: Results, metric: str, name: str, axis: str, steep: float = math.inf) -> list[Picture]:

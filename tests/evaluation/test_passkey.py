@@ -142,7 +142,6 @@ def test_the_published_form_is_that_of_longlora(tokenizers):
     model = Answering(tokenizers["bpe"], finds_the_key)
     result = evaluated(model, form="landmark", lengths=[300], samples=4)
     assert [(score.value, score.count) for score in result.scores] == [(1, 12)]
-    assert sum(row[0] for row in result.details["count"]) == 12
     assert sorted(model.prompts) == sorted(published_prompt(300, seed)[0].prompt for seed in range(12))
     tokens = [number for value in result.examples.values() for number in value["tokens"]]
     assert f"{sum(tokens) / 12:,.0f} for 300" in result.notes[0] and "compared as text" in result.notes[0]

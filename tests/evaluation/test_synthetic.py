@@ -149,7 +149,7 @@ def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
     (picture,) = Addition.draw({"model": results, "other": addition(Answering(next_of_sum), step=2)})
     image = picture.figure.axes[0].images[0].get_array()
     assert image.tolist() == expected.tolist()
-    assert "model: 97.2% for up to 6 digits" in picture.alternative_text
+    assert "model: from 0.00 (5, 2) to 1.00" in picture.alternative_text
 
 
 def test_hints_are_those_of_training():

@@ -6,7 +6,7 @@ The sums are those of `synthetic.addition`, on which `data.generator: {task: add
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Sum
 from megatron_tape.evaluation.tasks.synthetic_tasks import SyntheticTask, right_answers
 from megatron_tape.synthetic import EVALUATION, random_of
 from megatron_tape.synthetic import Addition as Sums
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MOST = 10**6
 """Digits and samples are below this, so that every sum has a number of its own."""
@@ -120,27 +117,11 @@ class Addition(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.figures import model_panels
+        from megatron_tape.evaluation.score_pictures import share_maps
 
-        if not results:
-            return []
-        figure, panels = model_panels(results, width=4.0, height=3.6)
-        told = []
-        for axes, (label, result) in zip(panels, results.items()):
-            _draw_sums(axes, result.details, bar="exact match" if axes is panels[-1] else None)
-            told.append(f"{label}: " + ", ".join(f"{score.value:.1%} for {score.group}" for score in result.scores))
-        text = f"Heat map of the share of right sums by the digits of both operands. {'; '.join(told)}."
-        return [Picture(cls.name, text, figure)]
+        def names(result: TaskResult) -> tuple[list[int], list[int]]:
+            return (result.details["lengths"],) * 2
 
-
-def _draw_sums(axes: Axes, details: dict[str, Any], bar: str | None) -> None:
-    from megatron_tape.evaluation.figures import heat_map
-
-    lengths, trained = details["lengths"], details["digits"]
-    names = {"row_label": "digits of the first operand", "column_label": "digits of the second"}
-    heat_map(axes, details["accuracy"], lengths, lengths, bar=bar, **names)
-    border = sum(length <= trained for length in lengths) - 0.5
-    if 0 < border < len(lengths) - 1:
-        corner = [-0.5, border, border], [border, border, -0.5]
-        axes.plot(*corner, color="white", linewidth=1.5)
-        axes.plot(*corner, color="black", linewidth=1.5, linestyle=(0, (3, 3)))
+        trained = " and ".join(dict.fromkeys(str(result.details["digits"]) for result in results.values()))
+        labels, title = ("digits of the first operand", "digits of the second"), f"Sums; trained up to {trained} digits"
+        return share_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels)

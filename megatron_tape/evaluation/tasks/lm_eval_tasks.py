@@ -21,8 +21,6 @@ _FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
 _TASK_FILES = (".yaml", ".yml")
 CHANGE = ", change"
 """How metrics end that are changes of others."""
-_SHOWN = 30
-"""Rows of a picture at most."""
 
 
 @dataclass(kw_only=True)

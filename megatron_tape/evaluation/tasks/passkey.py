@@ -110,16 +110,15 @@ class Passkey(Task):
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         lengths, depths = self._lengths(info), range(self.settings.depths)
-        scores, cells = [], []
+        scores, columns = [], []
         for length in lengths:
-            of_length = [values[key]["right"] if (key := f"{length}/{depth}") in values else [] for depth in depths]
-            cells.append([_cell(right) for right in of_length])
-            right = sum(of_length, [])
+            cells = [values[key]["right"] if (key := f"{length}/{depth}") in values else [] for depth in depths]
+            columns.append([sum(right) / len(right) if right else None for right in cells])
+            right = sum(cells, [])
             share, interval = sum(right) / len(right), wilson(sum(right), len(right))
             scores.append(Score("accuracy", share, "higher", *interval, length, count=len(right)))
-        details: dict[str, Any] = {"lengths": lengths, "depths": self._depths()}
-        for name in ("accuracy", "low", "high", "count"):
-            details[name] = [[cell[name] for cell in row] for row in zip(*cells)]
+        accuracy = [list(row) for row in zip(*columns)]
+        details = {"lengths": lengths, "depths": self._depths(), "accuracy": accuracy}
         return Summary(scores, details, self._notes(lengths, values))
 
     @classmethod
@@ -209,10 +208,3 @@ def _configuration(hidden: list[Hidden], room: int) -> dict[str, Any]:
 def _count(model: HuggingFaceModel, text: str) -> int:
     """Return the tokens of a text as the model gets it, with those that mark its beginning."""
     return len(model.tokenizer(text, verbose=False)["input_ids"])
-
-
-def _cell(right: list[int]) -> dict[str, float | None]:
-    if not right:
-        return {"accuracy": None, "low": None, "high": None, "count": 0}
-    low, high = wilson(sum(right), len(right))
-    return {"accuracy": sum(right) / len(right), "low": low, "high": high, "count": len(right)}

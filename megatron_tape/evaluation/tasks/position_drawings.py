@@ -15,11 +15,10 @@ from megatron_tape.evaluation.figures import (
     model_panels,
     new_figure,
     plain,
-    score_curve,
     shades,
-    styles,
 )
-from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.results import TaskResult
+from megatron_tape.evaluation.score_pictures import by_group
 from megatron_tape.evaluation.task import Picture
 
 _CURVES = 6
@@ -30,14 +29,11 @@ _MOST_TOKENS = 4096
 def draw(results: dict[str, TaskResult]) -> list[Picture]:
     """Return the pictures of several models' results by their labels."""
     pictures = [_distances(results), _by_position(results), _similarities(results)]
-    if any(_scores(result, "loss_increase") for result in results.values()):
-        pictures.append(_ablations(results))
-    pictures.append(_changes(results))
-    return pictures + [_maps(index, label, result) for index, (label, result) in enumerate(results.items())]
-
-
-def _scores(result: TaskResult, metric: str) -> list[Score]:
-    return [score for score in result.scores if score.metric == metric]
+    title = "increase of the loss with RoPE's phases in a layer"
+    pictures += by_group(results, lambda score: score.metric == "loss_increase", "positions-ablation", title)
+    return [*pictures, _changes(results)] + [
+        _maps(index, label, result) for index, (label, result) in enumerate(results.items())
+    ]
 
 
 def _heat_maps(values: dict[str, list[list[float]]], column: str, bar: str, high: float) -> tuple[Any, str]:
@@ -92,29 +88,6 @@ def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
     shown = sorted({later[at] for at in np.linspace(0, len(later) - 1, min(_CURVES, len(later))).astype(int)})
     for layer, color in zip(shown, shades(len(shown))):
         axes.plot(x, layers[layer], color=color, linewidth=1.4, label=f"layer {layer}")
-
-
-def _ablations(results: dict[str, TaskResult]) -> Picture:
-    figure, (axes, whole) = new_figure(1, 2, width=5.2, width_ratios=[4, 1])
-    said = []
-    for label, style in styles(results).items():
-        scores = _scores(results[label], "loss_increase")
-        if not scores:
-            continue
-        *layers, everywhere = scores
-        score_curve(axes, {**style, "linestyle": ":"}, range(len(layers)), layers)
-        score_curve(whole, {**style, "linestyle": "none"}, [list(results).index(label)], [everywhere])
-        most = max(range(len(layers)), key=lambda layer: layers[layer].value)
-        said.append(
-            f"{label}: most in layer {most} with {layers[most].value:.3g} nats per token, in all layers together "
-            f"{everywhere.value:.3g}"
-        )
-    axes.set(xlabel="layer that reads RoPE's phases", ylabel="increase of the loss (nats per token)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    whole.set(xlabel="all layers", xticks=[])
-    legend(figure)
-    text = "Increase of the loss when the position state of one layer is put back to RoPE's. "
-    return Picture("positions-ablation", text + "; ".join(said) + ".", figure)
 
 
 def _changes(results: dict[str, TaskResult]) -> Picture:
