@@ -1,10 +1,9 @@
-"""What works beside Llama: try an exported model with what the Hugging Face world does, and print a table.
+"""Try an exported model with what the Hugging Face world does.
 
-    python tests/huggingface/ecosystem.py exported/my-model --beside models/SmolLM2-135M --markdown
+    python tests/huggingface/ecosystem.py exported/my-model
 
 needs torch, transformers and this folder, nothing else of this project; a row whose package is missing says `not
 installed`. Every row compares with a truth that the model itself gives, such as generation without a cache, in fp32.
-With --beside, the same rows run on a model of transformers, so that what fails there as well is not held against TAPE.
 The code that an export carries is run: give only exports that you trust.
 """
 
@@ -12,12 +11,11 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import platform
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -39,16 +37,6 @@ class Row:
     run: Callable[["Subject"], None]
     needs: tuple[str, ...]
     heavy: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a row with one model."""
-
-    status: str
-    why: str = ""
-    kind: str = ""
-    """The type of the exception, for a row that fails."""
 
 
 ROWS: dict[str, Row] = {}
@@ -138,31 +126,22 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def try_row(entry: Row, subject: Subject) -> Outcome:
-    """Run a row; nothing that it raises passes, except KeyboardInterrupt."""
+def try_row(entry: Row, subject: Subject) -> str:
+    """Run a row and return what came of it; nothing that it raises passes, except KeyboardInterrupt."""
     needed = (package for package in entry.needs if package != "transformers_tape" or subject.is_tape)
     if missing := [package for package in needed if not is_installed(package)]:
-        return Outcome(NOT_INSTALLED, ", ".join(missing))
+        return f"{NOT_INSTALLED} ({', '.join(missing)})"
     torch.manual_seed(0)
     try:
-        # Trainers and libraries print, and the table is on stdout.
+        # Trainers and libraries print, and the results are on stdout.
         with contextlib.redirect_stdout(sys.stderr):
             entry.run(subject)
-        status, why, kind = WORKS, "", ""
     except Exception as error:
         # What a TAPE model does not do, it refuses before it computes anything.
-        status = REFUSED if subject.is_tape and isinstance(error, NotImplementedError) else FAILS
-        why, kind = " ".join(str(error).split())[:300], type(error).__name__
-    return Outcome(status, why, kind)
-
-
-def verdict(ours: Outcome, theirs: Outcome | None) -> str:
-    """Return the table's word for a row of TAPE beside the same row of Llama."""
-    if ours.status == WORKS:
-        return WORKS
-    if ours.status == FAILS and theirs is not None and (theirs.status, theirs.kind) == (FAILS, ours.kind):
-        return f"as Llama: fails ({ours.kind}: {ours.why})"
-    return f"{ours.status} ({ours.kind + ': ' if ours.kind and ours.status == FAILS else ''}{ours.why})"
+        refused = subject.is_tape and isinstance(error, NotImplementedError)
+        why = " ".join(str(error).split())[:300]
+        return f"{REFUSED} ({why})" if refused else f"{FAILS} ({type(error).__name__}: {why})"
+    return WORKS
 
 
 def load_rows() -> dict[str, Row]:
@@ -180,55 +159,25 @@ def load_rows() -> dict[str, Row]:
 
 
 def main() -> None:
-    """Try every row and print the table; the exit status is 1 if a row fails that does not fail for Llama."""
+    """Try the rows and print what comes of each; the exit status is 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", type=Path, help="directory of an exported model, TAPE or not")
-    parser.add_argument("--beside", type=Path, metavar="DIR", help="a model of transformers of about the same size")
-    parser.add_argument("--beside-failures", action="store_true", help="try DIR only where the export's row fails")
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows")
+    parser.add_argument("export", type=Path, help="directory of an exported model, or of one of transformers")
     parser.add_argument("--only", choices=("light", "heavy"), help="only rows without, or with, packages of their own")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
-    rows = load_rows()
-    if unknown := set(options.rows or ()) - set(rows):
-        parser.error(f"--rows: unknown {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
-    for directory in filter(None, (options.export, options.beside)):
-        if not (directory / "config.json").is_file():
-            parser.error(f"{directory} has no config.json")
-    chosen = [rows[name] for name in options.rows or rows]
-    chosen = [entry for entry in chosen if options.only is None or entry.heavy == (options.only == "heavy")]
+    rows = {name: row for name, row in load_rows().items() if options.only in (None, "heavy" if row.heavy else "light")}
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    found = {}
     with tempfile.TemporaryDirectory() as work:
-        ours = Subject(options.export, Path(work, "ours"))
-        theirs = Subject(options.beside, Path(work, "theirs")) if options.beside else None
-        failed = print_table(chosen, ours, theirs, options)
-    sys.exit(1 if failed else 0)
-
-
-def print_table(rows: list[Row], ours: Subject, theirs: Subject | None, options: argparse.Namespace) -> bool:
-    """Try the rows, print each as it is done, write --json, and return whether one fails that Llama's does not."""
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    columns = ["what", "result"] if theirs is None else ["what", "TAPE", "Llama"]
-    line = (lambda cells: f"| {' | '.join(cells)} |") if options.markdown else ": ".join
-    print(f"{versions}\n", flush=True)
-    if options.markdown:
-        print(line(columns), line("---" for _ in columns), sep="\n")
-    kept, failed = {}, False
-    for number, entry in enumerate(rows, start=1):
-        print(f"row {number} of {len(rows)}: {entry.name}", file=sys.stderr, flush=True)
-        outcome, other = try_row(entry, ours), None
-        if theirs and not (options.beside_failures and outcome.status != FAILS):
-            other = try_row(entry, theirs)
-        found = verdict(outcome, other)
-        failed |= outcome.status == FAILS and not found.startswith("as Llama")
-        cells = [entry.what, found, *([verdict(other, None) if other else "not tried"] if theirs else [])]
-        print(line(cell.replace("|", r"\|") if options.markdown else cell for cell in cells), flush=True)
-        kept[entry.name] = {"verdict": found, "ours": asdict(outcome), "theirs": asdict(other) if other else None}
+        subject = Subject(options.export, Path(work))
+        for name, entry in rows.items():
+            found[name] = try_row(entry, subject)
+            print(f"{entry.what}: {found[name]}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"versions": versions, "rows": kept}, indent=2), encoding="utf-8")
-    return failed
+        kept = {"transformers": transformers.__version__, "rows": found}
+        options.json.write_text(json.dumps(kept, indent=2), encoding="utf-8")
+    sys.exit(1 if any(result.startswith(FAILS) for result in found.values()) else 0)
 
 
 if __name__ == "__main__":

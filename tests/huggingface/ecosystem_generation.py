@@ -105,11 +105,6 @@ def static_cache(subject: Subject):
     equal_tokens(subject.generate(subject.ids(24), cache_implementation="static"), subject.greedy)
 
 
-@row("generate with the offloaded cache, on a CPU: the tokens of generate without a cache")
-def offloaded_cache(subject: Subject):
-    equal_tokens(subject.generate(subject.ids(24), cache_implementation="offloaded"), subject.greedy)
-
-
 @row("a prompt's cache, copied and continued in two ways: the tokens of the whole conversations")
 def reused_cache(subject: Subject):
     prompt, ways = subject.ids(24), (subject.ids(5, 30), subject.ids(7, 60))
