@@ -110,7 +110,7 @@ def run_tool(tmp_path_factory):
         if tool == "preprocess_data":
             arguments = ("--workers", workers, *arguments)
         # A Hugging Face cache is chosen before any import; workers are forked from a process without threads.
-        apart = workers > 1 or "hub" in arguments or tool == "train_tokenizer"
+        apart = workers > 1 or "hub" in arguments
         result = subprocess.run(command(tool, *arguments), **settings) if apart else run_here(tool, *arguments)
         assert result.returncode == code, result.stderr
         assert "Traceback" not in result.stderr

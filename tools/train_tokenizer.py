@@ -8,16 +8,13 @@ The same input and options give the same tokenizer.
 """
 
 import argparse
+import contextlib
 import heapq
 import io
-import multiprocessing
-import os
 import random
 import re
 import signal
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, document_bytes_option, find_inputs, read_texts
@@ -41,8 +38,8 @@ def main() -> None:
             raise ConfigError("--input", "holds no document", "check it")
         size = sum(len(text.encode("utf-8")) for text in texts)
         command_line.say(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
-        with command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"):
-            file.write(train_apart(texts, arguments.vocab_size, arguments.model_type))
+        with command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"), ended_by_signals():
+            file.write(train(texts, arguments.vocab_size, arguments.model_type))
     command_line.say(f"wrote {arguments.output}")
 
 
@@ -108,42 +105,15 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
     return model.getvalue()
 
 
-def train_apart(*arguments: Any) -> bytes:
-    """Return what `train` does in a process of its own, as SentencePiece aborts its process when memory runs out.
-
-    Raises ChildProcessError if that process dies.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    trainer = context.Process(target=_train_and_send, args=(sender, *arguments))
-    trainer.start()
-    sender.close()
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let signals end the process at once: SentencePiece returns to Python only when it has trained."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        result = receiver.recv()
-    except EOFError:
-        trainer.join()
-        code = trainer.exitcode
-        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        problem = f"SentencePiece's trainer died ({how}), probably for lack of memory"
-        raise ChildProcessError(f"{problem}; give a smaller --max-bytes, or the program more memory") from None
+        yield
     finally:
-        trainer.kill()
-        trainer.join()
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _train_and_send(sender: Connection, *arguments: Any) -> None:
-    # Ctrl-C reaches every process of the terminal; only the parent acts on it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent says what is wrong
-    try:
-        sender.send(train(*arguments))
-    except Exception as error:
-        sender.send(error)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _explained(message: str, vocab_size: int) -> ConfigError:
