@@ -30,7 +30,7 @@ from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.run.weights_and_biases import INSTALL, installed
 from megatron_tape.synthetic.settings import generator_of
-from megatron_tape.training.hooks import EVALUATIONS
+from megatron_tape.training.hooks import HOOKS
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -181,7 +181,7 @@ def _validate_long_documents(config: RunConfig) -> None:
 
 
 def _validate_evaluations(config: RunConfig) -> None:
-    _check_names("train.evaluations", config.train.evaluations, tuple(EVALUATIONS))
+    _check_names("train.evaluations", config.train.evaluations, tuple(HOOKS))
     build_tasks(config)
 
 

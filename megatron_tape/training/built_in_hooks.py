@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_tape.config.monitoring import profile_of
 from megatron_tape.config.steering import spikes_of
 from megatron_tape.training.gradient_norms import GradientNorms
-from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training, register
+from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training
 from megatron_tape.training.position_norms import PositionNorms
 from megatron_tape.training.profiling import Profiling
 from megatron_tape.training.spikes import SpikeHook
@@ -77,13 +77,12 @@ def sample_text(
     return tokenizer.decode(ids)
 
 
-for _name, _kind in {
+HOOKS |= {
     "validation_loss": ValidationLoss,
     "sample": Sample,
     "position_norms": PositionNorms,
     "gradient_norms": GradientNorms,
-}.items():
-    register(_name, _kind)
+}
 
 
 def hooks_of(config: RunConfig) -> dict[str, Hook]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_tape.config.schema import EVALUATIONS
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -85,17 +87,13 @@ class Hook:
         return HookResult()
 
 
-EVALUATIONS = ["validation_loss", "sample", "position_norms", "gradient_norms"]
-"""The names that `train.evaluations` may have."""
-HOOKS: dict[str, Callable[[], Hook]] = {}
-"""What makes the hook of each name; `built_in_hooks` adds our own."""
+HOOKS: dict[str, Callable[[], Hook] | None] = dict.fromkeys(EVALUATIONS)
+"""What makes the hook of each name that `train.evaluations` may have; `built_in_hooks` adds our own."""
 
 
 def register(name: str, kind: Callable[[], Hook]) -> None:
     """Let `train.evaluations` switch on the hook that `kind` makes; call it before the configuration is checked."""
     HOOKS[name] = kind
-    if name not in EVALUATIONS:
-        EVALUATIONS.append(name)
 
 
 def joined(results: Iterable[tuple[str, HookResult]]) -> HookResult:

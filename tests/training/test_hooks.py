@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_cases import RECIPE, option, rows
 
 from megatron_tape.training.engine import Engine
-from megatron_tape.training.hooks import EVALUATIONS, HOOKS, Hook, HookResult, joined, register
+from megatron_tape.training.hooks import HOOKS, Hook, HookResult, joined, register
 from megatron_tape.training.position_norms import picture
 from pretrain import train
 
@@ -45,7 +45,6 @@ def run(tmp_path):
 
     start.folder = tmp_path / "run"
     yield start
-    EVALUATIONS.remove("toy")
     del HOOKS["toy"]
 
 
