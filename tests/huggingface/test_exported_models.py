@@ -245,7 +245,7 @@ def test_what_these_models_cannot_do_is_refused_by_name(exported):
     with pytest.raises(NotImplementedError, match="fire do not support continuous batching"):
         model.generate_batch([[5, 6, 7]], max_new_tokens=2)
     load = type(model).from_pretrained
-    with pytest.raises(NotImplementedError, match="fire do not support transformers' tensor"):
+    with pytest.raises(NotImplementedError, match="does not support transformers' tensor"):
         load(made.directory, tp_plan="auto")
     with pytest.raises(NotImplementedError, match="use device_map to spread layers"):
         load(made.directory, distributed_config={"pp_size": 2})

@@ -159,13 +159,10 @@ def test_a_position_state_in_fp32_keeps_small_updates_of_a_bf16_model(exports):
     assert (fp32 - exact).norm() < 0.1 * exact.norm() and (bf16 - exact).norm() > 0.5 * exact.norm()
 
 
-def test_transformers_may_add_to_the_tensor_parallel_plan_which_is_not_saved(tmp_path):
-    """As version 5.19 does for tied embeddings."""
-    config = TapeConfig(num_attention_heads=4, hidden_size=32, num_hidden_layers=2, tie_word_embeddings=True)
-    assert config.base_model_tp_plan["layers.*.position.token_mixing"] == "rowwise"
-    config.base_model_tp_plan = {**config.base_model_tp_plan, "embed_tokens": "added"}
-    config.save_pretrained(tmp_path)
-    assert "embed_tokens" not in TapeConfig.from_pretrained(tmp_path).base_model_tp_plan
+@pytest.mark.parametrize("given", [dict(tp_plan="auto"), dict(distributed_config={"pp_size": 2})])
+def test_parallelism_of_transformers_is_refused(exports, given):
+    with pytest.raises(NotImplementedError, match="use device_map"):
+        TapeForCausalLM.from_pretrained(exports["tape"].directory, **given)
 
 
 def test_rotary_settings_of_single_types_of_layers_are_refused():

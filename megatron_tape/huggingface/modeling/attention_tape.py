@@ -14,10 +14,64 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
+from .configuration_tape import TapeConfig
+from .paged_tape import update_paged
+
 ROWS, LONGEST, SCORES = 192, 2**21, 2**19
 """Queries of a block, times the heads of a group; how many scores they may have; and scores at a time per thread."""
 SERVERS = ("vllm", "sglang")
 """Attention functions of servers, which keep one key and one value of each token: they have no room for z."""
+
+
+class TapeAttention(nn.Module):
+    """Attention that rotates by the position state and averages it together with the values."""
+
+    def __init__(self, config: TapeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = True
+        C, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=bias)
+        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
+        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states, state, attention_mask, past_key_values, average_state, cache_position=None, **kwargs
+    ):
+        """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the map or None.
+
+        hidden_states (B, S, C), state (B, S, G, D); the mask is in the form that the attention implementation expects.
+        """
+        B, S, _ = hidden_states.shape
+        D, G = self.head_dim, state.shape[2]
+        query, key, value = (
+            project(hidden_states).view(B, S, -1, D) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        state = state.to(query.dtype)
+        query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
+        key = rotate(key, state)
+        if average_state:
+            value = torch.cat([value, state.expand_as(value)], dim=-1)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if (paged := kwargs.pop("cache", None)) is not None:
+            key, value = update_paged(paged, key, value, self.layer_idx, kwargs)
+        elif past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+
+        kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
+        kwargs["scaling"] = self.scaling
+        (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
+        return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import transformers
 from packaging.version import Version
-from transformers import LlamaConfig, Qwen3Config
 
 OLDEST_TRANSFORMERS = "5.0.0"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
@@ -121,10 +120,6 @@ class TapeConfig(DecoderConfig):
             )
         if gate_input not in GATE_INPUTS:
             raise ValueError(f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}")
-        # How tensor parallelism cuts each module; versions of transformers differ in what they call the ways, and some
-        # add one for tied embeddings.
-        same_modules = Qwen3Config if kwargs.get("qk_norm") else LlamaConfig
-        self.base_model_tp_plan = {**same_modules.base_model_tp_plan, "layers.*.position.token_mixing": "rowwise"}
         super().__init__(num_attention_heads=num_attention_heads, **kwargs)
         if (rope_type := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
             raise ValueError(f"rope_type is {rope_type!r}; TAPE supports {', '.join(ROPE_TYPES)}")

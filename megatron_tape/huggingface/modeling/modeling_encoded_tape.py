@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
-from .attention_tape import SERVERS, attend, rotate
+from .attention_tape import SERVERS, TapeAttention, attend, rotate
 from .cache_encoded_tape import LayerMemory, check_cache, prepare_cache
 from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import Encoding, Memory, in_some_layers
 from .modeling_tape import (
-    TapeAttention,
     TapeForCausalLM,
     TapeForQuestionAnswering,
     TapeForSequenceClassification,
@@ -203,15 +202,6 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
     _supports_attention_backend = False
     _can_compile_fullgraph = False
 
-    @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        if any(kwargs.get(name) is not None for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")):
-            raise NotImplementedError(
-                f"models with the positional encoding {Encoding.name} do not support transformers' tensor and pipeline "
-                "parallelism; use device_map to spread layers over devices"
-            )
-        return super().from_pretrained(*args, **kwargs)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, EncodedParameter):
@@ -289,7 +279,6 @@ class EncodedForCausalLM(EncodedPreTrainedModel, TapeForCausalLM):
     """The decoder with its language-model head."""
 
     model_class = EncodedModel
-    _tp_plan = {}
 
     def init_continuous_batching(self, *args, **kwargs):
         raise NotImplementedError(

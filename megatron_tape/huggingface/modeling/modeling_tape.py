@@ -27,73 +27,17 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import can_return_tuple, logging
 
-from .attention_tape import attend, refuse_servers, rotate
+from .attention_tape import TapeAttention, refuse_servers
 from .cache_tape import check_cache, let_grow
 from .configuration_tape import TapeConfig
-from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager, update_paged
-from .parallel_tape import share_of
-from .position_tape import TapePhases, TapePosition
+from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager
+from .position_tape import TapePhases, TapePosition, warn_if_frozen
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
 _MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
-
-
-class TapeAttention(nn.Module):
-    """Attention that rotates by the position state and averages it together with the values."""
-
-    def __init__(self, config: TapeConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.is_causal = True
-        C, D, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=bias)
-        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
-        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
-
-    def forward(
-        self, hidden_states, state, attention_mask, past_key_values, average_state, cache_position=None, **kwargs
-    ):
-        """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the map or None.
-
-        hidden_states (B, S, C), state (B, S, G, D); the mask is in the form that the attention implementation expects.
-        """
-        B, S, _ = hidden_states.shape
-        D, G = self.head_dim, state.shape[2]
-        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        if key.shape[-1] != G * D:
-            state = share_of(state, self.k_proj.weight)
-            G = state.shape[2]
-        query, key = query.view(B, S, -1, D), key.view(B, S, G, D)
-        value = self.v_proj(hidden_states).view(B, S, G, D)
-        if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        state = state.to(query.dtype)
-        query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
-        key = rotate(key, state)
-        if average_state:
-            value = torch.cat([value, state.expand_as(value)], dim=-1)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if (paged := kwargs.pop("cache", None)) is not None:
-            key, value = update_paged(paged, key, value, self.layer_idx, kwargs)
-        elif past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
-
-        kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
-        kwargs["scaling"] = self.scaling
-        (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
-        return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
 
 
 class TapeMLP(nn.Module):
@@ -159,12 +103,10 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        distributed = kwargs.get("distributed_config")
-        key, by_key = "pp_size", isinstance(distributed, dict)
-        if ((distributed.get(key) if by_key else getattr(distributed, key, None)) or 1) > 1:
+        if any(kwargs.get(name) is not None for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")):
             raise NotImplementedError(
-                "TAPE models do not support transformers' pipeline parallelism (pp_size), whose stages pass on hidden "
-                "states without the position state; use tp_size, or device_map to spread layers over devices"
+                f"{cls.__name__} does not support transformers' tensor and pipeline parallelism; use device_map to "
+                "spread layers over devices"
             )
         return super().from_pretrained(*args, **kwargs)
 
@@ -218,22 +160,7 @@ class TapeModel(TapePreTrainedModel):
         return hidden_states, phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
 
     def _check_trained(self) -> None:
-        """Warn if the model is being trained while TAPE's matrices, which make it RoPE, cannot move away from zero."""
-        position = {name: parameter for name, parameter in self.named_parameters() if ".position." in name}
-        if not position or any(parameter.requires_grad for parameter in position.values()):
-            return
-        mixing, up, down = (
-            [each for name, each in position.items() if f".{part}." in name]
-            for part in ("token_mixing", "up_proj", "down_proj")
-        )
-        # Where weights are elsewhere (offloaded, or cut over processes), nobody knows.
-        here = all(each.numel() and not each.is_meta for each in position.values())
-        plain = here and any(not any(each.any() for each in [*mixing, *zero]) for zero in (up, down))
-        if plain and any(p.requires_grad for p in self.parameters()):
-            logger.warning(
-                "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
-                'them with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
-            )
+        warn_if_frozen(self)
 
     @can_return_tuple
     def forward(
@@ -328,7 +255,6 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
 
     model_class = TapeModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = LlamaForCausalLM._tp_plan
 
     def __init__(self, config: TapeConfig):
         super().__init__(config)

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
 
 from .configuration_tape import TapeConfig
+
+logger = logging.get_logger(__name__)
 
 
 class TapePhases(nn.Module):
@@ -62,7 +65,6 @@ class TapePosition(nn.Module):
     def __init__(self, config: TapeConfig):
         super().__init__()
         H, G, P = config.num_attention_heads, config.num_key_value_heads, config.position_mlp_size
-        self.num_heads = H
         self.token_mixing = nn.Linear(H, G, bias=False)
         self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
         self.up_proj = nn.Linear(G, P, bias=False)
@@ -78,11 +80,8 @@ class TapePosition(nn.Module):
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
         # A state in fp32 accumulates in fp32 and is rounded only where it is a factor.
         wider = state.dtype != averaged.dtype
-        if averaged.shape[1] == self.num_heads:
-            mixing = matrix_of(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
-            mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
-        else:  # the heads of one tensor-parallel process: the module sums over all of them
-            mixed = state + self.token_mixing(averaged.transpose(1, 2).contiguous()).transpose(1, 2)
+        mixing = matrix_of(self.token_mixing, averaged.shape[1], averaged).expand(N, -1, -1)
+        mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
         gate = F.silu(self.x_proj(gate_input)).view(N, -1)
         # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
         up, down = matrix_of(self.up_proj, G, gate), matrix_of(self.down_proj, gate.shape[-1], gate)
@@ -90,3 +89,22 @@ class TapePosition(nn.Module):
         M = (gate @ outer).view(N, G, G)
         new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
         return new.view(B, S, G, D)
+
+
+def warn_if_frozen(model: nn.Module) -> None:
+    """Warn if a model is being trained while TAPE's matrices, which make it RoPE, cannot move away from zero."""
+    position = {name: parameter for name, parameter in model.named_parameters() if ".position." in name}
+    if not position or any(parameter.requires_grad for parameter in position.values()):
+        return
+    mixing, up, down = (
+        [each for name, each in position.items() if f".{part}." in name]
+        for part in ("token_mixing", "up_proj", "down_proj")
+    )
+    # Where weights are elsewhere (offloaded, or cut over processes), nobody knows.
+    here = all(each.numel() and not each.is_meta for each in position.values())
+    plain = here and any(not any(each.any() for each in [*mixing, *zero]) for zero in (up, down))
+    if plain and any(parameter.requires_grad for parameter in model.parameters()):
+        logger.warning(
+            "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
+            'them with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
+        )
