@@ -65,6 +65,7 @@ class TapePosition(nn.Module):
     def __init__(self, config: TapeConfig):
         super().__init__()
         H, G, P = config.num_attention_heads, config.num_key_value_heads, config.position_mlp_size
+        self.num_heads = H
         self.token_mixing = nn.Linear(H, G, bias=False)
         self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
         self.up_proj = nn.Linear(G, P, bias=False)
@@ -80,8 +81,11 @@ class TapePosition(nn.Module):
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
         # A state in fp32 accumulates in fp32 and is rounded only where it is a factor.
         wider = state.dtype != averaged.dtype
-        mixing = matrix_of(self.token_mixing, averaged.shape[1], averaged).expand(N, -1, -1)
-        mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
+        if averaged.shape[1] == self.num_heads:
+            mixing = matrix_of(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
+            mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
+        else:  # the heads of one of vLLM's tensor-parallel processes: the module sums over all of them
+            mixed = state + self.token_mixing(averaged.transpose(1, 2).contiguous()).transpose(1, 2)
         gate = F.silu(self.x_proj(gate_input)).view(N, -1)
         # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
         up, down = matrix_of(self.up_proj, G, gate), matrix_of(self.down_proj, gate.shape[-1], gate)
