@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from megatron_tape.command_line import Progress
 from megatron_tape.errors import FileError
@@ -106,8 +107,8 @@ def page(
 
 
 def _shown(value: Any) -> Any:
-    """Return what the page has of a value: of a text, what can be shown; all of it is escaped after that."""
-    return clean(value) if isinstance(value, str) else value
+    """Return what the page has of a value: of a text, what can be shown, which is escaped after that."""
+    return clean(value) if type(value) is str else value
 
 
 def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str]]:
@@ -117,7 +118,7 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str]]:
         progress.update(0, lambda _: f"drawing {clean(shows)}")  # noqa: B023
         try:
             for picture in make():
-                address = f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
+                address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
                 found.append((address, picture.alternative_text))
         except Exception as error:
             sentence = clean(f"The picture of {shows} could not be drawn ({type(error).__name__}: {error}).", 300)
