@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
-import pytest
 from tool_runs import write_lines
 
 
@@ -80,19 +79,11 @@ def test_documents_that_are_too_large_or_no_text_are_left_out(tmp_path, run_tool
     assert "skipped 1: more than 130 bytes in one document (text 2)" in report
 
 
-@pytest.mark.parametrize("form, streaming", [("directory of jsonl", []), ("parquet files", ["--streaming"])])
-def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool, form, streaming):
-    source, output = tmp_path / "source", tmp_path / "out.jsonl"
-    source.mkdir()
-    texts = ["one", "", "two\n", "three", "four"]
-    if form == "parquet files":
-        pa.parquet.write_table(pa.table({"text": texts}), source / "a.parquet")
-        arguments = ["parquet", "--data-files", source / "*.parquet"]
-    else:
-        write_lines(source / "a.jsonl", texts)
-        arguments = [source]
-    run_tool("make_corpus", "hub", *arguments, *streaming, "--max-documents", 3, "--output", output)
-    assert read_texts(output) == ["one", "two\n", "three"]
+def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool):
+    pa.parquet.write_table(pa.table({"text": ["one", "", "two\n", "three", "four"]}), tmp_path / "a.parquet")
+    options = ["--data-files", tmp_path / "*.parquet", "--streaming", "--max-documents", 3]
+    run_tool("make_corpus", "hub", "parquet", *options, "--output", tmp_path / "out.jsonl")
+    assert read_texts(tmp_path / "out.jsonl") == ["one", "two\n", "three"]
 
 
 def test_a_text_file_is_one_document(tmp_path, run_tool):
