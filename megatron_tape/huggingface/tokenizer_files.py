@@ -7,7 +7,7 @@ written, it is checked on real text that both give the same ids.
 import json
 import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,6 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """SentencePiece's types of pieces."""
 _NEVER = -1e9
 """Score of a piece that text does not become."""
-_QWENS_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWENS_STEPS = [
-    {"type": "Split", "pattern": {"Regex": _QWENS_SPLIT}, "behavior": "Isolated", "invert": False},
-    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-]
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
     if missing:
         tokens = _some(missing)
         warnings.append(f"{source} names special tokens that it does not have, which the export leaves out: {tokens}")
-    settings |= _unless_in({"eos_token", "bos_token"}, named)
+    settings |= {key: value for key, value in named.items() if key not in ("eos_token", "bos_token")}
     special["pad"] = library.token_to_id(named["pad_token"]) if "pad_token" in named else special.get("pad")
     added = sorted(library.get_added_tokens_decoder().items())
     settings["added_tokens_decoder"] = {str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added}
@@ -118,10 +111,6 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
 def _is_exported(name: str) -> bool:
     """Return whether an export has this file. transformers would read further tokens from others."""
     return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(CHAT_TEMPLATES)
-
-
-def _unless_in(excluded: Collection[str], settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in excluded}
 
 
 def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
@@ -170,16 +159,6 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
         settings = read_record(file, dict[str, Any]) if file.is_file() else {}
         kind = kind if "auto_map" in settings else transformers.PreTrainedTokenizerFast
     return kind.from_pretrained(directory, **options)
-
-
-def is_qwens(directory: Path) -> bool:
-    """Return whether a tokenizer.json is like that which transformers puts in place of every Qwen2 model's."""
-    settings = read_record(directory / TOKENIZER_JSON, dict[str, Any])
-    found = settings.get("pre_tokenizer") or {}
-    steps = [_unless_in(("trim_offsets",), step) for step in found.get("pretokenizers") or ()]
-    normal = (settings.get("normalizer") or {}).get("type") == "NFC"
-    has_end = any(token.get("content") == "<|endoftext|>" for token in settings.get("added_tokens") or ())
-    return normal and has_end and steps == _QWENS_STEPS
 
 
 def _of_hugging_face(

@@ -11,8 +11,7 @@ from datasets_for_tests import source_code
 
 from megatron_tape.data.tokenizer import difference, find_files, load_tokenizer, record_of
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface.tokenizer_files import _QWENS_SPLIT as QWENS
-from megatron_tape.huggingface.tokenizer_files import export_problem, is_qwens, read_tokenizer, write_tokenizer
+from megatron_tape.huggingface.tokenizer_files import export_problem, read_tokenizer, write_tokenizer
 
 NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
 SYMBOLS = dict(user_defined_symbols=["<sep>", "\n", "»x"])
@@ -124,41 +123,7 @@ def test_a_tokenizer_takes_the_steps_of_its_file_whatever_class_and_model_are_na
     assert found(TEXT)["input_ids"] == load_tokenizer(source).encode(TEXT) == tokenizer.encode(TEXT).ids
     assert (found.eos_token, found.pad_token, found.model_max_length) == ("<|endoftext|>", "<|endoftext|>", 7)
     automatic = AutoTokenizer.from_pretrained(output)(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
-    assert automatic == (kind == "llama") and not is_qwens(output)
-
-
-@pytest.mark.parametrize(
-    "split, special, same, prefix, behavior",
-    [
-        (QWENS, END, True, False, "isolated"),
-        (QWENS, "<s>", False, False, "isolated"),
-        (r"\p{N}", END, False, False, "isolated"),
-        (QWENS, END, False, True, "isolated"),
-        (QWENS, END, False, False, "removed"),
-    ],
-)
-def test_qwens_tokenizers_are_known(tmp_path, split, special, same, prefix, behavior):
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-    from transformers import AutoTokenizer
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(split), behavior), pre_tokenizers.ByteLevel(prefix, use_regex=False)]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=[special], show_progress=False)
-    tokenizer.train_from_iterator([TEXT * 9], trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    automatic = AutoTokenizer.from_pretrained(tmp_path)
-    unchanged = automatic(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids and len(automatic) == len(
-        tokenizer.get_vocab()
-    )
-    assert is_qwens(tmp_path) == unchanged == same
-    read_tokenizer(tmp_path).save_pretrained(tmp_path)  # under another name of the class
-    assert read_tokenizer(tmp_path)(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
+    assert automatic == (kind == "llama")
 
 
 def test_links_lead_out_of_a_directory_only_in_the_hubs_cache(tmp_path):

@@ -28,7 +28,6 @@ from megatron_tape.huggingface.tokenizer_files import (
     FROM_THE_FILE,
     GENERATION,
     ExportedTokenizer,
-    is_qwens,
     write_tokenizer,
 )
 from megatron_tape.io.files import atomic_directory, sync_directory
@@ -96,11 +95,11 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     ids = _NO_IDS if pieces is None else pieces.special_ids
     config = huggingface_config(model, rows, options.dtype)
     loader = None if pieces is None else "AutoTokenizer"
-    if pieces is not None and config["model_type"] == "qwen2" and not is_qwens(directory):
+    if pieces is not None and config["model_type"] == "qwen2":
         loader = FROM_THE_FILE
         command_line.say(
-            "warning: with model.qkv_bias this export is a Qwen2, and AutoTokenizer of transformers replaces the "
-            "tokenizer of every Qwen2 by Qwen's own; load it with PreTrainedTokenizerFast.from_pretrained"
+            "with model.qkv_bias this export is a Qwen2, and AutoTokenizer of transformers replaces the tokenizer of "
+            f"every Qwen2 by Qwen's own; load it with {FROM_THE_FILE}.from_pretrained"
         )
     write_json(directory / "config.json", config | ids)
     write_json(directory / GENERATION, {} if pieces is None else pieces.generation)

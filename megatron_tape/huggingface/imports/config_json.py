@@ -23,40 +23,24 @@ _CONFIG_BYTES = 8 << 20
 """The largest config.json that is read; those of models have some kilobytes."""
 _MOST_LAYERS = 10_000
 """As many as `model.num_layers` may be."""
-_MOST_PADDING = 1 << 16
-"""The largest multiple that a vocabulary is padded to; a larger one would add gigabytes of rows."""
-_MOST_WIDTH = 1 << 16
-"""The largest width of a new position MLP; usual ones have some hundreds."""
+_MOST_ADDED = 1 << 16
+"""The largest multiple that a vocabulary is padded to, and width of a new position MLP; more would take gigabytes."""
 ENCODED = "encoded_tape"
 """The kind of exports whose positional encoding lies in files of its own."""
 
+_LLAMA = {"attention_bias": False, "rms_norm_eps": 1e-6}
+_QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
+_OURS = {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5}
 # Defaults of transformers for keys that config.json lacks, if they are needed and do not follow from other keys.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": False, "rms_norm_eps": 1e-6},
+    "llama": _LLAMA,
     "mistral": {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32},
-    "qwen3": {
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": False,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
-    "smollm3": {
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": False,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "no_rope_layer_interval": 4,
-    },
-    "tape": {
-        "attention_bias": False,
-        "qk_norm": False,
-        "rms_norm_eps": 1e-5,
-        "position_state_precision": "bf16",
-    },
-    ENCODED: {"attention_bias": False, "qk_norm": False, "attention_output_gate": False, "rms_norm_eps": 1e-5},
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 | {"attention_bias": False, "head_dim": 128},
+    "smollm3": _LLAMA
+    | {"use_sliding_window": False, "num_key_value_heads": 4, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "tape": _OURS | {"position_state_precision": "bf16"},
+    ENCODED: _OURS | {"attention_output_gate": False},
 }
 _THETAS = {"smollm3": 2e6}
 """Defaults of `rope_theta` that are not 10,000."""
@@ -125,15 +109,9 @@ class _Rope(TypedDict, total=False):
     mscale_all_dim: float | None
 
 
-SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "vocab_size",
+_SIZES = (
+    "num_hidden_layers hidden_size intermediate_size num_attention_heads max_position_embeddings vocab_size".split()
 )
-"""Sizes that every `config.json` must give."""
 
 
 @contextmanager
@@ -154,8 +132,8 @@ def errors_of_settings(path: Path) -> Iterator[None]:
 
 
 def check_sizes(settings: dict, path: Path) -> None:
-    """Raise UserError if one of `SIZES` is not a whole number above 0."""
-    for key in SIZES:
+    """Raise UserError if one of the sizes that every `config.json` must give is not a whole number above 0."""
+    for key in _SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
             raise UserError(key, f"is {settings.get(key)!r:.200} in {path}, but must be a whole number above 0")
 
@@ -172,8 +150,8 @@ def read_settings(path: Path) -> dict:
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that holds `rows`; raises UserError if `multiple` is out of range."""
-    if not 1 <= multiple <= _MOST_PADDING:
-        raise UserError("--vocab-multiple", f"is {multiple}", f"give 1 to {_MOST_PADDING:,}")
+    if not 1 <= multiple <= _MOST_ADDED:
+        raise UserError("--vocab-multiple", f"is {multiple}", f"give 1 to {_MOST_ADDED:,}")
     return -(-rows // multiple) * multiple
 
 
@@ -261,8 +239,8 @@ def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str)
 
 def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
     kind, width = settings["model_type"], changes.position_mlp_size
-    if width is not None and not 1 <= width <= _MOST_WIDTH:
-        raise UserError("--position-mlp-size", f"is {width}", f"give 1 to {_MOST_WIDTH:,}")
+    if width is not None and not 1 <= width <= _MOST_ADDED:
+        raise UserError("--position-mlp-size", f"is {width}", f"give 1 to {_MOST_ADDED:,}")
     if kind == "tape" and encoding != "tape":
         problem = f"describes a TAPE model, which cannot become {encoding}"
         raise FileError(str(path), problem, "import it as tape")
