@@ -226,8 +226,10 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
         check_master_address()
     if backend == "gloo":
         check_interfaces()
-    alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timeout, **alone)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
+    # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     atexit.register(_end_process_groups)
