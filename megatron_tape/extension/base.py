@@ -29,7 +29,7 @@ from megatron_tape.huggingface.imports.config_json import (
 )
 from megatron_tape.huggingface.imports.weight_files import PickledWeights, check_directory
 from megatron_tape.io.records import read_yaml
-from megatron_tape.model.names import POSITION
+from megatron_tape.model.names import kind_of
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.position import ENCODINGS, model_config, setting_names
@@ -250,7 +250,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         "remove it from the recipe or the command line",
     )
     held, read = parameter_shapes(base.model), parameter_shapes(config.model)
-    unfit = [name for name, shape in held.items() if f".{POSITION}" in name and read.get(name) != shape]
+    unfit = [name for name, shape in held.items() if kind_of(name) == "position" and read.get(name) != shape]
     refuse(
         bool(unfit),
         (KEY, "model.position_encoding"),
@@ -313,7 +313,7 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
 
 
 def _of_encoding(model: ModelConfig) -> set[str]:
-    return {name for name in parameter_shapes(model) if f".{POSITION}" in name}
+    return {name for name in parameter_shapes(model) if kind_of(name) == "position"}
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
