@@ -243,7 +243,10 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
 
 def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planned, source: Source) -> None:
     """Do a task together with the other ranks; rank 0 records and shows what came out."""
-    from megatron_tape.evaluation.runner import draw, record, run_task, shown_scores
+    from megatron_tape.evaluation.figures import clean
+    from megatron_tape.evaluation.report.scores import score_table
+    from megatron_tape.evaluation.report.tables import markdown
+    from megatron_tape.evaluation.runner import draw, record, run_task
 
     started = time.monotonic()
     result = run_task(task, model, ranks, output, planned)
@@ -255,7 +258,8 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
     results = record(output, info.label, evaluated, planned, result)
     pictures = draw(output, task, results)
     print(f"{task.name}: {info.label}, {duration(time.monotonic() - started)}")
-    print("\n".join(shown_scores(result.scores)))
+    for table in score_table({info.label: result}, comparable=lambda score: True):
+        print("\n".join(markdown(table, clean)))
     for note in result.notes:
         print(f"  note: {note}")
     for picture in pictures:

@@ -27,7 +27,6 @@ from megatron_tape.evaluation.results import (
     NAME,
     EvaluatedModel,
     Results,
-    Score,
     TaskResult,
     locked,
     read_results,
@@ -252,18 +251,3 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
     except Exception as error:
         command_line.say(f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}: {error})")
     return files
-
-
-def shown_scores(scores: Iterable[Score]) -> list[str]:
-    """Return the scores as lines of a table for a terminal."""
-    rows = []
-    for score in scores:
-        length = "" if score.length is None else f"{score.length:,}"
-        value = f"{score.value:.4g}"
-        rows.append([score.metric, score.group, length, value, score.unit, score.shown_interval, score.shown_count])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    aligned = ["<", "<", ">", ">", "<", "<", "<"]
-    return [
-        "  " + "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths) if width).rstrip()
-        for row in rows
-    ]

@@ -50,7 +50,9 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) 
 def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
     """Return the lines of a table in Markdown, aligned for terminals. `escape` makes plain text of what files say."""
     cells = [[escape(text).replace("|", "\\|") for text in shown.columns]]
-    cells += [[escape(cell.text).replace("|", "\\|") for cell in row] for row in shown.rows]
+    for row in shown.rows:
+        texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row)
+        cells.append([escape(text).replace("|", "\\|") for text in texts])
     widths = [max(3, *map(len, column)) for column in zip(*cells)]
     sides = [">" if number else "<" for number in shown.are_numbers]
     rule = ["-" * (width - (side == ">")) + ":" * (side == ">") for side, width in zip(sides, widths)]

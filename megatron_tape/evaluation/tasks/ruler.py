@@ -190,7 +190,7 @@ class Ruler(Task):
             means.append(_share(mean_name, everything, length))
         curve = [score.value for score in means]
         effective, notes = self._effective(lengths, curve, info)
-        details = {"lengths": lengths, "tasks": by_task, "mean": curve, "mean_name": mean_name, "threshold": THRESHOLD}
+        details = {"lengths": lengths, "tasks": by_task, "mean_name": mean_name}
         return Summary([*means, *effective, *scores], details, [*self._notes(values), *notes])
 
     @classmethod
