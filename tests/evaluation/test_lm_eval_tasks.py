@@ -13,8 +13,7 @@ from evaluation.loss_cases import run, score, write_results
 from harness_cases import bpe_tokenizer, info, random_llama
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.tasks.lm_eval_changes import changes
-from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval, LmEvalSettings
+from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval, LmEvalSettings, changes
 
 WORDS = "push pop heap item list sort key merge left right child parent".split()
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.score_pictures import share_maps
+from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.tasks.synthetic_tasks import SyntheticTask, right_answers
 from megatron_tape.synthetic import EVALUATION, random_of
@@ -95,8 +97,6 @@ class Addition(SyntheticTask):
         return {"right": right}
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        from megatron_tape.evaluation.statistics import wilson
-
         lengths, trained = np.array(self.lengths), self.settings.digits
         right = np.array([values[str(first)]["right"] for first in self.lengths])
         within = np.maximum(lengths[:, None], lengths) <= trained
@@ -117,8 +117,6 @@ class Addition(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.score_pictures import share_maps
-
         def names(result: TaskResult) -> tuple[list[int], list[int]]:
             return (result.details["lengths"],) * 2
 

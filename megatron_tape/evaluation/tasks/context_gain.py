@@ -18,6 +18,7 @@ import numpy as np
 from megatron_tape.config.values import PathText
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
+from megatron_tape.evaluation.score_pictures import by_length
 from megatron_tape.evaluation.statistics import bootstrap_ratio
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.tasks.document_task import DocumentSettings, DocumentTask, window_losses
@@ -151,8 +152,6 @@ class ContextGain(DocumentTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.score_pictures import by_length
-
         return [
             *by_length(results, "gain", "context-gain", "gain (nats per token)"),
             *by_length(results, "key_gain", "context-gain-of-key-tokens", "gain of key tokens (nats per token)"),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.score_pictures import by_length, share_maps
 from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.passkey_prompts import (
@@ -123,8 +124,6 @@ class Passkey(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.score_pictures import by_length, share_maps
-
         def names(result: TaskResult) -> tuple[list[str], list[str]]:
             details = result.details
             return [f"{share:.0%}" for share in details["depths"]], [f"{length:,}" for length in details["lengths"]]

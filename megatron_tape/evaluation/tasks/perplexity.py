@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.score_pictures import by_length, by_position
 from megatron_tape.evaluation.statistics import Interval, bootstrap_ratio
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.tasks.document_task import (
@@ -157,8 +158,6 @@ class Perplexity(DocumentTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.score_pictures import by_length, by_position
-
         return [
             *by_length(results, "perplexity", "perplexity", "perplexity", steep=10),
             *by_position(results, "perplexity-by-position"),

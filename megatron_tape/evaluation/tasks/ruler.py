@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.score_pictures import by_length, share_maps
 from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
@@ -195,8 +196,6 @@ class Ruler(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.score_pictures import by_length, share_maps
-
         def names(result: TaskResult) -> tuple[list[str], list[str]]:
             return list(result.details["tasks"]), [f"{length:,}" for length in result.details["lengths"]]
 

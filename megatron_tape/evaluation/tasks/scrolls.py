@@ -18,6 +18,7 @@ from megatron_tape.config.values import PathText, shown
 from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.score_pictures import by_group
 from megatron_tape.evaluation.statistics import TAIL, Interval, bootstrap_ratio
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
@@ -245,8 +246,6 @@ class Scrolls(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.score_pictures import by_group
-
         return [
             *by_group(results, lambda score: score.unit == "%", "scrolls-scores", "score (%)"),
             *by_group(results, lambda score: score.unit != "%", "scrolls-loss", "loss (nats per target token)"),

@@ -17,6 +17,8 @@ import numpy as np
 from megatron_tape import synthetic
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.score_pictures import by_group
+from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.synthetic import EVALUATION, Generator, random_of
 
@@ -122,8 +124,6 @@ class Variants(SyntheticTask):
 
         The answers of a sequence depend on each other, so the interval of the former resamples whole sequences.
         """
-        from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
-
         scores, blanks = [], {}
         for name in self.generators():
             parts = [value for key, value in values.items() if key.rpartition("/")[0] == name]
@@ -141,8 +141,6 @@ class Variants(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        from megatron_tape.evaluation.score_pictures import by_group
-
         return by_group(results, lambda score: score.metric == "accuracy", cls.name, "share of right answers")
 
 
