@@ -22,7 +22,7 @@ from megatron_tape.checkpoint.directories import newest_whole, read_manifest
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED
-from megatron_tape.run.goodput import KEPT, shares, spent, totals
+from megatron_tape.run.goodput import KEPT, seconds_by_kind, shares
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
 from megatron_tape.run.metrics import last_rows
 from megatron_tape.run.weights_and_biases import read_wandb
@@ -142,7 +142,7 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
         speed = row.get("tokens_per_second") or 0
         lines.append(f"speed       {speed:,.0f} tokens/s{_eta(row, last, state)}")
     waits = state.word in ("waiting", "between attempts")
-    if of_kinds := shares(totals(spent(attempts), time.time() if waits else None)):
+    if of_kinds := shares(seconds_by_kind(attempts, time.time() if waits else None)):
         rest = ", ".join(f"{kind} {share:.1%}" for kind, share in of_kinds.items() if kind != KEPT)
         lines.append(f"goodput     {of_kinds.get(KEPT, 0):.1%} of the time{f'; {rest}' if rest else ''}")
     if layout := last.facts.get("layout"):
