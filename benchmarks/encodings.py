@@ -33,27 +33,27 @@ from benchmarks.shapes import SHAPES, run_config
 from benchmarks.step_comparison import EQUAL
 from benchmarks.timing import reason
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.config.schema import ModelConfig, RunConfig, replaced
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.export.remote_code import write_code
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import BUILT_IN, encoding_of, replaced
+from megatron_tape.position import BUILT_IN, encoding_of
 
 BASELINE = "rope"
-LEARNED = {"position_increments": "learned"}
+LEARNED = {"position.increments": "learned"}
 VARIANTS: dict[str, dict] = {encoding.name: {"position_encoding": encoding.name} for encoding in BUILT_IN} | {
     "yarn": {
         "position_encoding": "rope",
-        "rope_scaling_type": "yarn",
-        "rope_scaling_factor": 4.0,
-        "rope_original_seq_length": 256,
+        "position.rope_scaling_type": "yarn",
+        "position.rope_scaling_factor": 4.0,
+        "position.rope_original_seq_length": 256,
     },
     "rope, learned increments": {"position_encoding": "rope", **LEARNED},
     "tape, learned increments": {"position_encoding": "tape", **LEARNED},
-    "tape, learned increments, unit modulus": {"position_encoding": "tape", **LEARNED, "position_state_norm": "unit"},
+    "tape, learned increments, unit modulus": {"position_encoding": "tape", **LEARNED, "position.state_norm": "unit"},
 }
 """What is measured: settings of `model`, which start from RoPE's, by name."""
 CLOSE = 1e-3

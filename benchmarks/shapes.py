@@ -3,14 +3,9 @@
 import argparse
 from dataclasses import dataclass
 
-from megatron_tape.config.schema import (
-    DataConfig,
-    DeepSpeedConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megatron_tape.config.data import DataConfig
+from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.position import model_config
 
 ENCODINGS = ("rope", "tape")
@@ -59,15 +54,17 @@ def run_config(encoding: str, shape: Shape, world_size: int, options: argparse.N
     data_size = max(1, world_size // options.tensor_parallel)
     return RunConfig(
         model=model_config(
-            position_encoding=encoding,
-            num_layers=shape.layers,
-            hidden_size=width,
-            ffn_hidden_size=4 * width if shape.ffn is None else shape.ffn,
-            num_attention_heads=shape.heads,
-            seq_length=shape.seq_length,
-            vocab_size=shape.vocab_size,
-            position_mlp_size=shape.position_mlp,
-            attention_backend=options.tape_backend if encoding == "tape" else options.rope_backend,
+            {
+                "position_encoding": encoding,
+                "position": {"mlp_size": shape.position_mlp} if encoding == "tape" else {},
+                "num_layers": shape.layers,
+                "hidden_size": width,
+                "ffn_hidden_size": 4 * width if shape.ffn is None else shape.ffn,
+                "num_attention_heads": shape.heads,
+                "seq_length": shape.seq_length,
+                "vocab_size": shape.vocab_size,
+                "attention_backend": options.tape_backend if encoding == "tape" else options.rope_backend,
+            }
         ),
         data=DataConfig(prefix="random tokens"),
         optimizer=OptimizerConfig(weight_decay=0.01),

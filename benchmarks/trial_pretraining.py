@@ -29,7 +29,7 @@ SETTINGS = {
 }  # fmt: skip
 TOY = {
     "model.num_layers": 2, "model.hidden_size": 64, "model.ffn_hidden_size": 128, "model.num_attention_heads": 2,
-    "model.position_mlp_size": 8, "model.seq_length": 64, "model.vocab_size": 512, "train.precision": "fp32",
+    "model.position.mlp_size": 8, "model.seq_length": 64, "model.vocab_size": 512, "train.precision": "fp32",
     "deepspeed.zero_stage": 1, "train.global_batch_size": 4, "train.micro_batch_size": 4, "train.eval_interval": 5,
     "train.eval_steps": 1, "logging.interval": 1, "schedule.warmup_steps": 2,
 }  # fmt: skip
@@ -77,11 +77,10 @@ def _dataset(folder: Path, options: argparse.Namespace) -> Path:
 
 def _train(encoding: str, run: Path, settings: dict, steps: int | None, seconds: float) -> None:
     """Train `steps` steps or, if there is no such number, as many as `seconds` allow."""
-    options = [f"--{key}={value}" for key, value in settings.items()]
+    own = "model.position.mlp_size"
+    options = [f"--{key}={value}" for key, value in settings.items() if encoding == "tape" or key != own]
     options += [f"--model.position_encoding={encoding}", f"--train.steps={steps or 10**6}"]
     options.append(f"--logging.directory={run}")
-    if encoding == "rope":
-        options.append("--model.position_mlp_size=null")
     command = [sys.executable, "-m", "pretrain.train", "--config", "pretrain/recipes/tape_155m.yaml", *options]
     program = subprocess.Popen(command, cwd=ROOT)
     try:

@@ -31,7 +31,7 @@ from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.schema import RunConfig, replaced, to_yaml
 from megatron_tape.config.values import PathText, accept
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
@@ -40,7 +40,6 @@ from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.io.versions import commit
 from megatron_tape.parallel.launcher import restart_count
-from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import (
     CRASH_LIMIT,

@@ -32,7 +32,7 @@ for model in tape rope tape-1024 rope-1024; do
   run python -m pretrain.evaluate --config pretrain/recipes/evaluate/demo.yaml --model $D/$model $documents
 done
 run python -m pretrain.compare --recipe pretrain/recipes/compare/selective_copy.yaml --seeds 1 \
-  --encodings rope,tape,rope+position_increments=signed,tape+position_increments=signed \
+  --encodings rope,tape,rope+increments=signed,tape+increments=signed \
   ${steps:---train.steps 400 --schedule.warmup_steps 40} --output $D/copying
 
 run python -m pretrain.report $D/tape $D/rope $D/tape-1024 $D/rope-1024 $D/copying --output $D/report.html

@@ -29,8 +29,8 @@ CONTEXT, EXTENDED = 256, 1024
 COPYING = {
     "rope": ("RoPE", "tab:blue"),
     "tape": ("TAPE", "tab:red"),
-    "rope+position_increments=signed": ("RoPE, signed increments", "lightskyblue"),
-    "tape+position_increments=signed": ("TAPE, signed increments", "lightcoral"),
+    "rope+increments=signed": ("RoPE, signed increments", "lightskyblue"),
+    "tape+increments=signed": ("TAPE, signed increments", "lightcoral"),
 }
 """Label and color of each variant that copies."""
 BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}

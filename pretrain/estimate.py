@@ -10,7 +10,8 @@ from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import ModelConfig, RunConfig, is_positive
+from megatron_tape.config.data import is_positive
+from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
 from megatron_tape.planning.flops import flops_per_step
@@ -108,8 +109,6 @@ def _warn(message: str) -> None:
 
 def _warn_of_encoding(model: ModelConfig) -> None:
     encoding = model.position_encoding
-    if unread := model.unread:
-        _warn(f"{encoding} does not read model.{', model.'.join(unread)}")
     if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
         _warn(
             f"{encoding} must {described(slower)} in attention, counted at the speed of RoPE's; steps take longer than "

@@ -9,6 +9,7 @@ results. The same command continues an evaluation that was interrupted, and does
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import sys
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
-from megatron_tape.config.parse import build_section, read_settings, refuse_missing, settings_parser
+from megatron_tape.config.parse import read_settings, settings_parser
+from megatron_tape.config.sections import build, nested
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
@@ -130,7 +132,9 @@ def _no_empty_directory(output: Path) -> Iterator[None]:
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
     """Return the options and the tasks that a command line names. Raises ConfigError in one sentence."""
-    sections = {name: task.Settings for name, task in TASKS.items()}
+    # The settings of every task, a section each.
+    fields = [(name, task.Settings | None, None) for name, task in TASKS.items()]
+    sections = dataclasses.make_dataclass("Tasks", fields, frozen=True, kw_only=True)
     parser = settings_parser(
         sections,
         usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting value ...]",
@@ -149,24 +153,23 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     add("--trust-remote-code", action="store_true", help=trusted)
     add("--check", action="store_true", help="only check the command")
     add("--overwrite", action="store_true", help="also evaluate what is finished")
-    options, values, places, files = read_settings(parser, sections, argv)
+    given = read_settings(parser, sections, argv)
+    options = given.options
     refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a directory of transformers")
-    names = list(dict.fromkeys(options.tasks)) or [
-        name for name in TASKS if any(key.split(".")[0] == name for key in values)
-    ]
+    named = {key.partition(".")[0] for key in given.values}
+    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if name in named]
     choices = f"choose some of {', '.join(TASKS)}"
     refuse(not names, "no task", "is named", choices)
     for name in names:
         refuse(name not in TASKS, name, "is not a task", choices)
-    fix = "give --TASK.setting value, or --config FILE.yaml"
-    refuse_missing({name: sections[name] for name in names}, values, fix)
-    try:
-        tasks = [TASKS[name](build_section(name, sections[name], values)) for name in names]
+    values = {key: value for key, value in given.values.items() if key.partition(".")[0] in names}
+    with given.placing_errors():
+        fix = "give --TASK.setting value, or --config FILE.yaml"
+        settings = build(sections, dict.fromkeys(names, {}) | nested(values), fix=fix)
+        tasks = [TASKS[name](getattr(settings, name)) for name in names]
         for task in tasks if not options.trust_remote_code else ():
             task.refuse_code()
-        return options, tasks
-    except ConfigError as error:
-        raise error.at(places.get(error.key, "").removesuffix(": ")) from None
+    return options, tasks
 
 
 def check_evaluation(arguments: list[str], source: Source) -> None:

@@ -31,13 +31,13 @@ def cases():
     """Options and trained kinds: TAPE with LoRA under several layouts, and other kinds of models and adapters."""
     layouts = {f"tape_tp{size}_zero{stage}": ([*LORA, tp(size), zero(stage)], EVERYTHING) for size, stage in LAYOUTS}
     rope = option("model.position_encoding", "rope")
-    scaled = [*LORA, rope, option("model.rope_scaling_factor", 2), option("extension.lora_targets", "[v, q]")]
+    scaled = [*LORA, rope, option("model.position.rope_scaling_factor", 2), option("extension.lora_targets", "[v, q]")]
     return layouts | {
         "rope_tied": ([*LORA, rope, option("model.tie_embeddings", "true"), tp(2), zero(3)], ("lora", "embeddings")),
         "rope_biased": ([*scaled, option("model.qkv_bias", "true"), tp(2), zero(1)], ("lora",)),
         "rope_qk_norm": ([*scaled, option("model.qk_norm", "true"), tp(1), zero(3)], ("lora", "norms")),
         "tape_without_lora": (
-            [option("model.tie_embeddings", "true"), option("model.position_mlp_zero", "up"), tp(2), zero(2)],
+            [option("model.tie_embeddings", "true"), option("model.position.mlp_zero", "up"), tp(2), zero(2)],
             ("position", "norms"),
         ),
         "matrices": ([tp(1), zero(1)], ("attention", "mlp")),
@@ -76,7 +76,11 @@ def train(folder, name, options, kinds=None):
 def extended(folder):
     """A run of the command that begins with another run; its checkpoints leave out what it does not train."""
     command = [option("extension.from", f"{folder}/matrices"), option("checkpoint.frozen", "false"), tp(2), zero(3)]
-    return [*command, option("extension.trains", "[lora, output, position]"), option("model.rope_scaling_factor", 2)]
+    return [
+        *command,
+        option("extension.trains", "[lora, output, position]"),
+        option("model.position.rope_scaling_factor", 2),
+    ]
 
 
 def main(_, folder):

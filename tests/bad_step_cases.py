@@ -8,14 +8,9 @@ import torch.distributed as dist
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from models import build, random_tokens, small_model
 
-from megatron_tape.config.schema import (
-    DataConfig,
-    DeepSpeedConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megatron_tape.config.data import DataConfig
+from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.parallel.deepspeed_patches import average_and_scatter
 from megatron_tape.training.engine import Engine
 

@@ -1,7 +1,12 @@
 """A small valid configuration, to be changed by tests."""
 
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
-from megatron_tape.position import model_config, replaced
+import dataclasses
+
+from megatron_tape import position
+from megatron_tape.config import sections
+from megatron_tape.config.data import DataConfig
+from megatron_tape.config.schema import ENCODINGS, ModelConfig, RunConfig, replaced
+from megatron_tape.config.train import TrainConfig
 
 MODEL = dict(num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, seq_length=32, vocab_size=128)
 MINIMAL = {
@@ -9,6 +14,28 @@ MINIMAL = {
     "data": {"prefix": "somewhere/corpus"},
     "train": {"steps": 100, "global_batch_size": 8},
 }
+
+
+def nested(encoding="tape", **values):
+    """Settings of a model, in which those of its encoding stand below `position`; those of others are left out."""
+    fields = {item.name for item in dataclasses.fields(ModelConfig)}
+    own = {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
+    others = {item.name for one in ENCODINGS.values() for item in dataclasses.fields(one.Settings)} - own
+    of_encoding = values.pop("position", {}) | {
+        key: value for key, value in values.items() if key not in fields | others
+    }
+    return {key: value for key, value in values.items() if key in fields} | {"position": of_encoding}
+
+
+def model_config(**values):
+    """A model; settings of its encoding stand among the others, and those of other encodings have no effect."""
+    return position.model_config(nested(values.get("position_encoding", "tape"), **values))
+
+
+def with_values(model, **values):
+    """The same model with other values."""
+    changed = nested(values.get("position_encoding", model.position_encoding), **values)
+    return sections.with_values(model, {f"model.{key}": value for key, value in changed.items()}, "model")
 
 
 def make(model=None, **changes):

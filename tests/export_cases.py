@@ -48,7 +48,7 @@ def cases():
     return {
         "tp1_zero1": [tp(1), zero(1)],
         "tp1_zero2_rope": [tp(1), zero(2), rope],
-        "tp2_zero1_scaled_rope": [tp(2), zero(1), rope, option("model.rope_scaling_factor", 2)],
+        "tp2_zero1_scaled_rope": [tp(2), zero(1), rope, option("model.position.rope_scaling_factor", 2)],
         "tp2_zero2_tied_per_head": [
             tp(2),
             zero(2),

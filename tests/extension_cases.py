@@ -24,8 +24,8 @@ VARIANTS = {
     "all": [option(ONLY, "[all]")],
     "shifted_sparse_with_yarn": [
         option("extension.attention", "shifted_sparse"),
-        option("model.rope_scaling_type", "yarn"),
-        option("model.rope_original_seq_length", 16),
+        option("model.position.rope_scaling_type", "yarn"),
+        option("model.position.rope_original_seq_length", 16),
         FULL,
     ],
 }

@@ -1,6 +1,7 @@
 """Small models that tests share."""
 
 import torch
+from configurations import model_config
 from released import load
 
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
@@ -11,7 +12,6 @@ from megatron_tape.model.reference import ReferenceConfig
 from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.parallel.layout import initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
-from megatron_tape.position import model_config
 
 SMALL = dict(
     num_layers=3,
@@ -21,7 +21,7 @@ SMALL = dict(
     num_query_groups=2,
     seq_length=16,
     vocab_size=64,
-    position_mlp_size=6,
+    mlp_size=6,
     init_std=0.1,
 )
 # Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.
@@ -34,8 +34,8 @@ YARN = dict(
     rope_beta_slow=0.5,
 )
 LLAMA3 = dict(rope_scaling_type="llama3", rope_scaling_factor=8.0, rope_original_seq_length=32)
-LEARNED, SIGNED = {"position_increments": "learned"}, {"position_increments": "signed"}
-UNIT = {"position_state_norm": "unit"}
+LEARNED, SIGNED = {"increments": "learned"}, {"increments": "signed"}
+UNIT = {"state_norm": "unit"}
 INCREMENTS = {
     "rope_learned": {"position_encoding": "rope", **LEARNED},
     "rope_learned_yarn": {"position_encoding": "rope", **LEARNED, **YARN},
@@ -143,7 +143,7 @@ def reference_config(model):
         layers_without_positions=model.layers_without_positions,
         **{
             key: getattr(model.position, key)
-            for key in ("gate_input", "position_state_norm", "position_increments")
+            for key in ("gate_input", "state_norm", "increments")
             if hasattr(model.position, key)
         },
     )
@@ -168,7 +168,7 @@ def released_model(name, dtype=torch.float32, **changes):
         ffn_hidden_size=config["intermediate_size"],
         num_attention_heads=config["num_attention_heads"],
         num_query_groups=config["num_key_value_heads"],
-        position_mlp_size=config["position_size"],
+        mlp_size=config["position_size"],
         vocab_size=config["vocab_size"],
         seq_length=24,
         norm_epsilon=config["rms_norm_eps"],

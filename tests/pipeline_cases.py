@@ -31,9 +31,9 @@ def cases(data):
     return {
         "tape": [option("train.steps", LONG)],
         **encodings,
-        "randpe": [option("model.position_encoding", "randpe"), option("model.randpe_range", 50)],
-        "learned": [option("model.position_increments", "learned")],
-        "rope_signed": [option("model.position_increments", "signed"), option("model.position_encoding", "rope")],
+        "randpe": [option("model.position_encoding", "randpe"), option("model.position.randpe_range", 50)],
+        "learned": [option("model.position.increments", "learned")],
+        "rope_signed": [option("model.position.increments", "signed"), option("model.position_encoding", "rope")],
         "some_layers": [option("model.layers_without_positions", 2)],
         "tied": [option("model.tie_embeddings", "true")],
         "packed": packed(data),

@@ -9,10 +9,10 @@ import torch
 from models import random_tokens, small_model
 
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.config.schema import replaced
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.plan import Plan
-from megatron_tape.position import replaced
 
 RECIPES = Path(__file__).parents[1] / "pretrain" / "recipes"
 GIB = 2**30
@@ -43,7 +43,7 @@ def on_cpu(*arguments, **settings):
 
 def middle_model(encoding):
     sizes = dict(num_layers=4, vocab_size=4096, hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6)
-    others = dict(seq_length=256, position_mlp_size=24, attention_backend="torch")
+    others = dict(seq_length=256, mlp_size=24, attention_backend="torch")
     return small_model(position_encoding=encoding, **sizes, **others)
 
 

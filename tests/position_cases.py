@@ -12,7 +12,7 @@ from training_cases import option, run, tp, zero
 from megatron_tape.training.engine import Engine
 
 BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
-BUILT_IN["increments"] = {"position_increments": "learned", "position_state_norm": "unit"}
+BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
 """Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
 are sent to other processes, and what randpe draws must be the same on all, and in all micro-batches."""
 LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}

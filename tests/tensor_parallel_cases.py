@@ -38,14 +38,12 @@ VARIANTS = {
     "randpe": {"position_encoding": "randpe", "randpe_range": 50},
     "repo": {"position_encoding": "repo", "repo_width": 5},
     "path_fox": {"position_encoding": "path_fox", "path_rank": 5},
-    "rope_learned_increments": {"position_encoding": "rope", "position_increments": "learned"},
-    "tape_signed_some_layers": {"position_increments": "signed", "layers_without_positions": 2},
-    "tape_learned_increments_unit": {"position_increments": "learned", "position_state_norm": "unit"},
+    "rope_learned_increments": {"position_encoding": "rope", "increments": "learned"},
+    "tape_signed_some_layers": {"increments": "signed", "layers_without_positions": 2},
+    "tape_learned_increments_unit": {"increments": "learned", "state_norm": "unit"},
 }
 COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}
-COUNTED |= {
-    f"{name}_learned": {"position_encoding": name, "position_increments": "learned"} for name in ("tape", "rope")
-}
+COUNTED |= {f"{name}_learned": {"position_encoding": name, "increments": "learned"} for name in ("tape", "rope")}
 """Of which it is counted what the processes send each other."""
 HELD = [("tape", "none", True), ("tape", "selective", True), ("rope", "none", True), ("rope", "none", False)]
 """Of which it is counted what the processes hold and save."""

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     ("errors", "text", "home", "io"),
     ("command_line",),
+    ("synthetic",),
     ("config",),
     ("parallel",),
     ("ops",),
     ("position",),
-    ("synthetic",),
     ("model",),
     ("planning",),
     ("data",),

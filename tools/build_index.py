@@ -14,7 +14,7 @@ from megatron_tape.checkpoint.kept_tokenizer import with_kept_tokenizer
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.schema import SAMPLE_SOURCES
+from megatron_tape.config.data import SAMPLE_SOURCES
 from megatron_tape.data.inputs import check_datasets
 from megatron_tape.data.tokenizer import load_run_tokenizer
 

@@ -26,7 +26,7 @@ from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest, remove, sync_directory
 from megatron_tape.io.records import check_shape, read_record, write_record
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
@@ -162,7 +162,8 @@ def read_manifest(path: str | Path) -> Manifest:
         )
     manifest = read_record(path / MANIFEST, Manifest)
     if version != FORMAT_VERSION:
-        raise CheckpointError(MANIFEST, f"has format version {version}, which does not exist")
+        problem = f"has format version {version}, and this version of the project reads {FORMAT_VERSION}"
+        raise CheckpointError(MANIFEST, problem)
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
         raise CheckpointError(MANIFEST, f"says step {manifest['step']}")

@@ -49,7 +49,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
     """
     parameters, held = dict(model.named_parameters()), base.weight_names()
-    settings = model_config(**base.state["config"]["model"])
+    settings = model_config(base.state["config"]["model"])
     of_base = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
     of_all_stages = list(itertools.chain(*layout.gather_stages(list(parameters))))
     new = [name for name in of_all_stages if name not in held]

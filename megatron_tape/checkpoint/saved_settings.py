@@ -1,19 +1,21 @@
 """Differences between a run's settings and those of the checkpoint that it continues. Imports no torch."""
 
+import functools
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import STATE, newest_whole, read_state
 from megatron_tape.checkpoint.locate import check_whole, what_to_resume
-from megatron_tape.config.schema import RunConfig, config_dict, model_dict
+from megatron_tape.config.schema import RunConfig, config_dict
+from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.values import shown
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 from megatron_tape.position import model_config
 
-FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision", "position_mlp_zero")
+FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position.state_precision", "position.mlp_zero")
 """Settings of a model that may change while its weights stay the same."""
 ORDER_KEYS = (
     "data.prefix",
@@ -84,9 +86,9 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     if extends:
         _check_same_extension(path, sections["extension"], config)
     saved = sections["model"]
-    with suppress(TypeError, ValueError):  # of another version
-        saved = model_dict(model_config(**saved), unread=False)  # with settings that are newer than it
-    differences = model_differences(saved, model_dict(config.model, unread=False), FREE_IN_A_MODEL)
+    with suppress(ValueError):  # of another version
+        saved = as_dict(model_config(saved))  # with settings that are newer than it
+    differences = model_differences(saved, as_dict(config.model), FREE_IN_A_MODEL)
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
         bool(differences),
@@ -148,38 +150,63 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     the last sentence says so.
     """
     found = []
-    for section, now in json.loads(json.dumps(config_dict(config))).items():
-        before = saved.get(section, {})
-        for name in (name for name in now if name in before):
-            key, same_model = f"{section}.{name}", section == "model" and name not in FREE_IN_A_MODEL
-            if before[name] != now[name] and not same_model and not key.startswith(WITHOUT_EFFECT):
-                found.append((key, f"{key}: was {shown(before[name])}, is now {shown(now[name])}"))
+    for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
+        same_model = key.startswith("model.") and key.removeprefix("model.") not in FREE_IN_A_MODEL
+        if not same_model and not key.startswith(WITHOUT_EFFECT):
+            found.append((key, f"{key}: was {shown(was)}, is now {shown(now)}"))
     sentences = [sentence for _, sentence in found]
     of_datasets = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
-    if reordered := [key for key, _ in found if key in ORDER_KEYS and key not in of_datasets]:
+    if reordered := [key for key, _ in found if _is_in(key, ORDER_KEYS) and not _is_in(key, of_datasets)]:
         sentences.append(f"{', '.join(reordered)}: the data comes in another order than in an uninterrupted run")
     return sentences
 
 
+def _is_in(key: str, keys: Collection[str]) -> bool:
+    """Return whether a setting is one of these, or in a section that is."""
+    return any(f"{key}.".startswith(f"{other}.") for other in keys)
+
+
+def changed_values(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the key of each setting in a section, itself `name`, that differs, with both values.
+
+    Settings that `before` does not have are left out, unless it has null for their section.
+    """
+    for part, value in now.items():
+        key = f"{name}.{part}" if name else part
+        if part not in before or before[part] == value:
+            continue
+        if key in _sections() and isinstance(before[part], Mapping) and isinstance(value, Mapping):
+            yield from changed_values(before[part], value, key)
+        else:
+            yield key, before[part], value
+
+
+@functools.cache
+def _sections() -> set[str]:
+    return {setting.key for setting in settings_of(RunConfig) if setting.sections}
+
+
 def model_differences(
-    a: dict[str, Any],
-    b: dict[str, Any],
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
     free: Collection[str] = (),
     names: tuple[str, str] = ("checkpoint", "configuration"),
 ) -> list[str]:
     """List the model keys that differ between a checkpoint's settings `a` and a configuration's `b`, or others by name.
 
-    Only keys of both are compared: settings of another positional encoding have no effect. A null that stands for a
-    derived value counts as equal to that value. The keys `free` may differ.
+    Only keys of both are compared. A null that stands for a derived value counts as equal to that value. The keys
+    `free` may differ.
     """
+    given = {key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free}
+    found = changed_values(_derived(a), _derived(b), "model")
+    return [f"{key}: {names[0]} {was}, {names[1]} {now}" for key, was, now in found if key in given]
 
-    def derived(model: dict[str, Any]) -> dict[str, Any]:
-        heads, hidden = model.get("num_attention_heads"), model.get("hidden_size")
-        if type(heads) is not int or type(hidden) is not int or heads < 1:
-            return model
-        defaults = {"num_query_groups": heads, "position_mlp_size": 4 * heads, "kv_channels": hidden // heads}
-        return {key: defaults.get(key) if value is None else value for key, value in model.items()}
 
-    different = [key for key in a if key in b and key not in free and a[key] != b[key]]
-    a, b = derived(a), derived(b)
-    return [f"model.{key}: {names[0]} {a[key]}, {names[1]} {b[key]}" for key in different if a[key] != b[key]]
+def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a model with what null stands for."""
+    heads, hidden, position = model.get("num_attention_heads"), model.get("hidden_size"), model.get("position")
+    if type(heads) is not int or type(hidden) is not int or heads < 1 or not isinstance(position, Mapping):
+        return dict(model)
+    defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
+    position = position | ({"mlp_size": 4 * heads} if position.get("mlp_size", 0) is None else {})
+    return {key: defaults.get(key) if value is None else value for key, value in model.items()} | {"position": position}

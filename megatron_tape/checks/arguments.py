@@ -8,7 +8,6 @@ from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.extension.base import Base, with_base_settings
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import encoding_settings
 
 
 def parse_run_config(
@@ -26,7 +25,7 @@ def parse_run_config(
         validate(config, world_size=config.parallel.ranks_per_sequence)
 
     complete = functools.partial(with_base_settings, base=base)
-    config, print_only = parse.read_run_config(argv, encoding_settings(), check, complete, purpose)
+    config, print_only = parse.read_run_config(argv, check, complete, purpose)
     if print_only:
         sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)
         print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))

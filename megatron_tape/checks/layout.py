@@ -2,7 +2,6 @@
 
 import functools
 
-from megatron_tape.config.monitoring import profile_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import clashes, shown
 from megatron_tape.errors import refuse
@@ -18,7 +17,7 @@ LARGEST_RUN = 10**11
 def check_processes(config: RunConfig, processes: int) -> None:
     """Raise ConfigError if `processes` cannot share the run, or lack a rank that `train.profile` names."""
     validate_layout(config, processes)
-    highest = max(profile_of(config.train.profile).ranks)
+    highest = max(config.train.profile.ranks)
     problem = f"names {highest}, but the ranks are 0 to {processes - 1}"
     refuse(highest >= processes, "train.profile.ranks", problem, "choose among them")
 
@@ -108,6 +107,10 @@ def _validate_batches(config: RunConfig, world_size: int) -> None:
     why = f"and at most {LARGEST_RUN:,} sequences can be indexed"
     sequences = train.steps * train.global_batch_size
     clashes(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", "lower either", why)
+    first = train.batch_ramp.from_ if train.batch_ramp else 1
+    problem = f"is {first}, which does not divide train.global_batch_size {train.global_batch_size}"
+    uneven = train.global_batch_size % first != 0
+    refuse(uneven, ("train.batch_ramp.from", "train.global_batch_size"), problem, "change either")
     for key, size in train.batch_size_keys().items():
         refuse(
             size % (train.micro_batch_size * data_size) != 0,

@@ -3,25 +3,15 @@
 No file is read, and torch is not imported.
 """
 
-import dataclasses
 import functools
 
 from megatron_tape.checks.layout import validate_layout
-from megatron_tape.config.examples import examples_of
-from megatron_tape.config.monitoring import profile_of, wandb_of
-from megatron_tape.config.schema import (
-    LORA_TARGETS,
-    SAMPLE_SOURCES,
-    ExtensionConfig,
-    ModelConfig,
-    RunConfig,
-    blend,
-    split_shares,
-)
+from megatron_tape.config.data import SAMPLE_SOURCES, blend, check_template, split_shares
+from megatron_tape.config.schema import LORA_TARGETS, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.config.stages import stages_of
-from megatron_tape.config.steering import average_of, spikes_of
-from megatron_tape.config.values import check_section, clashes, shown
-from megatron_tape.errors import refuse
+from megatron_tape.config.train import AverageSettings
+from megatron_tape.config.values import clashes, shown
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.names import KINDS, TRAINABLE
 from megatron_tape.model.settings import validate_model
@@ -29,16 +19,12 @@ from megatron_tape.model.shapes import lora_widths
 from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.run.weights_and_biases import INSTALL, installed
-from megatron_tape.synthetic.settings import generator_of
 from megatron_tape.training.hooks import HOOKS
 
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Raise `ConfigError` if `config` cannot run on `world_size` processes. Reads no file."""
     validate_model(config.model)
-    for section in dataclasses.fields(RunConfig):
-        if section.name != "model":
-            check_section(section.name, getattr(config, section.name))
     validate_layout(config, world_size)
     _validate_checkpoint(config)
     _validate_optimizer(config)
@@ -84,10 +70,19 @@ def _validate_optimizer(config: RunConfig) -> None:
         clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 1 or 2", why)
         without = "all" not in config.extension.trains
         clash(without, "optimizer.kind extension.trains", "set it to adamw", "so no matrix of Muon's is trained")
-    if config.train.spikes is not None:
-        spikes_of(config.train.spikes)
-    if config.train.average is not None:
-        average_of(config.train.average, config.train.steps)
+    _validate_average(config)
+
+
+def _validate_average(config: RunConfig) -> None:
+    average, key, steps = config.train.average, "train.average", config.train.steps
+    if average is None:
+        return
+    for name, kind in (("decay", "ema"), ("count", "last"), ("every", "last")):
+        given = getattr(average, name) != getattr(AverageSettings, name)
+        refuse(given and kind != average.kind, f"{key}.{name}", f"belongs to kind {kind}", "remove it")
+    first = steps - (average.count - 1) * average.every
+    problem = f"{average.count} times every {average.every} is more than train.steps {steps}"
+    refuse(average.kind == "last" and first < 1, (f"{key}.count", "train.steps"), problem, "lower either")
 
 
 def _validate_schedule(config: RunConfig) -> None:
@@ -143,7 +138,11 @@ def _validate_samples(config: RunConfig) -> None:
 
 def _validate_generator(config: RunConfig) -> None:
     data, model, clash = config.data, config.model, functools.partial(clashes, config)
-    generator, fix = generator_of(data.generator), "set it to null"
+    generator, fix = data.generator, "set it to null"
+    try:
+        generator.check()
+    except ConfigError as error:
+        raise ConfigError(f"data.generator.{error.subject}", error.problem, error.fix) from None
     clash(data.tokenizer is not None, "data.tokenizer data.generator", fix, "which makes tokens that are no text")
     fix = f"raise model.vocab_size to at least {generator.vocab_size}, the number of different tokens"
     clash(generator.vocab_size > model.vocab_size, "data.generator model.vocab_size", fix)
@@ -153,7 +152,8 @@ def _validate_generator(config: RunConfig) -> None:
 
 def _validate_examples(config: RunConfig) -> None:
     length, clash = config.model.seq_length, functools.partial(clashes, config)
-    examples = examples_of(config.data.examples)
+    examples = config.data.examples
+    check_template(examples.template, "data.examples.template")
     clash(config.data.tokenizer is None, "data.tokenizer data.examples", "set it", "which are texts")
     refuse(
         examples.target_tokens >= length,
@@ -167,17 +167,9 @@ def _validate_examples(config: RunConfig) -> None:
 
 
 def _validate_long_documents(config: RunConfig) -> None:
-    key, setting = "data.long_documents", config.data.long_documents
-    fix = "give it the keys minimum and share, such as {minimum: 8192, share: 0.6}"
-    refuse(set(setting) != {"minimum", "share"}, key, f"is {shown(setting)}", fix)
-    minimum, share = setting["minimum"], setting["share"]
-    wrong = not isinstance(minimum, int) or minimum < 1
-    refuse(wrong, f"{key}.minimum", f"is {minimum}", "set it to a whole number of tokens, at least 1")
-    fix = "set it above 0 and at most to 1, or remove long_documents"
-    refuse(not 0 < share <= 1, f"{key}.share", f"is {share}", fix)
     why = "so that tokens would attend to the documents before their own"
     attends, fix = not config.data.reset_attention_mask, "set reset_attention_mask to true"
-    clashes(config, attends, f"{key} data.reset_attention_mask", fix, why)
+    clashes(config, attends, "data.long_documents data.reset_attention_mask", fix, why)
 
 
 def _validate_evaluations(config: RunConfig) -> None:
@@ -186,11 +178,15 @@ def _validate_evaluations(config: RunConfig) -> None:
 
 
 def _validate_monitoring(config: RunConfig) -> None:
-    steps, last = profile_of(config.train.profile).steps, config.train.steps
+    steps, last = config.train.profile.steps, config.train.steps
+    fix = "give the first and the last step, such as [10, 12]"
+    wrong = steps is not None and (len(steps) != 2 or steps[0] > steps[1])
+    refuse(wrong, "train.profile.steps", f"is {shown(steps)}", fix)
+    fix = "name the ranks that write a trace, such as [0]"
+    refuse(not config.train.profile.ranks, "train.profile.ranks", "is empty", fix)
     late = steps is not None and steps[0] > last
     refuse(late, "train.profile.steps", f"is {shown(steps)}, but the run ends with step {last}", "name earlier steps")
     if config.logging.wandb is not None:
-        wandb_of(config.logging.wandb)
         problem = "is set, but the package wandb is not installed"
         refuse(not installed(), "logging.wandb", problem, f"run {INSTALL}, or set it to null")
 

@@ -1,10 +1,11 @@
 """Patterns in `data.prefix` and `data.stages`, such as data/web-*, and the datasets that they match."""
 
-import dataclasses
 import glob
 import os
+from dataclasses import replace
 
-from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.data import blend
+from megatron_tape.config.schema import RunConfig
 
 _ENDINGS = (".bin", ".idx", ".bin.partial", ".idx.partial")
 """Of complete and of incomplete datasets. A pattern matches both, so that incomplete ones are refused, not left out."""
@@ -44,8 +45,6 @@ def resolved(prefix: dict[str, float] | list[float | str] | str | None) -> dict[
 
 def with_datasets(config: RunConfig) -> RunConfig:
     """Return a configuration with datasets in place of patterns, so that a run records and compares those."""
-    stages = config.data.stages and [
-        stage | {"prefix": resolved(stage["prefix"])} if "prefix" in stage else stage for stage in config.data.stages
-    ]
-    data = dataclasses.replace(config.data, prefix=resolved(config.data.prefix), stages=stages)
-    return dataclasses.replace(config, data=data)
+    stages = config.data.stages and [replace(stage, prefix=resolved(stage.prefix)) for stage in config.data.stages]
+    data = replace(config.data, prefix=resolved(config.data.prefix), stages=stages)
+    return replace(config, data=data)

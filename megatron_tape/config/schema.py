@@ -1,59 +1,37 @@
-"""Every setting of a run, as documented dataclasses filled from YAML and the command line.
+"""Every setting of a run, as nested, documented dataclasses.
 
 A run reads `--config recipe.yaml` and `--section.key value`; later ones override earlier ones, and an unknown key is an
-error. `validate` rejects settings that cannot work before a process group or a parameter exists, and `check_data_files`
-checks the files. Nothing here imports torch.
+error. `checks.check` rejects settings that cannot work before a process group or a parameter exists. Nothing here
+imports torch.
 """
 
 import dataclasses
-import difflib
 import itertools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import (
-    Count,
-    Decay,
-    NotNegative,
-    NotNegativeInt,
-    PathText,
-    Positive,
-    Weighted,
-    paths_at,
-    shown,
-)
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.config.data import DataConfig
+from megatron_tape.config.encodings import ENCODINGS
+from megatron_tape.config.evaluation import EvaluationConfig
+from megatron_tape.config.sections import as_dict, chosen_by, with_values
+from megatron_tape.config.train import TrainConfig
+from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, PathText, Positive
 
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
-SAMPLE_SOURCES = ("generator", "examples")
-"""Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
-DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
-EVALUATIONS = ("validation_loss", "sample", "position_norms", "gradient_norms")
-"""What `train.evaluations` names by default."""
-ON_VALIDATION_DATA = frozenset({"validation_loss"})
-"""Those of `train.evaluations` that read the validation split; without any of them it is not indexed."""
-
-
-NO_KEY = {"is_key": False}
-"""Metadata of a field that is not a key of recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of the model; saved with every checkpoint. Each positional encoding adds its own settings."""
+    """The shape of the model; saved with every checkpoint."""
 
     position_encoding: str = "tape"
     """How attention gets the positions of tokens: tape, rope, nope, or another one of docs/encodings.md."""
-    position: Any = field(metadata=NO_KEY)
-    """The settings of this encoding, an object of its own dataclass; each of them is a key of `model`."""
-    unread: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata=NO_KEY)
-    """Settings of other encodings that were given and are not their defaults. They have no effect."""
+    position: Any = field(metadata=chosen_by("position_encoding", ENCODINGS))
+    """The settings of this encoding."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Transformer layers."""
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
@@ -103,68 +81,6 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Key/value groups (G)."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
-
-    prefix: Weighted | list[float | PathText] | PathText | None = None
-    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A pattern
-    such as data/web-* stands for the datasets that match it when the run begins; they share its weight by tokens. A
-    dataset that gives a split less than one sequence is left out of that split, with a warning."""
-    stages: list[Annotated[dict[str, Any], paths_at("prefix", weighted=True)]] | None = None
-    """What to train on after that, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 % of
-    the run's tokens; several follow each other. Validation data stays that of prefix."""
-    generator: dict[str, int | float | str] | None = None
-    """Train on sequences of a synthetic task in place of a dataset: addition, selective_copy, grid_navigation or
-    recall, with settings of the task that are not its defaults, such as {task: addition, digits: 20}. Samples never
-    repeat, and each depends only on train.seed and its number. Validation data is drawn in the same way."""
-    examples: Annotated[dict[str, str | int | bool | None], paths_at("path", "validation")] | None = None
-    """Train on examples of inputs and targets in place of a dataset: {path: train.jsonl}. Each of its lines has input,
-    and output or target. Other keys: validation, a file like it; template, what is read before the target ({input}
-    stands for the input, whose end is left out if it is too long; by default "{input}\\n\\nAnswer:"); target_tokens,
-    the most that is kept of a target (200); and bos, whether a sequence begins with the tokenizer's token for that
-    (false). Targets end in the end-of-document token. Every epoch has another order."""
-    loss_on: Literal["answers", "all"] = "answers"
-    """Which tokens of a generator's or of examples' sequences enter the loss, which is their mean over the global
-    batch: those that are answers (the targets of examples), or all. Of indexed datasets, all do."""
-    split: str = "969,30,1"
-    """Shares of the documents for training, validation and test."""
-    tokenizer: PathText | None = None
-    """The tokenizer with which the data was made; needed to sample text and to find document ends."""
-    reset_attention_mask: bool = False
-    """Keep packed documents from attending to each other."""
-    long_documents: dict[str, int | float] | None = None
-    """Draw a share of the training tokens from long documents, as {minimum: 8192, share: 0.6}: 60 % from documents of
-    at least 8192 tokens, the rest from the others. Sequences begin where long documents do as far as possible. Needs
-    reset_attention_mask; validation data stays the same. Several datasets keep their proportions among the long
-    documents and among the others; one without enough of either is left out there. null draws all documents alike."""
-    allow_changed: bool = False
-    """Continue a run although the files of its data have other contents than when its checkpoint was saved."""
-    num_workers: NotNegativeInt = 0
-    """Processes that load training data; 0 loads it in the training process, as validation data always is."""
-    cache_directory: PathText | None = None
-    """Where Megatron's index maps, and which checks the data has passed, are kept between runs; null means index_cache
-    beside the first dataset."""
-
-    @property
-    def source(self) -> str:
-        """The key that says what to train on; raises ConfigError unless exactly one does."""
-        given = [key for key in DATA_SOURCES if getattr(self, key) is not None]
-        if len(given) != 1:
-            keys = tuple(f"data.{key}" for key in given)
-            refuse(bool(given), keys, f"and {', '.join(keys[1:])} are set together", "keep one of them")
-            instead = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
-            raise ConfigError("data.prefix", "must be set", f"set it, or {instead} in its place")
-        return given[0]
-
-    @property
-    def resolved_cache_directory(self) -> str | None:
-        """Directory of the index maps; None without indexed datasets."""
-        if self.cache_directory is not None or self.prefix is None:
-            return self.cache_directory
-        return str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,109 +207,6 @@ class DeepSpeedConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The training loop."""
-
-    steps: Annotated[int, Field(ge=1, le=10**8)]
-    """Optimizer steps of the whole run."""
-    micro_batch_size: Annotated[int, Field(ge=1, le=10**6)] = 1
-    """Sequences per GPU and forward pass."""
-    global_batch_size: Annotated[int, Field(ge=1, le=10**6)]
-    """Sequences per optimizer step over all GPUs."""
-    batch_ramp: dict[str, int] | None = None
-    """Begin with smaller steps: {from: 32, over_samples: 100000} grows from 32 sequences to global_batch_size, in
-    multiples of 32, over the first 100,000 sequences; null does not. The learning rate does not depend on it."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Arithmetic of the forward and backward pass."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
-    """Seed of the weights and of the order of the data."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to compute: auto is the GPUs, and the CPU on a machine without any. With auto or cuda, every GPU that a
-    process sees on its node must get one."""
-    allow_slow_attention: bool = False
-    """Train with attention in plain torch on GPUs where the kernels do not work, instead of ending with the reason."""
-    deterministic: bool = False
-    """Use only kernels that give the same bits every time, at some cost in speed: a run that is repeated on the
-    same GPUs then gives the same losses. On a CPU, runs do so in any case. On GPUs torch refuses it with
-    position_increments, fox, path_fox and cope, whose cumulative sums have no such kernel."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again, so that fewer activations are kept: with full, every layer, a third more
-    computation; with selective, all of a layer but attention, whose outputs are kept."""
-    eval_interval: Count | None = None
-    """Steps between evaluations; null means never."""
-    evaluations: list[str] = field(
-        default_factory=lambda: ["validation_loss", "sample", "position_norms", "gradient_norms"]
-    )
-    """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
-    position_norms, TAPE's distance from RoPE by layer, which also adds these norms to every logged step; and for every
-    logged step gradient_norms, those of the embeddings, attention, MLPs, the positional encoding and norms."""
-    eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
-    """Global batches per evaluation."""
-    max_bad_steps: Count = 5
-    """Consecutive steps with a non-finite loss or gradient after which the run stops."""
-    spikes: dict[str, int | float | str] | None = None
-    """Look for steps whose loss or gradient norm is far above that of the last updates, and do something about them:
-    {action: skip, window: 100, threshold: 6, limit: 10}, of which all but action are these by default. action is warn;
-    skip, which leaves the update out; or rewind, which ends the process with status 75; started again, the run
-    continues from its newest checkpoint and skips the data since then. A spike is threshold standard deviations above
-    the median of the last window updates; limit is how many may be skipped, or how often the run may go back, before
-    it ends. null does not look."""
-    average: dict[str, int | float | str] | None = None
-    """Also keep an average of the weights, in fp32 and divided as the optimizer's state is: {kind: ema, decay: 0.999},
-    a moving average over the updates, which skipped steps leave as it is, or {kind: last, count: 10, every: 100}, the
-    mean of the weights of 10 steps, a hundred apart, the last of which is the last of the run. It is saved, evaluated
-    as validation_loss_average, and exported with --average. null keeps none."""
-    garbage_interval: Count = 100
-    """Steps between two collections of Python's garbage, which all ranks make together."""
-    profile: dict[str, list[int] | bool] | None = None
-    """Trace steps with torch's profiler: {steps: [10, 12]} writes a trace of steps 10 to 12, for ui.perfetto.dev, to
-    logging.directory/profile. Other keys: ranks that write one, [0]; and memory, whether to add allocations and on a
-    GPU a memory snapshot, false. SIGUSR2 traces the next two steps, on the same ranks."""
-    straggler_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.3
-    """A rank whose own forward and backward passes take more than so many times as long as the median rank's, over ten
-    steps or more, is named once, with its node and GPU, in the log and by pretrain.status; null compares none."""
-    hang_timeout: Positive | None = 1800.0
-    """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stacks and ends
-    the attempt; the start-up may take at least an hour. null means never."""
-
-    def batch_size_keys(self) -> dict[str, int]:
-        """Return the sizes of steps that settings give, by key; raises ConfigError if `batch_ramp` cannot work."""
-        ramp, size, key = self.batch_ramp, self.global_batch_size, "train.batch_ramp"
-        if ramp is None:
-            return {"train.global_batch_size": size}
-        refuse(ramp.keys() != {"from", "over_samples"}, key, f"is {shown(ramp)}", "give it from and over_samples")
-        refuse(min(ramp.values()) < 1, key, f"is {shown(ramp)}", "give it numbers of at least 1")
-        problem = f"is {ramp['from']}, which does not divide train.global_batch_size {size}"
-        refuse(bool(size % ramp["from"]), (f"{key}.from", "train.global_batch_size"), problem, "change either")
-        return {"train.global_batch_size": size, f"{key}.from": ramp["from"]}
-
-    def batch_size(self, samples: int) -> int:
-        """Return how many sequences the step takes that follows the first `samples`."""
-        if self.batch_ramp is None or samples >= self.batch_ramp["over_samples"]:
-            return self.global_batch_size
-        first = self.batch_ramp["from"]
-        grown = first + (self.global_batch_size - first) * samples // self.batch_ramp["over_samples"]
-        return grown - grown % first
-
-    def batch_sizes(self, samples: int, steps: int) -> Iterator[int]:
-        """Yield how many sequences each of the `steps` steps takes that follow the first `samples`."""
-        for _ in range(steps):
-            yield (size := self.batch_size(samples))
-            samples += size
-
-    @property
-    def validates(self) -> bool:
-        """Whether the run computes something on the validation split."""
-        return self.eval_interval is not None and bool(ON_VALIDATION_DATA & set(self.evaluations))
-
-    def samples_after(self, steps: int, samples: int = 0) -> int:
-        """Return how many sequences the run has seen `steps` steps after the first `samples`."""
-        while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # all later ones are that large
-            steps, samples = steps - 1, samples + size
-        return samples + steps * self.global_batch_size
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the state is saved, and what a run starts from."""
 
@@ -460,27 +273,17 @@ class ExtensionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """Tasks of pretrain.evaluate that a run does while it trains, each with the key `every`, the steps between two
-    evaluations, and with the task's settings, which python -m pretrain.evaluate --help explains; such as
-    perplexity: {every: 500, data: held_out.jsonl, lengths: [512, 1024]}. Each is also done after the last step."""
+class WandbSettings:
+    """Also show the metrics in Weights & Biases, whose package must be installed."""
 
-    perplexity: Annotated[dict[str, Any], paths_at("data")] | None = None
-    """Perplexity by context length."""
-    context_gain: Annotated[dict[str, Any], paths_at("data", "key_tokens_from")] | None = None
-    """What tokens gain from longer contexts."""
-    addition: dict[str, Any] | None = None
-    """Exact match of sums by the lengths of their operands."""
-    selective_copy: dict[str, Any] | None = None
-    """Accuracy of copying tokens among noise."""
-    grid_navigation: dict[str, Any] | None = None
-    """Accuracy of recalling what is where on a grid."""
-    recall: dict[str, Any] | None = None
-    """Accuracy of recalling the values of keys."""
-
-    def given(self) -> dict[str, dict[str, Any]]:
-        """Return the settings of the tasks that are done, by the tasks' names."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+    project: str
+    """The project that the run belongs to."""
+    entity: str | None = None
+    """The user or team that has the project; null means the default of whoever is logged in."""
+    name: str | None = None
+    """The run's name; null means the name of logging.directory."""
+    mode: Literal["online", "offline"] = "online"
+    """With offline, files that `wandb sync` sends later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,9 +300,8 @@ class LoggingConfig:
     """What the sampled text continues."""
     tensorboard: bool = True
     """Write TensorBoard files."""
-    wandb: dict[str, str | None] | None = None
-    """Also show the metrics in Weights & Biases, whose package must be installed: {project: tape}. Other keys: entity,
-    name, and mode, online or offline."""
+    wandb: WandbSettings | None = None
+    """Also show the metrics in Weights & Biases, whose package must be installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,64 +326,15 @@ class RunConfig:
         return f"{self.logging.directory}/checkpoints"
 
 
-def build_model(encodings: Mapping[str, type], values: Mapping[str, Any]) -> ModelConfig:
-    """Return the settings of a model from the values of its keys, those of positional encodings among them.
-
-    `encodings` has the settings of each encoding, a dataclass, by the encoding's name. Raises ConfigError for an
-    encoding that is not among them, and TypeError for a key that does not exist or must be given and is not.
-    """
-    name = values.get("position_encoding", ModelConfig.position_encoding)
-    if name not in encodings:
-        close = difflib.get_close_matches(str(name).lower(), encodings, n=1)
-        fix = f"did you mean {close[0]}? There are" if close else "choose one of"
-        fix += f" {', '.join(encodings)}"
-        if str(name).lower() == "yarn":
-            fix = "YaRN is rope with model.rope_scaling_type yarn and model.rope_scaling_factor"
-        raise ConfigError("model.position_encoding", f"is {name!r}", fix)
-    of_encodings = {item.name: item for settings in encodings.values() for item in dataclasses.fields(settings)}
-    names = {item.name for item in dataclasses.fields(encodings[name])}
-    own = {key: value for key, value in values.items() if key in names}
-    unread = {key: value for key, value in values.items() if key in of_encodings.keys() - names}
-    return ModelConfig(
-        position=encodings[name](**own),
-        unread={key: value for key, value in unread.items() if value != default_of(of_encodings[key])},
-        **{key: value for key, value in values.items() if key not in of_encodings},
-    )
-
-
-def model_dict(model: ModelConfig, unread: bool = True) -> dict[str, Any]:
-    """Return the values of the keys of `model`, those of its positional encoding among them.
-
-    Settings of other encodings that were given are among them unless `unread` is false.
-    """
-    own = {item.name: getattr(model, item.name) for item in keys_of(ModelConfig)}
-    return own | dataclasses.asdict(model.position) | (dict(model.unread) if unread else {})
-
-
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """Return every setting as nested plain dictionaries, by the keys that recipes use.
 
     A `checkpoint.directory` in its default place is null, so that it follows a changed `logging.directory`.
     """
-    sections = dataclasses.asdict(config) | {"model": model_dict(config.model)}
+    sections = as_dict(config)
     if config.checkpoint.directory == config.default_checkpoint_directory:
         sections["checkpoint"]["directory"] = None
-    return {name: {key_of(field): value for field, value in section.items()} for name, section in sections.items()}
-
-
-def keys_of(section: type) -> list[dataclasses.Field]:
-    """Return the fields of a section that are keys of recipes."""
-    return [item for item in dataclasses.fields(section) if item.metadata.get("is_key", True)]
-
-
-def default_of(item: dataclasses.Field) -> Any:
-    """Return the default of a field, or MISSING."""
-    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-
-
-def key_of(field_name: str) -> str:
-    """Return the key of a field in recipes: Python's keywords have an underscore as fields."""
-    return field_name.removesuffix("_")
+    return sections
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -591,48 +344,10 @@ def to_yaml(config: RunConfig) -> str:
     return dump(config_dict(config))
 
 
-def blend(prefix: dict[str, float] | list[float | str] | str | None) -> tuple[list[str], list[float] | None]:
-    """Normalise the four spellings of `data.prefix` to prefixes and their weights (None: by size); none for null."""
-    if prefix is None:
-        return [], None
-    if isinstance(prefix, str):
-        prefixes, weights = [prefix], None
-    elif isinstance(prefix, dict):
-        prefixes, weights = list(prefix), list(prefix.values())
-    elif all(isinstance(item, str) for item in prefix):
-        prefixes, weights = list(prefix), None
-    else:
-        weights, prefixes = list(prefix[0::2]), list(prefix[1::2])
-    well_formed = bool(prefixes) and all(isinstance(item, str) and item for item in prefixes)
-    if weights is not None:
-        well_formed &= len(weights) == len(prefixes) and all(is_positive(weight) for weight in weights)
-    if not well_formed:
-        raise ConfigError(
-            "data.prefix",
-            f"is {prefix!r}",
-            "give a path, a list of paths, a mapping path: weight, or a list that alternates weights and paths, with "
-            "positive weights",
-        )
-    return prefixes, None if weights is None else [float(weight) for weight in weights]
-
-
-def split_shares(split: str) -> tuple[float, float, float]:
-    """Read `"969,30,1"` as the shares of training, validation and test, summing to 1."""
-    try:
-        numbers = [float(part) for part in str(split).split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or numbers[0] == 0:
-        raise ConfigError(
-            "data.split",
-            f"is {split!r}",
-            "give three shares like 969,30,1 for training, validation and test, none negative and the first above 0",
-        )
-    train, validation, test = (number / sum(numbers) for number in numbers)
-    return train, validation, test
-
-
-def is_positive(value: Any) -> bool:
-    """Return whether a setting is a finite number above 0."""
-    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    return finite and not isinstance(value, bool) and value > 0
+def replaced(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return `config` with other values of these settings, by dotted keys. Raises ConfigError."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        sections.setdefault(key.partition(".")[0], {})[key] = value
+    changed = {name: with_values(getattr(config, name), changes, name) for name, changes in sections.items()}
+    return dataclasses.replace(config, **changed)

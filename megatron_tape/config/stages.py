@@ -1,29 +1,16 @@
-"""Read `data.stages`: what a run trains on after `data.prefix`, and from when on. Imports no torch."""
+"""What a run trains on, `data.prefix` and then `data.stages`, and from when on. Imports no torch."""
 
 import bisect
 import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
-from pydantic import Field
-
-from megatron_tape.config.parse import read_section
-from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.data import blend
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError, refuse
 
 KEY = "data.stages"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSettings:
-    """The keys of each item of `data.stages`."""
-
-    prefix: dict[str, float] | list[float | str] | str
-    """The datasets, as in `data.prefix`."""
-    share: Annotated[float, Field(gt=0, lt=1)]
-    """Its share of the run's training tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ def stages_of(config: RunConfig) -> list[Stage]:
 
     Each later one has a seed of its own, so that a dataset that several stages share comes in another order.
     """
-    given = [read_section(KEY, StageSettings, item) for item in config.data.stages or ()]
+    given = config.data.stages or []
     total = sum(item.share for item in given)
     problem = f"has shares that add up to {total:g}, and data.prefix gets what is left of 1"
     refuse(total >= 1, KEY, problem, "lower them")

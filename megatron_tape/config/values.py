@@ -1,9 +1,11 @@
 """Which values a setting accepts: those of its field's type, as pydantic checks it, described in words."""
 
+import dataclasses
 import functools
+import operator
 import re
 import types
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -36,7 +38,7 @@ def expand_keys(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """Return a mapping of paths to numbers with whole paths; raises PathError if two keys are the same path."""
     expanded: dict[Any, Any] = {}
     for path in mapping:
-        whole = _expand_all(path)
+        whole = whole_path(path)
         if whole in expanded:
             raise PathError(f"{expanded[whole]} and {path} are the same path", "keep one of them")
         expanded[whole] = path
@@ -47,83 +49,41 @@ Weighted = Annotated[dict[str, float], AfterValidator(expand_keys)]
 """A mapping of paths to numbers."""
 
 
-def paths_at(*keys: str, weighted: bool = False) -> AfterValidator:
-    """Return what marks a mapping that has paths, or lists or mappings of them, at some of its keys.
-
-    Those mappings are of names to paths or, if `weighted`, of paths to numbers.
-    """
-    return AfterValidator(
-        lambda given: given | {key: _expand_all(given[key], weighted) for key in keys if key in given}
-    )
-
-
-def _expand_all(value: Any, weighted: bool = False) -> Any:
-    if isinstance(value, list):
-        return [_expand_all(item) for item in value]
-    if isinstance(value, dict):
-        return expand_keys(value) if weighted else {name: _expand_all(item) for name, item in value.items()}
-    return whole_path(value) if isinstance(value, str) else value
-
-
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to", "lt": "below"}
 _SHOWN_CHARACTERS = 200
-_UNIONS = (Union, types.UnionType)
+UNIONS = (Union, types.UnionType)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
 
 
 def accept(key: str, value: Any, kind: Any) -> Any:
     """Return `value` converted to `kind`: whole numbers become floats if `kind` is float.
 
-    Raises `ConfigError`, which names the setting, or the part of it that is wrong, the value and what is accepted.
+    Raises `ConfigError`, which names the setting, or the item of a list or mapping that is wrong, the value and what is
+    accepted.
     """
-    return _accepted(key, value, kind, TypeAdapter(kind))
-
-
-def check_section(name: str, section: Any) -> None:
-    """Raise `ConfigError` for the first setting of a section whose value its field does not accept."""
-    for field, (kind, adapter) in _fields(type(section)).items():
-        _accepted(f"{name}.{field}", getattr(section, field), kind, adapter)
-
-
-@functools.cache
-def _fields(section: type) -> dict[str, tuple[Any, TypeAdapter]]:
-    kinds = get_type_hints(section, include_extras=True)
-    return {field: (kind, TypeAdapter(kind)) for field, kind in kinds.items()}
-
-
-def _accepted(key: str, value: Any, kind: Any, adapter: TypeAdapter) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     try:
-        accepted = adapter.validate_python(value, strict=True)
+        accepted = _adapter(kind).validate_python(value, strict=True)
         if origin is not Literal or type(value) in map(type, arguments):  # in Python, True == 1
             return accepted
     except PathError as error:
         raise PathSettingError(key, f"is {shown(value)}, but {error.problem}", error.fix) from None
     except ValidationError:
-        if origin is list and isinstance(value, list):
-            for i, item in enumerate(value):
-                accept(f"{key}[{i}]", item, arguments[0])
-        for mapping in _mappings(kind) if isinstance(value, dict) else ():
-            for name, item in value.items():
-                accept(f"{key}.{name}", item, get_args(mapping)[1])
+        for option in arguments if origin in UNIONS else (kind,):
+            option = get_args(option)[0] if get_origin(option) is Annotated else option
+            if get_origin(option) is list and isinstance(value, list):
+                for i, item in enumerate(value):
+                    accept(f"{key}[{i}]", item, get_args(option)[0])
+            if get_origin(option) is dict and isinstance(value, dict):
+                for name, item in value.items():
+                    accept(f"{key}.{name}", item, get_args(option)[1])
     fix = f"{'choose' if origin is Literal else 'set it to'} {describe(kind)}"
     raise ConfigError(key, f"is {shown(value)}", fix)
-
-
-def takes_mapping(kind: Any) -> bool:
-    """Return whether a setting of type `kind` may be a mapping."""
-    return bool(_mappings(kind))
-
-
-def _mappings(kind: Any) -> list[Any]:
-    """Return the types of the mappings that a setting of type `kind` may be."""
-    options = map(_plain, get_args(kind) if get_origin(kind) in _UNIONS else (kind,))
-    return [option for option in options if get_origin(option) is dict]
-
-
-def _plain(kind: Any) -> Any:
-    """Return a type without what Annotated adds to it."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def describe(kind: Any) -> str:
@@ -135,15 +95,13 @@ def describe(kind: Any) -> str:
         metadata = getattr(arguments[1], "metadata", ())
         bounds = {name: getattr(item, name) for item in metadata for name in _BOUNDS if hasattr(item, name)}
         return " ".join([describe(arguments[0]), *(f"{_BOUNDS[name]} {bound:,}" for name, bound in bounds.items())])
-    if origin in _UNIONS:
+    if origin in UNIONS:
         words = [describe(option) for option in arguments]
         return " or ".join([", ".join(words[:-1]), words[-1]])
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
-    if origin is dict and float in (values := (arguments[1], *get_args(arguments[1]))) and str not in values:
+    if origin is dict and float in (arguments[1], *get_args(arguments[1])):
         return "a mapping of names to numbers"
-    if origin is list and get_origin(_plain(arguments[0])) is dict:
-        return "a list of mappings"
     if origin is list and int in (arguments[0], *get_args(arguments[0])):
         return "a list of whole numbers, such as [1024, 2048]"
     return {list: "a list", dict: "a mapping"}.get(origin or kind) or _WORDS.get(kind, "a value")
@@ -151,6 +109,8 @@ def describe(kind: Any) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as messages show it: in YAML's spelling, and shortened if it is long."""
+    if dataclasses.is_dataclass(value):
+        return "set"
     constants = {None: "null", True: "true", False: "false"}
     text = constants[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
@@ -160,8 +120,6 @@ def clashes(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> N
     """Raise ConfigError if the settings `keys` cannot work together; the sentence gives their values, then `why`."""
     if refused:
         subjects = tuple(keys.split())
-        first, *others = (
-            shown(getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in subjects
-        )
+        first, *others = (shown(operator.attrgetter(key)(config)) for key in subjects)
         but = " and ".join(f"{key} is {value}" for key, value in zip(subjects[1:], others))
         raise ConfigError(subjects, f"is {first}, but {but}{why and ', '}{why}", fix)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
+from megatron_tape.config.data import SAMPLE_SOURCES, split_shares
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.index_cache import DamagedIndex, build_on_rank_0, digest_of

@@ -7,7 +7,8 @@ import contextlib
 import resource
 import sys
 
-from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, blend
+from megatron_tape.config.data import SAMPLE_SOURCES, blend
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.errors import refuse
 from megatron_tape.text import counted

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.config.examples import PLACE, examples_of
+from megatron_tape.config.data import INPUT
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.documents import parse_json
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, TooLarge, UnreadableFile, read_chunks
@@ -125,7 +125,7 @@ class Cutter:
 
         Raises ConfigError if no token of an input would be left.
         """
-        before, _, self._after_text = template.partition(PLACE)
+        before, _, self._after_text = template.partition(INPUT)
         self._encode, self._target_tokens = encode, target_tokens
         self._before, self._after = [*bos, *encode(before)], list(encode(self._after_text))
         self._room = length - target_tokens - len(self._before) - len(self._after)
@@ -153,7 +153,7 @@ def cutter_of(config: RunConfig, tokenizer: Tokenizer) -> Cutter:
 
     Raises ConfigError if the tokenizer lacks a token, or the context has no room.
     """
-    settings, used = examples_of(config.data.examples), config.data.tokenizer
+    settings, used = config.data.examples, config.data.tokenizer
     refuse(
         tokenizer.eod is None,
         ("data.tokenizer", "data.examples"),

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_tape import command_line
+from megatron_tape.config.data import blend, split_shares
 from megatron_tape.config.datasets import is_pattern
-from megatron_tape.config.examples import examples_of
-from megatron_tape.config.schema import RunConfig, blend, split_shares
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.config.values import shown
 from megatron_tape.data.descriptors import check_descriptors
@@ -43,7 +43,7 @@ def check_data_files(config: RunConfig) -> None:
     # A cache that exists may hold all that is needed, and need not be writable.
     cache = config.data.resolved_cache_directory
     check_writable("data.cache_directory", cache, existing_is_enough=True)
-    examples = None if config.data.examples is None else examples_of(config.data.examples)
+    examples = config.data.examples
     for name, path in (("path", examples.path), ("validation", examples.validation)) if examples else ():
         if path is None:
             continue
@@ -182,7 +182,7 @@ def recorded_tokenizer(config: RunConfig) -> TokenizerRecord | None:
 def fingerprints(config: RunConfig) -> dict[str, str]:
     """Return fingerprints of the files that a run learns from, by the names that its settings give them."""
     if config.data.examples is not None:
-        examples = examples_of(config.data.examples)
+        examples = config.data.examples
         return {path: fingerprint(path) for path in (examples.path, examples.validation) if path is not None}
     return {prefix: "; ".join(fingerprints_of(prefix).values()) for prefix in prefixes_of(stages_of(config))}
 
@@ -244,7 +244,7 @@ def _first_problem(dataset: IndexedDatasetReader) -> str | None:
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Read all examples; raise ConfigError for the first bad line, or if no samples can be made of them."""
     cutter_of(config, tokenizer)
-    settings, cache = examples_of(config.data.examples), config.data.resolved_cache_directory
+    settings, cache = config.data.examples, config.data.resolved_cache_directory
     for name, path in (("path", settings.path), ("validation", settings.validation)):
         if path is not None:
             problem = check_once("examples 1", [path], cache, functools.partial(_no_example, path))

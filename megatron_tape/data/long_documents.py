@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tape.config.schema import RunConfig, blend, split_shares
+from megatron_tape.config.data import blend, split_shares
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
 from megatron_tape.text import counted
@@ -43,8 +44,8 @@ class Pools:
 
 def find_pools(config: RunConfig) -> Pools:
     """Divide the training documents by `data.long_documents`; ConfigError if a needed pool is less than a sequence."""
-    setting, seq_length = config.data.long_documents, config.model.seq_length
-    minimum, share = setting["minimum"], setting["share"]
+    seq_length, minimum = config.model.seq_length, config.data.long_documents.minimum
+    share = config.data.long_documents.share
     prefixes, weights = blend(config.data.prefix)
     all_lengths = [training_lengths(prefix, config.data.split) for prefix in prefixes]
     pools = Pools([], [])
@@ -66,8 +67,8 @@ def find_pools(config: RunConfig) -> Pools:
             dataset = "the largest dataset" if len(prefixes) > 1 else prefixes[0]
             raise ConfigError(
                 (f"data.long_documents.{key}", "data.prefix", "model.seq_length"),
-                f"is {setting[key]}, but the training documents of {relation} {minimum} tokens in {dataset} hold "
-                f"{largest:,} tokens, too few for a sequence of model.seq_length {seq_length} "
+                f"is {getattr(config.data.long_documents, key)}, but the training documents of {relation} {minimum} "
+                f"tokens in {dataset} hold {largest:,} tokens, too few for a sequence of model.seq_length {seq_length} "
                 f"({_in_words(all_lengths)})",
                 fix,
             )

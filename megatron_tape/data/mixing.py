@@ -144,7 +144,7 @@ def mix_with_long_documents(
 
     All ranks have the same `pools`. `build` indexes what is not cached; otherwise rank 0 logs what is drawn.
     """
-    minimum, share = config.data.long_documents["minimum"], config.data.long_documents["share"]
+    minimum, share = config.data.long_documents.minimum, config.data.long_documents.share
     cache, seq_length = settings.path_to_cache, config.model.seq_length
     mix = Mixed(cache, [share, 1 - share] if pools.others else [1.0], size)
     long = Mixed(cache, [member.weight for member in pools.long], mix.counts[0])

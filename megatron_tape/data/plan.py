@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch.distributed as dist
 
-from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.data import blend
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
 from megatron_tape.data.inputs import large_enough
 from megatron_tape.data.long_documents import Pools, find_pools

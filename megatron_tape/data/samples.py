@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.examples import cutter_of, parse_example
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.synthetic import TRAINING, VALIDATION, random_of
-from megatron_tape.synthetic.settings import generator_of
 
 
 class SampleSource(Dataset):
@@ -48,7 +46,7 @@ class GeneratedSamples(SampleSource):
     """Sequences of `data.generator`; those of training and of validation are drawn from independent streams."""
 
     def __init__(self, config: RunConfig, purpose: int):
-        self._generator = generator_of(config.data.generator)
+        self._generator = config.data.generator
         self._seed, self._purpose = config.train.seed, purpose
         self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"
 
@@ -62,7 +60,7 @@ class ExampleSamples(SampleSource):
 
     def __init__(self, config: RunConfig, validation: bool):
         """Find the lines of the file. Raises FileError if it holds none."""
-        settings, tokenizer = examples_of(config.data.examples), load_run_tokenizer(config)
+        settings, tokenizer = config.data.examples, load_run_tokenizer(config)
         self._path = settings.validation if validation else settings.path
         self._cut, self._end = cutter_of(config, tokenizer), tokenizer.eod
         self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"

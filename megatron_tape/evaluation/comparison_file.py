@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, model_differences
-from megatron_tape.config.schema import ON_VALIDATION_DATA, RunConfig, config_dict, default_of, model_dict
+from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, changed_values, model_differences
+from megatron_tape.config.schema import RunConfig, config_dict
+from megatron_tape.config.train import ON_VALIDATION_DATA
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
 from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
 from megatron_tape.evaluation.task import Task
 from megatron_tape.io.records import write_record
-from megatron_tape.position import ENCODINGS
 
 FORMAT = 1
 NAME = "comparison.json"
@@ -146,25 +146,16 @@ def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[
         if before is None:
             found.append(f"{task} was not evaluated")
         else:
-            found += _changes(f"{task}.", before, settings)
+            found += _changes(task, before, settings)
     return found
 
 
 def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = False) -> list[str]:
-    """Describe the settings that are not as they were saved.
-
-    Those `of_variants` are a recipe's: the encoding may differ, and settings of other encodings may not, since variants
-    read them.
-    """
-    before, model, free = saved.get("model", {}), model_dict(config.model, unread=of_variants), {"attention_backend"}
-    if of_variants:
-        of_encodings = (item for encoding in ENCODINGS.values() for item in dataclasses.fields(encoding.Settings))
-        defaults = json.loads(json.dumps({item.name: default_of(item) for item in of_encodings}))
-        before, model, free = defaults | before, defaults | model, free | {"position_encoding"}
-    found = model_differences(before, model, free, ("was", "is now"))
-    for section, values in json.loads(json.dumps(config_dict(config))).items():
-        if section != "model":
-            found += _changes(f"{section}.", saved.get(section, {}), values)
+    """Describe the settings that are not as they were saved; a recipe's `of_variants` may have another encoding."""
+    free = {"attention_backend", *(["position_encoding"] if of_variants else [])}
+    now = json.loads(json.dumps(config_dict(config)))
+    found = model_differences(saved.get("model", {}), now.pop("model"), free, ("was", "is now"))
+    found += _changes("", saved, now)
     # What else is watched changes no result, but the loss on the validation split is one.
     now = config.train.evaluations
     was = saved.get("train", {}).get("evaluations", now)
@@ -174,11 +165,11 @@ def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = Fal
     return found
 
 
-def _changes(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
-        f"{prefix}{key}: was {json.dumps(before[key])}, is now {json.dumps(value)}"
-        for key, value in now.items()
-        if key in before and before[key] != value and not f"{prefix}{key}".startswith(WITHOUT_EFFECT)
+        f"{key}: was {json.dumps(was)}, is now {json.dumps(value)}"
+        for key, was, value in changed_values(before, now, name)
+        if not key.startswith(WITHOUT_EFFECT)
     ]
 
 

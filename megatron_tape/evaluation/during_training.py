@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from megatron_tape.config.parse import read_section
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.values import shown
 from megatron_tape.data.tokenizer import load_run_tokenizer, record_of
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS
 
-EVERY = "every"
-
 
 def build_tasks(config: RunConfig) -> dict[str, Task]:
-    """Return the tasks of `evaluation` by name; raises ConfigError for wrong settings."""
-    return {name: _build_task(name, given) for name, given in config.evaluation.given().items()}
-
-
-def _build_task(name: str, given: dict[str, Any]) -> Task:
-    key, every = f"evaluation.{name}", given.get(EVERY)
-    fix = "set it to the number of steps between evaluations, such as 500"
-    refuse(type(every) is not int or every < 1, f"{key}.{EVERY}", f"is {shown(every)}", fix)
-    settings = {setting: value for setting, value in given.items() if setting != EVERY}
-    return TASKS[name](read_section(key, TASKS[name].Settings, settings), section=key)
+    """Return the tasks of `evaluation` by name."""
+    return {name: TASKS[name](given, section=f"evaluation.{name}") for name, given in config.evaluation.given().items()}
 
 
 def check_tasks(config: RunConfig) -> None:

@@ -13,7 +13,8 @@ from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.index import check_average, read_index
 from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER
 from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint, model_digest
-from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict, model_dict
+from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
+from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
 from megatron_tape.evaluation.task import ModelInfo
@@ -196,8 +197,8 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
     if average:
         check_average(path, read_index(path, state["tensor_model_parallel_size"]))
     try:
-        model = model_config(**state["config"]["model"])
-    except TypeError as error:
+        model = model_config(state["config"]["model"])
+    except ConfigError as error:
         raise CheckpointError(str(path), f"was written by another version ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     name = run.resolve().name
@@ -215,7 +216,7 @@ def _info(model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: Tokeni
         label=label,
         vocab_size=model.unpadded_vocab_size or model.vocab_size,
         trained_length=model.seq_length,
-        config={"model_type": kind, **model_dict(model)},
+        config={"model_type": kind, **as_dict(model)},
         has_tokenizer=has_tokenizer,
         tokenizer=tokenizer,
     )

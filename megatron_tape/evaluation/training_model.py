@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tape.data.tokenizer import record_of
-from megatron_tape.evaluation.during_training import EVERY, build_tasks
+from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import Score
@@ -130,5 +130,4 @@ class TaskHook(Hook):
 
 def task_hooks(config: RunConfig) -> dict[str, Hook]:
     """Return the hooks that do the tasks of the section `evaluation`, by name."""
-    given = config.evaluation.given()
-    return {f"evaluation.{name}": TaskHook(task, given[name][EVERY]) for name, task in build_tasks(config).items()}
+    return {f"evaluation.{name}": TaskHook(task, task.settings.every) for name, task in build_tasks(config).items()}

@@ -18,7 +18,8 @@ from megatron_tape.checkpoint.kept_tokenizer import (
 )
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
-from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig, keys_of, model_dict
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.config.sections import as_dict, flatten, settings_of
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
@@ -32,15 +33,14 @@ from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import parameter_shapes
-from megatron_tape.position import ENCODINGS, model_config, setting_names
+from megatron_tape.position import ENCODINGS, model_config
 
 KEY = "extension.from"
 _REQUIRED = {
-    f"model.{item.name}"
-    for item in keys_of(ModelConfig)
-    if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    setting.key
+    for setting in settings_of(ModelConfig, "model")
+    if setting.default is dataclasses.MISSING and not setting.sections
 }
-_OF_A_MODEL = {item.name for item in keys_of(ModelConfig)}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -104,8 +104,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
         "is not set",
         "give pretrain.extend_context a model: a run, a checkpoint, or a directory in the format of transformers",
     )
-    given = {key.removeprefix("model.") for key in values if key.startswith("model.")}
-    if values.get(KEY) is None or given >= _OF_A_MODEL | setting_names(values.get("model.position_encoding", "")):
+    if values.get(KEY) is None or values.keys() >= _keys_of_model(values.get("model.position_encoding", "")):
         return dict(values)
     try:
         base = base or find_base(values[KEY], values.get("logging.directory"))
@@ -116,13 +115,26 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     encoding = values.get("model.position_encoding", base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
     scaled = getattr(base.model.position, "rope_scaling_factor", 1) != 1
-    if values.get("model.rope_scaling_type", "linear") != "linear" and not scaled:
-        inherited["rope_original_seq_length"] = base.model.seq_length
+    if values.get("model.position.rope_scaling_type", "linear") != "linear" and not scaled:
+        inherited["model.position.rope_original_seq_length"] = base.model.seq_length
     tensor_size = values.get("parallel.tensor_model_parallel_size", 1)
     if base.state is None and tensor_size > 0:
-        inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
+        inherited["model.vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
     named = values[KEY] if base.is_import_of_run else str(base.path)
-    return {f"model.{key}": value for key, value in inherited.items()} | values | {KEY: named}
+    return inherited | values | {KEY: named}
+
+
+def _keys_of_model(encoding: str) -> set[str]:
+    """Return the keys of every setting that a model with this positional encoding has."""
+    own = {f"model.{item.name}" for item in dataclasses.fields(ModelConfig) if item.name != "position"}
+    return own | {f"model.{key}" for key in _keys_of_position(encoding)}
+
+
+def _keys_of_position(encoding: str) -> set[str]:
+    """Return the keys, within `model`, of a positional encoding's settings; none for one that does not exist."""
+    if encoding not in ENCODINGS:
+        return set()
+    return {f"position.{item.name}" for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
 
 
 def find_base(given: str, run: str | None = None) -> Base:
@@ -185,7 +197,7 @@ def _from_checkpoint(path: Path) -> Base:
     find_source(path, state)
     settings = state["config"]["model"]
     try:
-        model = model_config(**settings)
+        model = model_config(settings)
         validate_model(model)
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(path), f"is of another architecture or version ({error})") from None
@@ -198,13 +210,14 @@ def _from_checkpoint(path: Path) -> Base:
 
 def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     """Return the settings that an extension with this positional encoding has from its base unless it gives others."""
-    before = base.position_encoding
-    others = {"attention_backend", *base.unread}
+    inherited = flatten([ModelConfig], as_dict(base), "model")
+    own, before = _keys_of_model(encoding), base.position_encoding
+    others = {"model.attention_backend"}
     if encoding != before:
-        others |= {"position_encoding", *(setting_names(before) - setting_names(encoding))}
+        others |= {"model.position_encoding"}
     if before in ENCODINGS[encoding].drops:
-        others.add("layers_without_positions")  # then all of them are
-    return {key: value for key, value in model_dict(base).items() if key not in others}
+        others.add("model.layers_without_positions")  # then all of them are
+    return {key: value for key, value in inherited.items() if key in own - others}
 
 
 def begins_with_base(config: RunConfig) -> bool:
@@ -222,32 +235,26 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     base = base or find_base(config.extension.from_, config.logging.directory)
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
-    free = {*FREE_IN_A_MODEL, *setting_names("rope"), *ENCODINGS[now].extended_by}
+    extended = {f"position.{key}" for key in ENCODINGS[now].extended_by}
+    free = {*FREE_IN_A_MODEL, *_keys_of_position("rope"), *extended}
     dropped = was in ENCODINGS[now].drops
     if added or dropped:
-        free |= {"position_encoding", *setting_names(now)}
+        free |= {"position_encoding", *_keys_of_position(now)}
     if dropped:
         free.add("layers_without_positions")
-    if getattr(base.model.position, "position_increments", "fixed") != "fixed":
-        free.remove("position_increments")
+    if getattr(base.model.position, "increments", "fixed") != "fixed":
+        free.remove("position.increments")
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the rows that are missing
-    before, after = (model_dict(model, unread=False) for model in (base.model, config.model))
-    differences = model_differences(before, after, free)
+    differences = model_differences(as_dict(base.model), as_dict(config.model), free)
     refuse(
         bool(differences),
         KEY,
         f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
-        "remove them from the recipe or the command line: an extension changes only model.seq_length, model.rope_*, "
-        "model.randpe_range, model.attention_backend, model.position_state_precision, model.position_encoding from "
-        "rope to tape or nope, and model.position_increments from fixed to learned or signed",
-    )
-    unread = [f"model.{key}" for key, value in config.model.unread.items() if base.model.unread.get(key) != value]
-    refuse(
-        bool(unread),
-        tuple(unread) or "model",
-        f"is not read by {now}{''.join(f', nor is {key}' for key in unread[1:])}, so that this would change nothing",
-        "remove it from the recipe or the command line",
+        "remove them from the recipe or the command line: an extension changes only model.seq_length, "
+        "model.attention_backend, model.position.rope_*, model.position.randpe_range, model.position.state_precision, "
+        "model.position_encoding from rope to tape or nope, and model.position.increments from fixed to learned or "
+        "signed",
     )
     held, read = parameter_shapes(base.model), parameter_shapes(config.model)
     unfit = [name for name, shape in held.items() if kind_of(name) == "position" and read.get(name) != shape]
@@ -260,7 +267,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     _check_lengths(config.model, base)
     trains, new = config.extension.trains, f"model.position_encoding is {now}"
     if not added and _of_encoding(config.model) > _of_encoding(base.model):
-        added, new = True, f"model.position_increments is {config.model.position.position_increments}"
+        added, new = True, f"model.position.increments is {config.model.position.increments}"
     refuse(
         added and not {"position", "all"} & set(trains),
         ("extension.trains", KEY),
@@ -280,17 +287,17 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
     factor, before = (getattr(settings, "rope_scaling_factor", 1.0) for settings in (position, was))
     refuse(
         factor > before and model.seq_length < base.model.seq_length,
-        ("model.seq_length", "model.rope_scaling_factor", KEY),
-        f"is {model.seq_length}, but {KEY} {base.path} has {base.model.seq_length}, and model.rope_scaling_factor "
-        f"{factor:g} is for longer contexts",
-        f"set it to more than that, or, to train on shorter contexts, model.rope_scaling_factor to {before:g}",
+        ("model.seq_length", "model.position.rope_scaling_factor", KEY),
+        f"is {model.seq_length}, but {KEY} {base.path} has {base.model.seq_length}, and "
+        f"model.position.rope_scaling_factor {factor:g} is for longer contexts",
+        f"set it to more than that, or, to train on shorter contexts, model.position.rope_scaling_factor to {before:g}",
     )
     if factor == 1:
         kind = getattr(position, "rope_scaling_type", "linear")
         refuse(
             kind not in ("linear", getattr(was, "rope_scaling_type", "linear")),
-            ("model.rope_scaling_factor", "model.rope_scaling_type"),
-            f"is 1, with which model.rope_scaling_type {kind} changes nothing",
+            ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
+            f"is 1, with which model.position.rope_scaling_type {kind} changes nothing",
             "set it to the new length over the old one",
         )
         return
@@ -299,12 +306,12 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
         whole = before * model.seq_length / base.model.seq_length
         if factor < whole and scaling in (None, "linear"):
             command_line.say(
-                f"warning: model.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} grow from "
-                f"{base.model.seq_length} to {model.seq_length} tokens; set it to {whole:g}, unless this is meant"
+                f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} grow "
+                f"from {base.model.seq_length} to {model.seq_length} tokens; set it to {whole:g}, unless this is meant"
             )
         return
     own = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
-    key, given = "model.rope_original_seq_length", position.rope_original_seq_length
+    key, given = "model.position.rope_original_seq_length", position.rope_original_seq_length
     problem, fix = f"is {given}, but contexts of {KEY} {base.path} have {own} tokens", f"set it to {own}"
     refuse(given > own, (key, KEY), problem, fix)
     # With linear scaling, the length before it is not recorded.

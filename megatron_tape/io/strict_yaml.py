@@ -5,8 +5,7 @@ for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates are 
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
@@ -25,19 +24,6 @@ _NUMBERS = {
 }
 
 
-# A value that does not fit its explicit tag, such as `!!bool maybe`, ends in any of these.
-_MISREAD = (yaml.YAMLError, RecursionError, ValueError, TypeError, KeyError, AttributeError, IndexError)
-
-
-@dataclass(frozen=True)
-class Given:
-    """A `section.key` of a recipe, or a section without keys, with its value and the place for error messages."""
-
-    key: str
-    value: Any
-    place: str
-
-
 class _Loader(yaml.SafeLoader):
     """YAML without anchors, duplicate keys, dates, and numbers in other bases."""
 
@@ -45,6 +31,8 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise _refusal("anchors and aliases (& and *) are not supported; write the value out", event)
+        if event.tag is not None:
+            raise _refusal("tags (!) are not supported; write the value without one", event)
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -57,6 +45,13 @@ class _Loader(yaml.SafeLoader):
                 raise _refusal(f"{key.value} is given twice, first in line {lines[key.value]}; remove one", key)
             lines[key.value] = key.start_mark.line + 1
         return node
+
+
+def _read_number(number: Callable[[str], float], node: yaml.ScalarNode) -> float:
+    try:
+        return number(node.value)
+    except ValueError as error:  # more digits than Python reads
+        raise _refusal(str(error), node) from None
 
 
 def _refusal(sentence: str, where: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
@@ -80,14 +75,14 @@ for _name, (_pattern, _number) in _NUMBERS.items():
     _tag = f"tag:yaml.org,2002:{_name}"
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
-    _Loader.add_constructor(_tag, lambda loader, node, number=_number: number(loader.construct_scalar(node)))
+    _Loader.add_constructor(_tag, lambda loader, node, number=_number: _read_number(number, node))
 
 
 def parse_value(text: str | bytes) -> Any:
     """Return `text` read as YAML; raises ValueError if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except _MISREAD as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
@@ -96,15 +91,23 @@ def dump(settings: dict[str, dict[str, Any]]) -> str:
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
-def read_recipe(path: str) -> list[Given]:
-    """Return every setting of a YAML file, in order; raises `ConfigError` that names the file and the line."""
-    loader = None
+def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of a YAML file, nested, and by dotted keys the file and line that each is in.
+
+    Raises `ConfigError` that names the file and the line.
+    """
+    loader, places = None, {}
     try:
         loader = _Loader(_text(path))
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(path, "must hold sections such as model: and data:, each with keys", "add them")
-        return list(_settings(loader, root, path))
+        for key, node in _keys(root):
+            places[key] = f"{path}:{node.start_mark.line + 1}"
+            if "." in key and key == node.value:
+                fix = "write a recipe's keys below their section"
+                raise ConfigError(key, "is not a section", fix, places[key])
+        return loader.construct_document(root), places
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}", f"cannot be read: {' '.join(str(error.problem).split())}") from None
@@ -115,6 +118,14 @@ def read_recipe(path: str) -> list[Given]:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _keys(node: yaml.MappingNode, name: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
+    for key, value in node.value:
+        dotted = f"{name}.{key.value}" if name else key.value
+        yield dotted, key
+        if isinstance(value, yaml.MappingNode):
+            yield from _keys(value, dotted)
 
 
 def _text(path: str) -> str:
@@ -130,26 +141,3 @@ def _text(path: str) -> str:
     except OSError as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise ConfigError(f"--config {path}", reason, "give the path of a YAML file") from None
-
-
-def _settings(loader: _Loader, root: yaml.MappingNode, path: str) -> Iterator[Given]:
-    for section, keys in root.value:
-        place = f"{path}:{section.start_mark.line + 1}"
-        if "." in section.value:
-            raise ConfigError(section.value, "is not a section", "write a recipe's keys below their section", place)
-        if not isinstance(keys, yaml.MappingNode) or not keys.value:
-            yield Given(section.value, _constructed(loader, keys, place), place)
-            continue
-        for key, value in keys.value:
-            place = f"{path}:{key.start_mark.line + 1}"
-            yield Given(f"{section.value}.{key.value}", _constructed(loader, value, place), place)
-
-
-def _constructed(loader: _Loader, node: yaml.Node, place: str) -> Any:
-    try:
-        return loader.construct_object(node, deep=True)
-    except yaml.MarkedYAMLError:
-        raise
-    except _MISREAD as error:
-        reason = error if isinstance(error, ValueError) else f"{node.value!r} is not what its tag {node.tag} says"
-        raise ConfigError(place, str(reason)) from None

@@ -35,9 +35,9 @@ class ReferenceConfig:
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
     """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
-    position_state_norm: str = "none"
+    state_norm: str = "none"
     """`unit` sets every complex number of the position state back to its first modulus after each update."""
-    position_increments: str = "fixed"
+    increments: str = "fixed"
     """`signed` if the increments of positions, where the weights have any, are not sigmoids."""
 
 
@@ -142,7 +142,7 @@ def forward(
         y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
         if "position.increments.weight" in w:
             a_BSG = (y @ w["position.increments.weight"].T).double()
-            p_BSG = (1 + a_BSG if config.position_increments == "signed" else 2 * a_BSG.sigmoid()).cumsum(1)
+            p_BSG = (1 + a_BSG if config.increments == "signed" else 2 * a_BSG.sigmoid()).cumsum(1)
             z = (attention_factor(config) * rope_phases(p_BSG, rope_frequencies(config, D))).to(x.dtype)
             z = z.expand(B, S, G, D)
         q, k, v = (
@@ -172,7 +172,7 @@ def forward(
             gate = F.silu((m if config.gate_input == "mlp" else attention_output) @ w["position.x_proj.weight"].T)
             up = torch.einsum("pg,bsgd->bspd", w["position.up_proj.weight"], z)
             z = z + torch.einsum("gp,bspd->bsgd", w["position.down_proj.weight"], gate[..., None] * up)
-            if config.position_state_norm == "unit":
+            if config.state_norm == "unit":
                 moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2).repeat(1, 1, 1, 2)
                 z = attention_factor(config) * z / moduli.clamp(min=1e-3)
 

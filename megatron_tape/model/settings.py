@@ -1,7 +1,6 @@
 """Check the settings of a model: sizes that fit together, and those of its positional encoding. Imports no torch."""
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.config.values import check_section
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import lacks, unsupported_heads
 from megatron_tape.position import check_encoding, encoding_of
@@ -9,8 +8,6 @@ from megatron_tape.position import check_encoding, encoding_of
 
 def validate_model(model: ModelConfig) -> None:
     """Raise `ConfigError` if the model's sizes do not fit together."""
-    check_section("model", model)
-    check_section("model", model.position)
     encoding = encoding_of(model)
     heads, groups = model.num_attention_heads, model.query_groups
     refuse(

@@ -33,7 +33,7 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
         problem = "has numbers off its diagonal, which the settings of the model's positional encoding leave out"
-        raise FileError(whole_name(prefix, rest), problem, "with tape, set model.token_mixing to full")
+        raise FileError(whole_name(prefix, rest), problem, "with tape, set model.position.token_mixing to full")
     return tensor.diag()
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args, get_type_hints
 
-from megatron_tape.config.schema import RunConfig, TrainConfig
+from megatron_tape.config.schema import RunConfig, replaced
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.planning.hardware import NODE_SIZE, Hardware
 from megatron_tape.planning.memory import Memory, memory
 from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.step_time import StepTime, step_time
-from megatron_tape.position import replaced
 
 HEADROOM = 0.10
 """Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""

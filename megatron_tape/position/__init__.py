@@ -10,21 +10,13 @@ from megatron_tape.position.cope import CopePosition
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
 from megatron_tape.position.nope import NoPosition
+from megatron_tape.position.of_model import check_encoding, encoding_of, model_config
 from megatron_tape.position.path import PathPosition
 from megatron_tape.position.path_fox import PathFoxPosition
 from megatron_tape.position.randpe import RandomizedPosition
 from megatron_tape.position.registry import ENCODINGS, register
 from megatron_tape.position.repo import Reposition
 from megatron_tape.position.rope import RotaryPosition
-from megatron_tape.position.settings import (
-    check_encoding,
-    encoding_of,
-    encoding_settings,
-    model_config,
-    replaced,
-    setting_names,
-    with_values,
-)
 from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
 from megatron_tape.position.tape import TapePosition
@@ -46,7 +38,7 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     Reposition,
     PathFoxPosition,
 )
-"""Add the class of a new file here; the settings of these classes are keys of `model`."""
+"""Add the class of a new file here."""
 for _encoding in BUILT_IN:
     register(_encoding)
 
@@ -61,10 +53,6 @@ __all__ = [
     "Positions",
     "check_encoding",
     "encoding_of",
-    "encoding_settings",
     "model_config",
     "register",
-    "replaced",
-    "setting_names",
-    "with_values",
 ]

@@ -96,8 +96,6 @@ class Memory:
 
 
 NO_MEMORY = Memory()
-SCALING = frozenset({"rope_scaling_type", "rope_scaling_factor"})
-"""Settings that scale positions, which encodings may refuse whose layers read no positions that could be scaled."""
 
 
 class PositionEncoding:
@@ -110,10 +108,7 @@ class PositionEncoding:
     name: ClassVar[str]
     """Its value in `model.position_encoding`."""
     Settings: ClassVar[type] = EncodingSettings
-    """Its own settings, a frozen dataclass whose fields all have defaults. They become keys of `model`."""
-    refuses: ClassVar[frozenset[str]] = frozenset({"position_increments", "position_state_norm"})
-    """Settings, of other encodings or inherited ones, that must have their defaults: they would make another encoding
-    of it. All other settings of other encodings may stand in a recipe for several, and have no effect."""
+    """Its own settings, a frozen dataclass whose fields all have defaults: the section `model.position`."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """What attention must be able to do, as named in `ops.backends`."""
     starts_as: ClassVar[str | None] = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import SCORES
-from megatron_tape.position.base import SCALING, EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +32,10 @@ class CopePosition(PositionEncoding):
     name = "cope"
     Settings = CopeSettings
     needs = frozenset({SCORES})
-    refuses = PositionEncoding.refuses | SCALING
 
     def check(self) -> None:
         largest = self.settings.cope_max_position
-        refuse(largest < 1, "model.cope_max_position", f"is {largest}", "set it to at least 1, such as 64")
+        refuse(largest < 1, "model.position.cope_max_position", f"is {largest}", "set it to at least 1, such as 64")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}

@@ -40,8 +40,13 @@ class FirePosition(PositionEncoding):
 
     def check(self) -> None:
         size, threshold = self.settings.fire_mlp_size, self.settings.fire_threshold
-        refuse(size < 1, "model.fire_mlp_size", f"is {size}", "set it to at least 1, such as 32")
-        refuse(not 0 < threshold < math.inf, "model.fire_threshold", f"is {threshold}", "set it above 0, such as 512")
+        refuse(size < 1, "model.position.fire_mlp_size", f"is {size}", "set it to at least 1, such as 32")
+        refuse(
+            not 0 < threshold < math.inf,
+            "model.position.fire_threshold",
+            f"is {threshold}",
+            "set it above 0, such as 512",
+        )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of the function; as in the released code, matrices are drawn and the bias is zero."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position.base import SCALING, EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,13 @@ class FoxPosition(PositionEncoding):
     name = "fox"
     Settings = FoxSettings
     needs = frozenset({GATE})
-    refuses = PositionEncoding.refuses | SCALING
     reads_hidden_states = True
 
     def check(self) -> None:
         start = self.settings.fox_bias_start
-        refuse(not math.isfinite(start), "model.fox_bias_start", f"is {start}", "set it to a number, such as 0")
+        refuse(
+            not math.isfinite(start), "model.position.fox_bias_start", f"is {start}", "set it to a number, such as 0"
+        )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the gates' projection, which every rank holds whole, as it computes all heads' gates of its tokens."""

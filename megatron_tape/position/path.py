@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import REFLECTIONS
-from megatron_tape.position.base import SCALING, EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,14 +36,13 @@ class PathPosition(PositionEncoding):
     name = "path"
     Settings = PathSettings
     needs = frozenset({REFLECTIONS})
-    refuses = PositionEncoding.refuses | SCALING
     reads_hidden_states = True
     counts_in_documents = True
 
     def check(self) -> None:
         rank, size = self.settings.path_rank, self.settings.path_conv_size
-        refuse(rank < 1, "model.path_rank", f"is {rank}", "set it to at least 1, such as 32")
-        refuse(size < 0, "model.path_conv_size", f"is {size}", "set it to 3, or to 0 for no convolution")
+        refuse(rank < 1, "model.position.path_rank", f"is {rank}", "set it to at least 1, such as 32")
+        refuse(size < 0, "model.position.path_conv_size", f"is {size}", "set it to 3, or to 0 for no convolution")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of w and beta; as in the authors' code, all weights are drawn and the bias is zero."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import SCALING, PositionEncoding
-from megatron_tape.position.rope import RotaryPosition, RotarySettings
+from megatron_tape.position.rope import FrequencySettings, RotaryPosition
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +17,7 @@ _LARGEST_RANGE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomizedSettings(RotarySettings):
+class RandomizedSettings(FrequencySettings):
     """From which range positions are drawn."""
 
     randpe_range: int | None = None
@@ -37,7 +36,6 @@ class RandomizedPosition(RotaryPosition):
     name = "randpe"
     Settings = RandomizedSettings
     # It draws positions, and learns all of its range.
-    refuses = PositionEncoding.refuses | SCALING
     exports_to = "code"
     extended_by = frozenset({"randpe_range"})
     counts_in_documents = True
@@ -47,13 +45,13 @@ class RandomizedPosition(RotaryPosition):
         length = self.model.seq_length
         refuse(
             self.position_range < length,
-            ("model.randpe_range", "model.seq_length"),
+            ("model.position.randpe_range", "model.seq_length"),
             f"is {self.position_range}, less than the {length} tokens of model.seq_length",
             "set it to several times as many",
         )
         refuse(
             self.position_range > _LARGEST_RANGE,
-            "model.randpe_range",
+            "model.position.randpe_range",
             f"is {self.position_range:,}, but float32 holds only positions up to {_LARGEST_RANGE:,} exactly",
             "set it to at most that",
         )

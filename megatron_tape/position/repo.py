@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import MicroBatch, Parameter, PositionEncoding, Positions
-from megatron_tape.position.rope import RotaryPosition, RotarySettings
+from megatron_tape.position.base import MicroBatch, Parameter, Positions
+from megatron_tape.position.rope import RotaryPosition, ScaledSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepositionSettings(RotarySettings):
+class RepositionSettings(ScaledSettings):
     """Which layers predict positions, and from how many numbers."""
 
     repo_width: int | None = None
@@ -38,18 +38,20 @@ class Reposition(RotaryPosition):
     name = "repo"
     Settings = RepositionSettings
     reads_hidden_states = True
-    refuses = PositionEncoding.refuses
     exports_to = "code"
 
     def check(self) -> None:
         super().check()
         width, first, last = self.settings.repo_width, self.settings.repo_first_layer, self.model.num_layers - 1
         refuse(
-            self.inner_width < 1, "model.repo_width", f"is {width}", "set it to at least 1, such as hidden_size // 8"
+            self.inner_width < 1,
+            "model.position.repo_width",
+            f"is {width}",
+            "set it to at least 1, such as hidden_size // 8",
         )
         refuse(
             not 0 <= self.predicts_from <= last,
-            ("model.repo_first_layer", "model.num_layers"),
+            ("model.position.repo_first_layer", "model.num_layers"),
             f"is {first}, but layers are numbered from 0 to {last}",
             "choose one of these",
         )

@@ -23,13 +23,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotarySettings(EncodingSettings):
-    """Frequencies of the rotation."""
+class FrequencySettings(EncodingSettings):
+    """Frequencies of the rotation. Encodings with these settings alone neither scale positions nor learn increments."""
+
+    rope_scaling_type = "linear"
+    rope_scaling_factor = 1.0
+    increments = "fixed"
 
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_share: float = 1.0
     """Share of the frequencies, the fastest, that rotate; the others stay 0 (p-RoPE, Barbero et al., 2025)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSettings(FrequencySettings):
+    """Frequencies, and how they are scaled, so that longer contexts fit a trained model."""
+
     rope_scaling_type: Literal["linear", "llama3", "yarn"] = "linear"
     """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) only those of slow frequencies, and so
     does yarn, which also makes attention sharper."""
@@ -49,8 +59,14 @@ class RotarySettings(EncodingSettings):
     """yarn: begin and end the gradual change at whole frequencies, as most models with yarn do."""
     rope_attention_factor: float | None = None
     """yarn: factor of rotated queries and keys; null means 0.1 ln(rope_scaling_factor) + 1."""
-    position_increments: Literal["fixed", "learned", "signed"] = "fixed"
-    """rope and tape: by how much the position grows with each token: fixed is 1; learned and signed depend on the token
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotarySettings(ScaledSettings):
+    """Frequencies, their scaling, and by how much positions grow."""
+
+    increments: Literal["fixed", "learned", "signed"] = "fixed"
+    """By how much the position grows with each token: fixed is 1; learned and signed depend on the token
     and start at 1; learned is between 0 and 2, signed has no bounds, so that positions may also go back."""
 
 
@@ -63,7 +79,6 @@ class RotaryPosition(PositionEncoding):
     name = "rope"
     Settings = RotarySettings
     needs = frozenset({ROTATION})
-    refuses = frozenset({"position_state_norm"})
 
     @property
     def exports_to(self) -> str | None:
@@ -75,34 +90,33 @@ class RotaryPosition(PositionEncoding):
     @property
     def learns_increments(self) -> bool:
         """Whether the position grows with each token by what its content says."""
-        return self.settings.position_increments != "fixed"
+        return self.settings.increments != "fixed"
 
     def check(self) -> None:
         settings = self.settings
         for key, value in vars(settings).items():
             if key.startswith("rope_") and isinstance(value, (int, float)) and not isinstance(value, bool):
                 fix = "set it to a number from 1e-9 to 1e12"  # beyond, the logarithms of yarn may fail
-                refuse(not 1e-9 <= value <= 1e12, f"model.{key}", f"is {value}", fix)
+                refuse(not 1e-9 <= value <= 1e12, f"model.position.{key}", f"is {value}", fix)
         refuse(
             settings.rope_scaling_factor < 1,
-            "model.rope_scaling_factor",
+            "model.position.rope_scaling_factor",
             f"is {settings.rope_scaling_factor}, which would shorten the context",
             "set it to at least 1, the new length over the old",
         )
         share, dim = settings.rope_share, self.model.head_dim
         problem = f"is {share}, and leaves none of {dim // 2} frequencies" if share < 1 else f"is {share}"
         fix = f"set it to a number from {2 / dim:.4g} to 1"
-        refuse(share > 1 or share * dim // 2 < 1, "model.rope_share", problem, fix)
-        for lower, upper in (
-            ("rope_low_freq_factor", "rope_high_freq_factor"),
-            ("rope_beta_slow", "rope_beta_fast"),
-        ):
-            low, high, keys = getattr(settings, lower), getattr(settings, upper), (f"model.{lower}", f"model.{upper}")
+        refuse(share > 1 or share * dim // 2 < 1, "model.position.rope_share", problem, fix)
+        pairs = ("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")
+        for lower, upper in pairs if isinstance(settings, ScaledSettings) else ():
+            low, high = getattr(settings, lower), getattr(settings, upper)
+            keys = f"model.position.{lower}", f"model.position.{upper}"
             refuse(low >= high, keys, f"{low} is not below {keys[1]} {high}", "change one of them")
         refuse(
             settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1,
-            ("model.rope_theta", "model.rope_scaling_type"),
-            f"{settings.rope_theta} is not above 1, as model.rope_scaling_type yarn needs",
+            ("model.position.rope_theta", "model.position.rope_scaling_type"),
+            f"{settings.rope_theta} is not above 1, as model.position.rope_scaling_type yarn needs",
             "raise it",
         )
 
@@ -132,7 +146,7 @@ class RotaryPosition(PositionEncoding):
     @property
     def bytes_of_sums(self) -> int:
         """What is kept of one token and group: the position and, if sigmoids need it, the increment, in float64."""
-        return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.position_increments]
+        return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.increments]
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count what increments are computed from on its way to the ranks that add up all tokens."""
@@ -178,7 +192,7 @@ class RotaryPosition(PositionEncoding):
         In float32, positions of 100,000 would be rounded to 1/128.
         """
         logits_SBN = logits_SBN.double()
-        signed = self.settings.position_increments == "signed"
+        signed = self.settings.increments == "signed"
         increments_SBN = 1 + logits_SBN if signed else 2 * logits_SBN.sigmoid()
         # The increments are kept, not their sum, so that a cache can also forget its last tokens.
         return memory.all_tokens("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]

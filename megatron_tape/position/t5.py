@@ -32,11 +32,13 @@ class T5Position(PositionEncoding):
 
     def check(self) -> None:
         buckets, distance = self.settings.t5_num_buckets, self.settings.t5_max_distance
-        refuse(buckets < 2, "model.t5_num_buckets", f"is {buckets}", "set it to at least 2, such as 32, as in T5")
+        refuse(
+            buckets < 2, "model.position.t5_num_buckets", f"is {buckets}", "set it to at least 2, such as 32, as in T5"
+        )
         refuse(
             distance <= buckets // 2,
-            ("model.t5_max_distance", "model.t5_num_buckets"),
-            f"{distance} is not above half of model.t5_num_buckets {buckets}, which hold one distance each",
+            ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
+            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, which hold one distance each",
             "raise it",
         )
 

@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 class TapeSettings(RotarySettings):
     """Settings of the position update."""
 
-    position_mlp_size: int | None = None
+    mlp_size: int | None = None
     """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
     gate_input: Literal["mlp", "attention"] = "mlp"
     """What gates TAPE's position MLP: the token MLP's output (released code) or attention's output (paper)."""
     token_mixing: Literal["full", "per_head"] = "full"
     """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
-    position_mlp_zero: Literal["down", "up"] = "down"
+    mlp_zero: Literal["down", "up"] = "down"
     """Which matrix of TAPE's position MLP starts at zero, so that the model starts as RoPE: down_proj, while up_proj is
     drawn with standard deviation G^-0.5; or up_proj (released code), while down_proj is drawn with model.init_std."""
-    position_state_precision: Literal["fp32", "bf16"] = "fp32"
+    state_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which TAPE's position state accumulates updates; attention always reads it rounded to
     train.precision. In bf16, updates below 2^-9 of the state are lost. An fp32 run always uses fp32."""
-    position_state_norm: Literal["none", "unit"] = "none"
+    state_norm: Literal["none", "unit"] = "none"
     """unit sets every complex number of TAPE's position state back to its first modulus, 1 but with yarn, after each
     update, so that updates only turn it."""
 
@@ -60,7 +60,6 @@ class TapePosition(RotaryPosition):
     name = "tape"
     Settings = TapeSettings
     needs = frozenset({ROTATION, AVERAGE})
-    refuses = frozenset()
     starts_as = "rope"
 
     def __init__(self, model, tokens=None, fused=False):
@@ -72,28 +71,28 @@ class TapePosition(RotaryPosition):
         """The exported TAPE model, which knows no increments, normalised state, missing frequencies or output gate."""
         model = self.model
         settings = self.settings
-        plain = not self.learns_increments and settings.position_state_norm == "none" and settings.rope_share == 1
+        plain = not self.learns_increments and settings.state_norm == "none" and settings.rope_share == 1
         return "tape" if plain and not model.attention_output_gate else "code"
 
     @property
     def mlp_width(self) -> int:
         """Inner width of the position MLP (P)."""
-        size = self.settings.position_mlp_size
+        size = self.settings.mlp_size
         return 4 * self.model.num_attention_heads if size is None else size
 
     @property
     def fused_update(self) -> Mapping[str, Any]:
-        full, fp32 = self.settings.token_mixing == "full", self.settings.position_state_precision == "fp32"
+        full, fp32 = self.settings.token_mixing == "full", self.settings.state_precision == "fp32"
         return {"inner": self.mlp_width, "full_mixing": full, "fp32_state": fp32}
 
     def check(self) -> None:
         super().check()
         width = self.mlp_width
-        refuse(not 1 <= width <= 2**20, "model.position_mlp_size", f"is {width}", "set it to 1 or more, up to 2^20")
+        refuse(not 1 <= width <= 2**20, "model.position.mlp_size", f"is {width}", "set it to 1 or more, up to 2^20")
         heads, groups = self.model.num_attention_heads, self.model.query_groups
         refuse(
             self.settings.token_mixing == "per_head" and groups != heads,
-            ("model.token_mixing", "model.num_query_groups", "model.num_attention_heads"),
+            ("model.position.token_mixing", "model.num_query_groups", "model.num_attention_heads"),
             f"per_head needs model.num_query_groups {groups} to equal model.num_attention_heads {heads}",
             "use token_mixing full",
         )
@@ -108,7 +107,7 @@ class TapePosition(RotaryPosition):
             return increments
         heads, groups, inner = model.num_attention_heads, model.query_groups, self.mlp_width
         full = self.settings.token_mixing == "full"
-        up_std, down_std = (groups**-0.5, 0.0) if self.settings.position_mlp_zero == "down" else (0.0, model.init_std)
+        up_std, down_std = (groups**-0.5, 0.0) if self.settings.mlp_zero == "down" else (0.0, model.init_std)
         return {
             **increments,
             "token_mixing": Parameter((groups, heads)) if full else Parameter((heads,), diagonal=True),
@@ -138,7 +137,7 @@ class TapePosition(RotaryPosition):
         return self.model.head_dim * self.model.query_groups if layer > 0 else super().state_size(0)
 
     def state_bytes(self, layer: int, width: int) -> int:
-        return self.state_size(layer) * (4 if self.settings.position_state_precision == "fp32" else width)
+        return self.state_size(layer) * (4 if self.settings.state_precision == "fp32" else width)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count what the update keeps: the gate and its input, the state, and averages from other ranks.
@@ -157,7 +156,7 @@ class TapePosition(RotaryPosition):
         shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
         state = 0 if shared else groups * model.head_dim
         per_token = received + model.hidden_size + inner + state
-        normalized = self.state_bytes(layer + 1, batch.width) if self.settings.position_state_norm == "unit" else 0
+        normalized = self.state_bytes(layer + 1, batch.width) if self.settings.state_norm == "unit" else 0
         update = batch.local_tokens * per_token * batch.width
         return increments + update + batch.local_tokens * normalized
 
@@ -188,7 +187,7 @@ class TapePosition(RotaryPosition):
     def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         import torch
 
-        return torch.float32 if self.settings.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
+        return torch.float32 if self.settings.state_precision == "fp32" and dtype.itemsize < 4 else dtype
 
     def enter(self, layer, parameters, state, hidden_states_sBC, memory) -> "Tensor | None":
         """Return the state; in the first layer with learned increments, the phases of local tokens (s, B, 1, D)."""
@@ -226,7 +225,7 @@ class TapePosition(RotaryPosition):
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self.update_function()
         new = update(z, u, gate, *matrices, rounded).view(S, B, -1, D)
-        if self.settings.position_state_norm == "none":
+        if self.settings.state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus
 

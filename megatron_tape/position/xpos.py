@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import SCALING, PositionEncoding, Positions
-from megatron_tape.position.rope import RotaryPosition, RotarySettings
+from megatron_tape.position.base import Positions
+from megatron_tape.position.rope import FrequencySettings, RotaryPosition
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ _LARGEST_LOGARITHM = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class XposSettings(RotarySettings):
+class XposSettings(FrequencySettings):
     """How fast scores decay."""
 
     xpos_scale_base: float = 2048.0
@@ -33,7 +33,6 @@ class XposPosition(RotaryPosition):
     name = "xpos"
     Settings = XposSettings
     # Its decay counts tokens, and it defines no scaled positions.
-    refuses = PositionEncoding.refuses | SCALING
     exports_to = "code"
 
     def check(self) -> None:
@@ -43,7 +42,7 @@ class XposPosition(RotaryPosition):
         least = length / 2 * slowest / _LARGEST_LOGARITHM
         refuse(
             not base >= least,
-            ("model.xpos_scale_base", "model.seq_length"),
+            ("model.position.xpos_scale_base", "model.seq_length"),
             f"{base:g} is too small for model.seq_length {length}: factors of queries would not fit into float32",
             f"set it to at least {math.ceil(least)}",
         )

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.checkpoint.kept_tokenizer import kept_directory
-from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.io.files import BLOCKS, fingerprint, write_whole
@@ -39,7 +38,7 @@ def inputs(config: RunConfig) -> list[str]:
     """Return the files that every node reads."""
     files = [prefix + suffix for prefix in prefixes_of(stages_of(config)) for suffix in (".idx", ".bin")]
     if config.data.examples is not None:
-        examples = examples_of(config.data.examples)
+        examples = config.data.examples
         files += [path for path in (examples.path, examples.validation) if path is not None]
     tokenizer = None if kept_directory(config) else config.data.tokenizer  # a checkpoint is shared, and has digests
     if tokenizer is not None and Path(tokenizer).is_dir():

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from megatron_tape.config.monitoring import WandbSettings
+from megatron_tape.config.schema import WandbSettings
 from megatron_tape.io.records import read_record, write_record
 
 logger = logging.getLogger(__name__)

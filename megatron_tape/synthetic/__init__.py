@@ -6,7 +6,7 @@ from megatron_tape.synthetic.grid_navigation import GridNavigation
 from megatron_tape.synthetic.recall import Recall
 from megatron_tape.synthetic.selective_copy import SelectiveCopy
 
-GENERATORS: dict[str, type[Generator]] = {task.name: task for task in (Addition, SelectiveCopy, GridNavigation, Recall)}
+GENERATORS: dict[str, type[Generator]] = {task.task: task for task in (Addition, SelectiveCopy, GridNavigation, Recall)}
 """Add the class of a new file here."""
 
 __all__ = [

@@ -5,7 +5,7 @@ every pair of operand lengths is equally likely, and numbers do not begin with z
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -13,15 +13,15 @@ from megatron_tape.errors import refuse
 from megatron_tape.synthetic.base import Generator
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Addition(Generator):
     """`a+b=c` and an end mark; the answer is the sum with the end mark.
 
     Tokens: the digits 0 to 9, then `+`, `=`, the end mark, and the index hints.
     """
 
-    name: ClassVar[str] = "addition"
-
+    task: Literal["addition"] = "addition"
+    """The task."""
     digits: int = 40
     """Digits of the longest operand."""
     hints: int = 0

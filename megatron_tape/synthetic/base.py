@@ -6,8 +6,6 @@ numpy is used. A sequence depends on nothing but the settings and the random gen
 `random_of` gives every sample its own stream.
 """
 
-from typing import ClassVar
-
 import numpy as np
 
 TRAINING, VALIDATION, EVALUATION = range(3)
@@ -25,7 +23,8 @@ class Generator:
     Tokens are numbered from 0 to `vocab_size` - 1. Sequences may be shorter than `length`.
     """
 
-    name: ClassVar[str]
+    task: str
+    """Its name, by which `data.generator` chooses it."""
 
     def check(self) -> None:
         """Raise ConfigError, whose key is the setting's name, if a setting cannot work."""

@@ -5,7 +5,7 @@ that were visited before. Every sequence has a map of its own, so that nothing c
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megatron_tape.errors import refuse
 from megatron_tape.synthetic.base import Generator
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GridNavigation(Generator):
     """`steps` pairs of an action and the observation that follows; those of cells seen before are the answers.
 
@@ -21,8 +21,8 @@ class GridNavigation(Generator):
     0 on, then the blank, then the actions: a step forward and back along each dimension.
     """
 
-    name: ClassVar[str] = "grid_navigation"
-
+    task: Literal["grid_navigation"] = "grid_navigation"
+    """The task."""
     dimensions: int = 2
     """1 for a ring of cells, 2 for a torus."""
     steps: int = 128

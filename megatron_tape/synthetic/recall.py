@@ -5,7 +5,7 @@ heart.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import numpy as np
 
@@ -17,15 +17,15 @@ _GAP_POWER = 0.01
 come again soon after the pairs."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Recall(Generator):
     """`pairs` of a key and its value, then the same keys in another order with blanks between; values are the answers.
 
     Tokens: the keys from 0 on, then as many values, then the blank.
     """
 
-    name: ClassVar[str] = "recall"
-
+    task: Literal["recall"] = "recall"
+    """The task."""
     tokens: int = 256
     """Tokens of the longest sequence."""
     shortest: int | None = None

@@ -1,7 +1,7 @@
 """Selective copying (Gu and Dao, 2023, section 4.1): symbols among blanks, then the symbols alone in the same order."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import numpy as np
 
@@ -9,15 +9,15 @@ from megatron_tape.errors import refuse
 from megatron_tape.synthetic.base import Generator
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SelectiveCopy(Generator):
     """`copied` symbols at random places among `blanks`, a mark, and the symbols again, which are the answer.
 
     Tokens: the symbols from 0 on, then the blank, then the mark.
     """
 
-    name: ClassVar[str] = "selective_copy"
-
+    task: Literal["selective_copy"] = "selective_copy"
+    """The task."""
     copied: int = 128
     """Symbols to copy."""
     blanks: int = 128

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from megatron_tape.config.schema import TrainConfig
-from megatron_tape.config.steering import average_of
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.model.names import AVERAGE
 
 
@@ -25,7 +24,7 @@ class WeightAverage:
         weights: list[Tensor],
         update: Callable[[], None],
     ):
-        self._settings, self._steps = average_of(config.average, config.steps), config.steps
+        self._settings, self._steps = config.average, config.steps
         self._state, self._weights, self._update = optimizer.state, weights, update
 
     @torch.no_grad()

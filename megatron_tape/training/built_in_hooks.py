@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_tape.config.monitoring import profile_of
-from megatron_tape.config.steering import spikes_of
 from megatron_tape.training.gradient_norms import GradientNorms
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training
 from megatron_tape.training.position_norms import PositionNorms
@@ -87,7 +85,7 @@ HOOKS |= {
 
 def hooks_of(config: RunConfig) -> dict[str, Hook]:
     """Return the hooks of every run, what looks for spikes, and what `train.evaluations` names, in their order."""
-    found: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(profile_of(config.train.profile))}
+    found: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(config.train.profile)}
     if config.train.spikes is not None:
-        found["spikes"] = SpikeHook(spikes_of(config.train.spikes))
+        found["spikes"] = SpikeHook(config.train.spikes)
     return found | {name: HOOKS[name]() for name in config.train.evaluations}

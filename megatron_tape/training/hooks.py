@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_tape.config.schema import EVALUATIONS
+from megatron_tape.config.train import EVALUATIONS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

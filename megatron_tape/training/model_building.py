@@ -64,9 +64,6 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
     stage, train = config.deepspeed.zero_stage, config.train
     logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
-    if unread := config.model.unread:
-        keys = ", model.".join(unread)
-        logger.warning("WARNING: %s does not read model.%s, which the configuration sets", encoding, keys)
     groups = config.model.query_groups // layout.tensor_parallel_size
     if (copies := layout.tokens.copies_of(groups)) > 1:
         logger.info(

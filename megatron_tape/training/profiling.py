@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_tape.config.monitoring import ProfileSettings
+from megatron_tape.config.train import ProfileSettings
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:

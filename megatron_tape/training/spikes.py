@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.config.stages import Stage, stage_at
-from megatron_tape.config.steering import SpikeSettings
+from megatron_tape.config.train import SpikeSettings
 from megatron_tape.errors import FileError, TrainingStopped
 from megatron_tape.run.attempts import Spike
 from megatron_tape.training.hooks import Hook, HookResult, Training

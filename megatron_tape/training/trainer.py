@@ -19,7 +19,6 @@ from megatron_tape.checkpoint.agreement import on_rank_0
 from megatron_tape.checkpoint.kept_tokenizer import with_kept_tokenizer
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.saved_settings import changes
-from megatron_tape.config.monitoring import wandb_of
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
@@ -246,7 +245,7 @@ class Trainer:
         to_wandb = None
         if config.logging.wandb is not None:
             self.watch.progress("joining Weights & Biases")
-            to_wandb = WandbRun(wandb_of(config.logging.wandb), directory, config_dict(config))
+            to_wandb = WandbRun(config.logging.wandb, directory, config_dict(config))
         writer = MetricsWriter(
             directory,
             config.train.steps,

@@ -16,7 +16,10 @@ from typing_extensions import TypedDict
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.data import blend
+from megatron_tape.config.evaluation import Repeated
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.sections import as_dict
 from megatron_tape.data.indexed_dataset import dataset_paths
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation import comparison_file
@@ -227,7 +230,7 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
     if options.evaluation is not None:
         return ["--config", options.evaluation, *["--trust-remote-code"] * options.trust_remote_code]
     given = base.evaluation.given()
-    if not given and (trained := (base.data.generator or {}).get("task")) is not None:
+    if not given and (trained := getattr(base.data.generator, "task", None)) is not None:
         problem = f"is not set, and {options.recipe} trains on {trained}, of which only a task tells what is learned"
         fix = f"add evaluation: {{{trained}: {{every: {base.train.steps}, ...}}}} to it, or give --evaluation FILE"
         raise ConfigError("evaluation", problem, fix)
@@ -237,10 +240,10 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
 
-def _as_options(task: str, settings: dict[str, Any]) -> list[str]:
+def _as_options(task: str, settings: Repeated) -> list[str]:
     return [
         text
-        for key, value in settings.items()
+        for key, value in as_dict(settings).items()
         if key != "every"
         for text in (f"--{task}.{key}", value if isinstance(value, str) else json.dumps(value))
     ]

@@ -3,14 +3,16 @@ how it learns, such as `tape+optimizer.lr=1e-3`."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import re
 from dataclasses import dataclass
 
-from megatron_tape.config.schema import ModelConfig, OptimizerConfig, ScheduleConfig, key_of, keys_of
+from megatron_tape.config.schema import ModelConfig, OptimizerConfig, ScheduleConfig
+from megatron_tape.config.sections import settings_of
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.position import ENCODINGS, setting_names
+from megatron_tape.position import ENCODINGS
 
 OPTION = "--encodings"
 _LEARNING = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig}
@@ -20,7 +22,7 @@ _LONGEST_DIRECTORY = 120
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant; `settings` are keys, of `model` or with another section before them, and their values as texts."""
+    """A variant; `settings` are keys, of the model, its encoding or with another section before them, and texts."""
 
     encoding: str
     settings: tuple[tuple[str, str], ...] = ()
@@ -40,7 +42,7 @@ class Variant:
     @property
     def arguments(self) -> list[str]:
         given = (("position_encoding", self.encoding), *self.settings)
-        return [text for key, value in given for text in (f"--{key if '.' in key else f'model.{key}'}", value)]
+        return [text for key, value in given for text in (f"--{_dotted(key, self.encoding)}", value)]
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -70,16 +72,24 @@ def _parse(text: str) -> Variant:
 
 
 def _check_key(key: str, encoding: str, text: str) -> None:
-    keys = {field.name for field in keys_of(ModelConfig)}.union(*map(setting_names, ENCODINGS)) - {"position_encoding"}
-    keys |= {f"{name}.{key_of(field.name)}" for name, section in _LEARNING.items() for field in keys_of(section)}
-    if key not in keys:
-        close = difflib.get_close_matches(key, keys, n=1)
+    sections = {"model": ModelConfig, **_LEARNING}
+    known = {setting.key for name, section in sections.items() for setting in settings_of(section, name)}
+    owners = [name for name in ENCODINGS if key in _own(name)]
+    if (not owners and _dotted(key, encoding) not in known) or key == "position_encoding":
+        short = [other.removeprefix("model.").removeprefix("position.") for other in known]
+        close = difflib.get_close_matches(key, short, n=1)
         fix = f"did you mean {close[0]}?" if close else "remove it"
         raise ConfigError(OPTION, f"names {text}, but {key} is no setting in which variants may differ", fix)
-    owners = [name for name in ENCODINGS if key in setting_names(name)]
-    refuse(
-        bool(owners) and encoding not in owners,
-        OPTION,
-        f"names {text}, but {key} has no effect on {encoding}",
-        "remove it",
-    )
+    problem = f"names {text}, but {key} has no effect on {encoding}"
+    refuse(bool(owners) and encoding not in owners, OPTION, problem, "remove it")
+
+
+def _own(encoding: str) -> set[str]:
+    return {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
+
+
+def _dotted(key: str, encoding: str) -> str:
+    """Return the whole key of a variant's setting: of its encoding, or else of its model, unless it has a section."""
+    if key.partition(".")[0] in _LEARNING:
+        return key
+    return f"model.position.{key}" if key in _own(encoding) else f"model.{key}"

@@ -4,11 +4,11 @@ import math
 from collections import Counter
 
 import pytest
+from configurations import model_config
 
 from megatron_tape.checkpoint.index import readers, shard_of, share, tensor_file, writers
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import model_config
 
 LARGE = model_config(
     num_layers=80,

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from configurations import MODEL, make
+from configurations import MODEL, make, model_config
 
 from megatron_tape.checkpoint import saved_settings
 from megatron_tape.checkpoint.saved_settings import changes, check_same_model, model_differences
-from megatron_tape.config.schema import config_dict, model_dict
+from megatron_tape.config.schema import config_dict
+from megatron_tape.config.sections import as_dict
 from megatron_tape.errors import ConfigError
-from megatron_tape.position import model_config
 
 
 def test_equal_settings_are_not_reported_and_others_with_both_values():
@@ -22,31 +22,46 @@ def test_a_change_of_the_order_of_the_data_is_reported_last():
     *_, last = changes(config_dict(make()), make(train__seed=5))
     assert last == "train.seed: the data comes in another order than in an uninterrupted run"
     assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
+    ramp, skip = {"from": 2, "over_samples": 9}, {"action": "skip"}
+    now = make(train__batch_ramp=ramp, train__spikes=skip, data__prefix={"a": 1, "b": 1})
+    *found, last = changes(config_dict(make(train__spikes={}, data__prefix={"a": 1})), now)
+    assert [sentence.partition(":")[0] for sentence in found] == [
+        "data.prefix",
+        "train.batch_ramp",
+        "train.spikes.action",
+    ]
+    assert last.startswith("data.prefix, train.batch_ramp: the data comes in another order")
 
 
 def test_differences_between_models_are_named_with_both_values():
-    saved = model_dict(model_config(**MODEL))
+    saved = as_dict(model_config(**MODEL))
     assert model_differences(saved, dict(saved)) == []
-    assert set(model_differences(saved, saved | {"hidden_size": 512, "token_mixing": "per_head"})) == {
+    assert set(
+        model_differences(
+            saved, saved | {"hidden_size": 512, "position": saved["position"] | {"token_mixing": "per_head"}}
+        )
+    ) == {
         "model.hidden_size: checkpoint 64, configuration 512",
-        "model.token_mixing: checkpoint full, configuration per_head",
+        "model.position.token_mixing: checkpoint full, configuration per_head",
     }
-    assert model_differences(saved | {"t5_num_buckets": 3}, saved) == []  # a setting of another encoding
+    other = saved["position"] | {"t5_num_buckets": 3}
+    assert model_differences(saved | {"position": other}, saved) == []  # a setting of another encoding
     assert model_differences(saved, saved | {"hidden_size": 512}, free=["hidden_size"]) == []
 
 
 def test_a_default_spelled_out_is_not_a_difference():
-    saved = model_dict(model_config(**MODEL))
-    assert model_differences(saved, saved | {"num_query_groups": 8, "position_mlp_size": 32, "kv_channels": 8}) == []
+    saved = as_dict(model_config(**MODEL))
+    spelled = {"num_query_groups": 8, "kv_channels": 8, "position": saved["position"] | {"mlp_size": 32}}
+    assert model_differences(saved, saved | spelled) == []
     assert model_differences(saved, saved | {"num_query_groups": 4}) == [
         "model.num_query_groups: checkpoint 8, configuration 4"
     ]
 
 
 def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default_there(monkeypatch):
-    saved = {"model": model_dict(make().model)}
-    del saved["model"]["rope_share"], saved["model"]["layers_without_positions"]
+    saved = {"model": as_dict(make().model)}
+    del saved["model"]["position"]["rope_share"], saved["model"]["layers_without_positions"]
     monkeypatch.setattr(saved_settings, "read_state", lambda path: {"optimizer_steps": 1, "config": saved})
     check_same_model(Path("somewhere"), make())
-    with pytest.raises(ConfigError, match="model.rope_share: checkpoint 1.0, configuration 0.5"):
-        check_same_model(Path("somewhere"), make(model__rope_share=0.5))
+    with pytest.raises(ConfigError, match="model.position.rope_share: checkpoint 1.0, configuration 0.5"):
+        check_same_model(Path("somewhere"), make(model__position__rope_share=0.5))

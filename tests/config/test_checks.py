@@ -6,7 +6,8 @@ from configurations import make
 from megatron_tape.checks import Level, check, settings
 from megatron_tape.checks.layout import PROCESSES
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import ATTENTION_BACKENDS, blend, split_shares
+from megatron_tape.config.data import blend, split_shares
+from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BACKENDS, SCORES
 from megatron_tape.position import ENCODINGS
@@ -14,6 +15,7 @@ from megatron_tape.position import ENCODINGS
 TENSOR, CONTEXT = "parallel__tensor_model_parallel_size", "parallel__context_parallel_size"
 SEQUENCE = {"parallel__sequence_parallel": False}
 ROPE = {"model__position_encoding": "rope"}
+YARN = {"model__position__rope_scaling_type": "yarn"}
 LONG = {"minimum": 8192, "share": 0.5}
 STAGES, VIRTUAL = "parallel__pipeline_model_parallel_size", "parallel__virtual_pipeline_size"
 STAGED = {"processes": 2, STAGES: 2, "model__num_layers": 4, "train__micro_batch_size": 1}
@@ -70,9 +72,10 @@ def test_a_malformed_split_is_refused(split):
         (1, {"extension__trains": ["lora"], "extension__lora_rank": 64, "extension__lora_targets": ["q", "o"],
              "model__num_query_groups": 2}),
         (1, {"extension__trains": ["norms"], "extension__lora_rank": 8, "extension__lora_alpha": 16.0}),
-        (1, {"extension__trains": ["position"], "model__position_encoding": "repo", "model__repo_first_layer": 2}),
-        (1, {"model__token_mixing": "per_head"}),
-        (1, {"model__num_query_groups": 2, "model__gate_input": "attention", "model__tie_embeddings": True}),
+        (1, {"extension__trains": ["position"], "model__position_encoding": "repo",
+             "model__position__repo_first_layer": 2}),
+        (1, {"model__position__token_mixing": "per_head"}),
+        (1, {"model__num_query_groups": 2, "model__position__gate_input": "attention", "model__tie_embeddings": True}),
         (1, {"model__hidden_size": 65, "model__kv_channels": 8}),
         (1, {"data__split": "1,0,0", "train__eval_interval": None}),
         (1, {"data__tokenizer": None, "train__eval_interval": None}),
@@ -109,8 +112,8 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("parallel.sequence_parallel", {"processes": 2, TENSOR: 2, "model__qk_norm": True, **SEQUENCE, **ROPE}),
         ("parallel.sequence_parallel", {"processes": 4, TENSOR: 2, CONTEXT: 2, **SEQUENCE, **ROPE}),
         ("train.global_batch_size", {"processes": 3}),
-        ("train.batch_ramp", {"train__batch_ramp": {"from": 2}}),
-        ("train.batch_ramp", {"train__batch_ramp": {"from": 0, "over_samples": 10}}),
+        ("train.batch_ramp.over_samples", {"train__batch_ramp": {"from": 2}}),
+        ("train.batch_ramp.from", {"train__batch_ramp": {"from": 0, "over_samples": 10}}),
         ("train.batch_ramp.from",
          {"train__batch_ramp": {"from": 3, "over_samples": 10}, "train__global_batch_size": 8}),
         ("train.batch_ramp.from",
@@ -120,7 +123,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.straggler_factor", {"train__straggler_factor": 1.0}),
         ("train.profile.steps", {"train__profile": {"steps": [3]}}),
         ("train.profile.steps", {"train__profile": {"steps": [4, 3]}}),
-        ("train.profile.steps", {"train__profile": {"steps": [0, 3]}}),
+        ("train.profile.steps[0]", {"train__profile": {"steps": [0, 3]}}),
         ("train.profile.steps", {"train__profile": {"steps": [11, 12]}, "train__steps": 10}),
         ("train.profile.ranks", {"train__profile": {"ranks": []}}),
         ("train.profile.step", {"train__profile": {"step": [1, 2]}}),
@@ -150,18 +153,18 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.unpadded_vocab_size", {"model__unpadded_vocab_size": 1000}),
         ("model.position_encoding", {"model__position_encoding": "YaRN"}),
         ("model.position_encoding", {"model__position_encoding": "sine"}),
-        ("model.gate_input", {"model__gate_input": "both"}),
-        ("model.token_mixing", {"model__token_mixing": "per_head", "model__num_query_groups": 2}),
-        ("model.position_mlp_size", {"model__position_mlp_size": 2**20 + 1}),
-        ("model.rope_scaling_factor", {"model__rope_scaling_factor": 0.5}),
-        ("model.rope_beta_fast", {"model__rope_scaling_type": "yarn", "model__rope_beta_fast": 1e308}),
-        ("model.rope_share", {"model__rope_share": 1.01}),
-        ("model.rope_share", {"model__rope_share": 0.01}),
+        ("model.position.gate_input", {"model__position__gate_input": "both"}),
+        ("model.position.token_mixing", {"model__position__token_mixing": "per_head", "model__num_query_groups": 2}),
+        ("model.position.mlp_size", {"model__position__mlp_size": 2**20 + 1}),
+        ("model.position.rope_scaling_factor", {"model__position__rope_scaling_factor": 0.5}),
+        ("model.position.rope_beta_fast", {**YARN, "model__position__rope_beta_fast": 1e308}),
+        ("model.position.rope_share", {"model__position__rope_share": 1.01}),
+        ("model.position.rope_share", {"model__position__rope_share": 0.01}),
         ("model.layers_without_positions", {"model__layers_without_positions": 100}),
         ("model.layers_without_positions", {"model__layers_without_positions": 1}),
-        ("model.rope_low_freq_factor", {"model__rope_low_freq_factor": 4.0}),
-        ("model.rope_beta_slow", {"model__rope_beta_slow": 32.0}),
-        ("model.rope_theta", {"model__rope_scaling_type": "yarn", "model__rope_theta": 1.0}),
+        ("model.position.rope_low_freq_factor", {"model__position__rope_low_freq_factor": 4.0}),
+        ("model.position.rope_beta_slow", {"model__position__rope_beta_slow": 32.0}),
+        ("model.position.rope_theta", {**YARN, "model__position__rope_theta": 1.0}),
         ("model.attention_backend", {"model__attention_backend": "flash_attn", "train__precision": "fp32"}),
         ("model.attention_backend", {"model__attention_backend": "torch_wide", "train__precision": "fp32"}),
         ("model.attention_backend", {"model__attention_backend": "torch_wide", "model__kv_channels": 128}),
@@ -187,8 +190,8 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("optimizer.lr", {"optimizer__lr": float("nan")}),
         ("optimizer.kind", {"optimizer__kind": "muon", "deepspeed__zero_stage": 3}),
         ("optimizer.kind", {"optimizer__kind": "muon", "extension__trains": ["position", "norms"]}),
-        ("data.stages.share", {"data__stages": [{"prefix": "b", "share": 1.5}]}),
-        ("data.stages.prefix", {"data__stages": [{"share": 0.5}]}),
+        ("data.stages[0].share", {"data__stages": [{"prefix": "b", "share": 1.5}]}),
+        ("data.stages[0].prefix", {"data__stages": [{"share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": "b", "share": 0.5}, {"prefix": "c", "share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": [], "share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": "b", "share": 1e-9}]}),
@@ -213,9 +216,9 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("data.prefix", {"data__generator": {"task": "addition"}}),
         ("data.reset_attention_mask",
          {"data__reset_attention_mask": True, "data__tokenizer": None, "train__eval_interval": None}),
-        ("data.long_documents", {"data__long_documents": {"minimum": 8192}}),
-        ("data.long_documents", {"data__long_documents": LONG | {"weight": 1}}),
-        ("data.long_documents", {"data__long_documents": {}}),
+        ("data.long_documents.share", {"data__long_documents": {"minimum": 8192}}),
+        ("data.long_documents.weight", {"data__long_documents": LONG | {"weight": 1}}),
+        ("data.long_documents.minimum", {"data__long_documents": {}}),
         ("data.long_documents", {"data__long_documents": 8192}),
         ("data.long_documents", {"data__long_documents": LONG}),
         ("data.long_documents.minimum", {"data__long_documents": LONG | {"minimum": 0}}),
@@ -223,7 +226,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("data.long_documents.share", {"data__long_documents": LONG | {"share": 0}}),
         ("data.long_documents.share", {"data__long_documents": LONG | {"share": 60}}),
         ("data.long_documents.share", {"data__long_documents": LONG | {"share": float("nan")}}),
-        ("data.generator", {**GENERATED, "data__generator": {"digits": 3}}),
+        ("data.generator.task", {**GENERATED, "data__generator": {"digits": 3}}),
         ("data.generator.digit", {**GENERATED, "data__generator": {"task": "addition", "digit": 3}}),
         ("data.generator", {**GENERATED, "data__generator": {"task": "addition"}}),
         ("data.generator", {**GENERATED, "data__generator": {"task": "selective_copy", "symbols": 200}}),
@@ -287,9 +290,9 @@ def test_a_refusal_is_a_sentence_that_says_what_to_change():
 
 POSITIVE = [
     "model num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size",
-    "model kv_channels unpadded_vocab_size position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std",
-    "model rope_low_freq_factor rope_high_freq_factor rope_original_seq_length rope_beta_slow rope_beta_fast",
-    "model rope_attention_factor",
+    "model kv_channels unpadded_vocab_size norm_epsilon init_std",
+    "model.position mlp_size rope_theta rope_scaling_factor rope_attention_factor rope_original_seq_length",
+    "model.position rope_low_freq_factor rope_high_freq_factor rope_beta_slow rope_beta_fast",
     "optimizer lr eps",
     "schedule power",
     "parallel tensor_model_parallel_size context_parallel_size",
@@ -305,7 +308,7 @@ NOT_NEGATIVE += ["optimizer__z_loss", "train__seed", "data__num_workers", "loggi
 
 @pytest.mark.parametrize(
     "name, value",
-    [(f"{line.split()[0]}__{key}", 0) for line in POSITIVE for key in line.split()[1:]]
+    [(f"{line.split()[0].replace('.', '__')}__{key}", 0) for line in POSITIVE for key in line.split()[1:]]
     + [(name, -1) for name in NOT_NEGATIVE],
 )
 def test_a_number_out_of_its_bounds_is_refused_by_its_key(name, value):

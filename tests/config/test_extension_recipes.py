@@ -5,16 +5,18 @@ import json
 import math
 
 import pytest
+from configurations import model_config, with_values
 from plans import RECIPES, recipe
 
 from megatron_tape.checkpoint.saved_settings import ORDER_KEYS
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import config_dict
+from megatron_tape.config.schema import ENCODINGS, RunConfig, config_dict
+from megatron_tape.config.sections import flatten
 from megatron_tape.extension.base import check_base
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.shapes import whole_shapes
-from megatron_tape.position import encoding_of, model_config, setting_names, with_values
+from megatron_tape.position import encoding_of
 
 LLAMA2_7B = model_config(
     position_encoding="rope",
@@ -32,10 +34,10 @@ METHODS = {
     "tape": {"model.position_encoding": "tape", "extension.trains": ["position", "embeddings", "norms"]},
     "lora": {},
     "longlora": {"extension.attention": "shifted_sparse"},
-    "theta": {"model.rope_theta": 1e6},
-    "theta_only": {"model.rope_theta": 1e6, "model.rope_scaling_factor": 1.0},
+    "theta": {"model.position.rope_theta": 1e6},
+    "theta_only": {"model.position.rope_theta": 1e6, "model.position.rope_scaling_factor": 1.0},
     "pi": {"extension.trains": ["embeddings", "norms"]},
-    "yarn": {"model.rope_scaling_type": "yarn", "model.rope_original_seq_length": 4096},
+    "yarn": {"model.position.rope_scaling_type": "yarn", "model.position.rope_original_seq_length": 4096},
     "full": {"extension.trains": ["all"]},
     "tape_lora": {"model.position_encoding": "tape", "extension.trains": ["position", "lora", "embeddings", "norms"]},
 }
@@ -82,9 +84,8 @@ def methods(extend):
 
 
 def flat(config):
-    sections = config_dict(config)
     kept = ("extension.from", "logging.directory", "checkpoint.directory")
-    values = {f"{section}.{key}": value for section in sections for key, value in sections[section].items()}
+    values = flatten([RunConfig], config_dict(config))
     return {key: value for key, value in values.items() if key not in kept}
 
 
@@ -94,10 +95,13 @@ def test_every_recipe_is_tested():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_differ_only_in_what_they_are(methods, name):
-    own = {f"model.{key}" for key in setting_names("tape") - setting_names("rope")}
+    names = [{item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)} for encoding in ("tape", "rope")]
+    own = {f"model.position.{key}" for key in names[0] - names[1]}
     found = {key: value for key, value in flat(methods[name]).items() if key not in own}
     assert found == flat(methods["lora"]) | METHODS[name]
-    assert all(flat(methods[name])[key] == flat(methods["lora"])[key] for key in ORDER_KEYS)
+    assert all(
+        flat(methods[name])[key] == flat(methods["lora"])[key] for key in ORDER_KEYS if key in flat(methods["lora"])
+    )
     for world_size in (8, 1, 64):
         validate(methods[name], world_size)
 

@@ -1,12 +1,13 @@
+from configurations import model_config, with_values
+
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import model_config, with_values
 
 SIZES = dict(num_layers=3, hidden_size=8, ffn_hidden_size=5, num_attention_heads=4, seq_length=6, vocab_size=11)
 
 
 def test_parameters_are_counted_matrix_by_matrix():
-    model = model_config(**SIZES, num_query_groups=2, position_mlp_size=7)
+    model = model_config(**SIZES, num_query_groups=2, mlp_size=7)
     layer = 8 * (4 + 2 * 2) * 2 + 8 * 8 + 3 * 8 * 5 + 2 * 8
     tape = 2 * 4 + 7 * 8 + 7 * 2 + 2 * 7
     assert parameter_count(model) == 2 * 11 * 8 + 3 * layer + 2 * tape + 8
@@ -20,12 +21,12 @@ def test_parameters_are_counted_matrix_by_matrix():
         ({"attention_output_gate": True}, 3 * 8 * 4 * 2),
     ):
         assert parameter_count(with_values(model, **change)) - parameter_count(model) == expected
-    per_head = model_config(**SIZES, position_mlp_size=7, token_mixing="per_head")
+    per_head = model_config(**SIZES, mlp_size=7, token_mixing="per_head")
     assert parameter_count(per_head) - parameter_count(with_values(per_head, token_mixing="full")) == 2 * (4 - 16)
 
 
 def test_flops_are_counted_matmul_by_matmul():
-    model = model_config(**SIZES, num_query_groups=2, position_mlp_size=7)
+    model = model_config(**SIZES, num_query_groups=2, mlp_size=7)
     matrices = 8 * (4 + 2 * 2) * 2 + 8 * 8 + 3 * 8 * 5
     rope_pairs, tape_pairs = 3 * 4 * (2 + 2), 3 * 4 * (2 + 4)
     update = 7 * 8 + 2 * 2 * 7 + 2 * 2 * 2 + 4 * 2 * 2

@@ -1,4 +1,3 @@
-import dataclasses
 import os
 import re
 import threading
@@ -6,15 +5,19 @@ import tokenize
 
 import pytest
 import yaml
-from configurations import MINIMAL, MODEL, make
+from configurations import MINIMAL, MODEL, make, model_config
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.config import schema
+from megatron_tape.config.data import blend
 from megatron_tape.config.parse import with_directories
-from megatron_tape.config.schema import RunConfig, TrainConfig, blend, config_dict, model_dict, to_yaml
-from megatron_tape.position import ENCODINGS, model_config, setting_names
+from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
+from megatron_tape.config.sections import as_dict, settings_of
+from megatron_tape.config.train import SpikeSettings, TrainConfig
+from megatron_tape.position import ENCODINGS
+from megatron_tape.synthetic import Recall
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def refusal(capsys, call, *args, **kwargs):
 
 def test_a_file_fills_what_it_names_and_the_rest_has_defaults(parse):
     config = parse()
-    assert config_dict(config)["model"] == model_dict(model_config(**MODEL))
+    assert config_dict(config)["model"] == as_dict(model_config(**MODEL))
     assert config.train == TrainConfig(steps=100, global_batch_size=8)
     validate(config, world_size=1)
 
@@ -95,11 +98,10 @@ def test_help_shows_every_key_with_its_explanation(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     with open(schema.__file__, "rb") as file:
         strings = [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.STRING]
-    for section in dataclasses.fields(RunConfig):
-        for item in schema.keys_of(section.type):
-            assert f"--{section.name}.{schema.key_of(item.name)} " in shown
-    for key in set().union(*map(setting_names, ENCODINGS)):
-        assert f"--model.{key} " in shown
+    for setting in settings_of(RunConfig):
+        assert f"--{setting.key} " in shown or "." not in setting.key
+        assert setting.explanation or "." not in setting.key, setting.key
+    assert {"--train.spikes.action", "--model.position.increments", "--data.generator.digits"} <= set(shown.split())
     assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
     explanation = '"""Share one matrix between the input and the output embedding."""'
     assert explanation in strings and explanation.strip('"') in shown
@@ -117,9 +119,16 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--evaluation.perplexty={every: 3}"], "evaluation.perplexty is an unknown key; a run evaluates perplexity, "),
         (["--print-config"], "print-config is an unknown key; did you mean print_config?"),
         (["--train.evaluations=[1]"], "train.evaluations[0] is 1; set it to text"),
+        (["--train.spike.action=skip"], "train.spike.action is an unknown key; did you mean train.spikes.action?"),
+        (["--train.spikes.actoin=skip"], "is an unknown key; did you mean train.spikes.action?"),
+        (["--train.spikes=skip"], "train.spikes is 'skip'; set it to a mapping or null"),
+        (["--train.spikes.action=stop"], "train.spikes.action is 'stop'; choose one of warn, skip, rewind"),
+        (["--train.average.decay=0.9"], "train.average.kind must be set"),
+        (["--rope_theta=5"], "rope_theta is an unknown key; did you mean model.position.rope_theta?"),
+        (["--data.stages=[{prefix: a, shar: 1}]"], "data.stages[0].shar is an unknown key; did you mean "),
         (["--optimizer.lr_scale_of={position: x}"], "optimizer.lr_scale_of.position is 'x'; set it to a number"),
         (["--data.prefix={stdlib: a}"], "data.prefix.stdlib is 'a'; set it to a number"),
-        (["--evaluation.recall.samples=20"], "give evaluation.recall a mapping, such as {samples: ...}"),
+        (["--evaluation.recall.samples=20"], "evaluation.recall.every must be set"),
         (["--train.steps"], "--train.steps: expected one argument"),
         (["--train.steps=5.0"], "train.steps is 5.0; set it to a whole number"),
         (["--train.steps=true"], "train.steps is true; set it to a whole number"),
@@ -152,18 +161,29 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"model.num_layers: 3", ":1: model.num_layers is not a section; "),
         (b"model: {", ":1 cannot be read: expected the node content, but found '<stream end>'"),
         (b"train: {steps: 3}\n\tx", ":2 cannot be read: found character '\\t' that cannot start any token"),
-        (b"train: {steps: !!python/object:os.system {}}", ":1 cannot be read: could not determine a constructor"),
-        (b"train: {steps: !!int x}", ":1 invalid literal for int() with base 10: 'x'"),
-        (b"train: {steps: 1" + 5000 * b"0" + b"}", ":1 Exceeds the limit (4300 digits)"),
+        (b"train: {steps: !!python/object:os.system {}}", ":1 cannot be read: tags (!) are not supported"),
+        (b"train: {steps: !!int x}", ":1 cannot be read: tags (!) are not supported"),
+        (b"train: {steps: 1" + 5000 * b"0" + b"}", ":1 cannot be read: Exceeds the limit (4300 digits)"),
+        (b"train:\n  spikes:\n    window: 2", ":3: train.spikes.window is 2; set it to a whole number of at least 3"),
+        (
+            b"train:\n  spikes:\n    windows: 9",
+            ":3: train.spikes.windows is an unknown key; did you mean train.spikes.w",
+        ),
+        (b"data:\n  stages:\n    - {prefix: a, share: 2}", ":2: data.stages[0].share is 2; set it to a number above 0"),
+        (
+            b"model:\n  position:\n    incremens: signed",
+            ":3: model.position.incremens is an unknown key; did you mean ",
+        ),
+        (b"model:\n  position:\n    mlp_size: wide", ":3: model.position.mlp_size is 'wide'; "),
         (b"train: {steps: 3}\n---\ntrain: {steps: 4}", ":2 cannot be read: but found another document"),
         (b"\nmodel: {num_layers: \xff}", ":2 is not UTF-8 text"),
         (b"model: {num_layers: \0}", " cannot be read: unacceptable character #x0000"),
         (b"- 3", " must hold sections such as model: and data:"),
         (b"", " must hold sections such as model: and data:"),
-        (b"model:", ":1: model is null; give it keys"),
+        (b"model:", ":1: model is null; set it to a mapping"),
         (b"modell:", ":1: modell is an unknown key; "),
         (b"model: {heads: {}}", ":1: model.heads is an unknown key; "),
-        (b"model: [1, 2]", ":1: model is [1, 2]; give it keys"),
+        (b"model: [1, 2]", ":1: model is [1, 2]; set it to a mapping"),
         (b"train:\n  steps: 3\n  steps: 4", ":3 cannot be read: steps is given twice, first in line 2; remove one"),
         (b"train: {steps: 3}\ntrain: {seed: 3}", ":2 cannot be read: train is given twice, first in line 1"),
         (b"data: {prefix: {a: 1, a: 2}}", ":1 cannot be read: a is given twice, first in line 1; remove one"),
@@ -206,9 +226,41 @@ def test_numbers_are_decimal_and_text_needs_no_quotes_on_the_command_line(parse)
         assert parse("--logging.sample_prompt", text).logging.sample_prompt == text
         path = f"/d/{text}".replace("\n", "")  # which a path may not have
         assert parse(f"--data.prefix={path}").data.prefix == path
-    config = parse(logging={"tensorboard": "false", "interval": "5", "sample_prompt": "3"}, optimizer={"lr": 1})
+    config = parse(logging={"tensorboard": False, "interval": 5, "sample_prompt": "3"}, optimizer={"lr": 1})
     assert (config.logging.tensorboard, config.logging.interval, config.optimizer.lr) == (False, 5, 1.0)
     assert isinstance(config.optimizer.lr, float) and config.logging.sample_prompt == "3"
+
+
+def test_settings_within_a_section_add_to_those_that_were_given_before(parse):
+    train = MINIMAL["train"] | {"spikes": {"window": 50, "limit": 3}}
+    spikes = parse("--train.spikes.action", "skip", train=train).train.spikes
+    assert (spikes.action, spikes.window, spikes.limit) == ("skip", 50, 3)
+    assert parse("--train.spikes={window: 9}", train=train).train.spikes.limit == 3
+    assert parse("--train.spikes", "null", train=train).train.spikes is None
+    assert parse("--train.spikes", "null", "--train.spikes.window=7").train.spikes == SpikeSettings(window=7)
+    assert parse("--train.spikes={}").train.spikes == SpikeSettings()
+
+
+def test_another_encoding_keeps_the_settings_that_it_has(parse):
+    model = MODEL | {"position": {"rope_theta": 5e5, "token_mixing": "per_head"}}
+    position = parse("--model.position_encoding", "rope", model=model).model.position
+    assert type(position) is ENCODINGS["rope"].Settings and position.rope_theta == 5e5
+    assert parse("--model.position_encoding", "nope", model=model).model.position == ENCODINGS["nope"].Settings()
+
+
+def test_a_setting_of_another_encoding_is_refused(parse, capsys):
+    given = MODEL | {"position_encoding": "nope", "position": {"increments": "signed"}}
+    assert "recipe.yaml:" in (error := refusal(capsys, parse, model=given))
+    assert "model.position.increments is an unknown key" in error
+    assert "model.position.increments is" in refusal(
+        capsys, parse, "--model.position_encoding=xpos", "--model.position.increments=signed"
+    )
+
+
+def test_another_task_of_a_generator_does_not_keep_the_settings_of_the_first(parse):
+    data = {"generator": {"task": "addition", "digits": 3}}
+    changed = ["--data.generator={task: recall, keys: 64}", "--model.vocab_size=999", "--model.seq_length=999"]
+    assert parse(*changed, data=data).data.generator == Recall(keys=64)
 
 
 def test_a_recipe_may_come_from_a_pipe(tmp_path):

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from configurations import with_values
 from plans import RECIPES, recipe
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import config_dict
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.position import BUILT_IN, encoding_of, with_values
-from megatron_tape.synthetic.settings import generator_of
+from megatron_tape.position import BUILT_IN, encoding_of
 from pretrain import evaluate
 
 ENCODINGS = ["yarn", *(encoding.name for encoding in BUILT_IN)]
@@ -71,7 +70,8 @@ def test_tape_and_rope_differ_in_one_line(tape, rope):
 def test_an_encodings_recipe_differs_from_the_demo_in_its_line_alone(name):
     expected = ["-   position_encoding: tape", f"+   position_encoding: {'rope' if name == 'yarn' else name}"]
     if name == "yarn":
-        expected += ["+   rope_scaling_type: yarn", "+   rope_scaling_factor: 4", "+   rope_original_seq_length: 64"]
+        expected += ["+   position:", "+     rope_scaling_type: yarn", "+     rope_scaling_factor: 4"]
+        expected += ["+     rope_original_seq_length: 64"]
     assert changed("tape_demo", f"encodings/{name}") == ([] if name == "tape" else expected)
 
 
@@ -116,7 +116,7 @@ def test_a_file_of_evaluations_parses(path):
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_the_evaluation_that_a_recipe_of_a_task_names_is_of_what_it_trains(name):
     config = recipe(f"{name}_tape")
-    generator = generator_of(config.data.generator)
+    generator = config.data.generator
     assert generator.vocab_size == config.model.vocab_size and config.data.cache_directory is None
     text = (RECIPES / f"{name}_tape.yaml").read_text().replace("\\\n#", "")
     (command,) = re.findall(r"#\s+python -m pretrain.evaluate (.*)", text)
@@ -162,7 +162,7 @@ def test_a_recipe_of_fine_tuning_trains_all_of_its_model_on_targets_with_the_pap
     if name != "scrolls":
         assert config.model.seq_length == base.model.seq_length
         return
-    train, examples = config.train, examples_of(config.data.examples)
+    train, examples = config.train, config.data.examples
     assert (train.steps, train.global_batch_size, config.optimizer.lr) == (1000, 64, 1e-5)
     assert config.schedule.warmup_steps == 0.1 * train.steps
     # The released code's.

@@ -16,14 +16,15 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from models import small_model
 
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.config.data import DataConfig, LongDocumentSettings, StageSettings
+from megatron_tape.config.schema import RunConfig, replaced
 from megatron_tape.config.stages import stages_of
+from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.data import batches, descriptors, plan
 from megatron_tape.data.batches import build_batches, documents_from_tokens
 from megatron_tape.data.preprocessing import encode_files
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.position import replaced
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,8 @@ def test_no_more_files_are_mapped_than_is_asked_of_the_limit(build, tmp_path, ki
         write_dataset(prefix, seed=seed)
     changes = {
         "plain": {},
-        "long_documents": {"long_documents": {"minimum": 30, "share": 0.5}},
-        "stages": {"stages": [{"share": 0.5, "prefix": prefixes}]},
+        "long_documents": {"long_documents": LongDocumentSettings(minimum=30, share=0.5)},
+        "stages": {"stages": [StageSettings(share=0.5, prefix=prefixes)]},
     }[kind]
     built = build(dict.fromkeys(prefixes, 0.5), **changes)
     gc.collect()
@@ -118,7 +119,7 @@ def test_the_limit_of_open_files_is_raised_for_the_data(build, folder):
 
 
 def test_a_blend_that_needs_more_files_than_are_allowed_is_refused(build, monkeypatch):
-    many, stage = {f"d{i}": 1.0 for i in range(300)}, [{"share": 0.5, "prefix": ["d0", "d300"]}]
+    many, stage = {f"d{i}": 1.0 for i in range(300)}, [StageSettings(prefix=["d0", "d300"], share=0.5)]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (512, 512))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     needs = "for which a process needs 2,656 file descriptors, but only 512 are allowed; raise the hard limit"
@@ -158,14 +159,15 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
 def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(folder, build, caplog):
     """Of 160 sequences in steps of 4, the second stage begins at 99, rounded down to 96, and the third at 144."""
     caplog.set_level("INFO", "megatron_tape")
-    stages = [{"prefix": f"{folder}/b", "share": 0.28}, {"prefix": [1, f"{folder}/a", 2, f"{folder}/b"], "share": 0.1}]
+    mix = {f"{folder}/a": 1.0, f"{folder}/b": 2.0}
+    stages = [StageSettings(prefix=f"{folder}/b", share=0.28), StageSettings(prefix=mix, share=0.1)]
     built = build(f"{folder}/a", stages=stages)
     assert [said.partition(",")[0] for said in caplog.messages[-2:]] == ["from step 25 on", "from step 37 on"]
     tokens = tokens_of(built.train, 160)
-    first = {"prefix": f"{folder}/a"}
+    first = StageSettings(prefix=f"{folder}/a", share=0.5)
     for seed, start, end, item in ((1234, 0, 96, first), (1235, 96, 144, stages[0]), (1236, 144, 160, stages[1])):
         train = dataclasses.replace(built.config.train, seed=seed, steps=(end - start) // 4)
-        data = dataclasses.replace(built.config.data, prefix=item["prefix"], stages=None)
+        data = dataclasses.replace(built.config.data, prefix=item.prefix, stages=None)
         alone = build_batches(dataclasses.replace(built.config, data=data, train=train), built.layout)
         assert tokens[start:end] == tokens_of(alone.train, end - start)
     assert tokens_of(built.validation, 8) == tokens_of(build(f"{folder}/a").validation, 8)
@@ -177,9 +179,9 @@ def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(
 
 def test_a_stage_begins_with_a_step_while_the_batch_grows():
     """Steps of 2, 2, 4, 6 and then 8 end after 2, 4, 8, 14, 22, ..., 70 sequences; the last 30 % begin at 49."""
-    ramp = {"from": 2, "over_samples": 10}
+    ramp = BatchRampSettings(from_=2, over_samples=10)
     train = TrainConfig(steps=11, global_batch_size=8, batch_ramp=ramp)
-    data = DataConfig(prefix="a", stages=[{"prefix": "b", "share": 0.3}])
+    data = DataConfig(prefix="a", stages=[StageSettings(prefix="b", share=0.3)])
     stages = stages_of(RunConfig(model=small_model(), data=data, train=train))
     assert [stage.start for stage in stages] == [0, 46]
 
@@ -187,7 +189,7 @@ def test_a_stage_begins_with_a_step_while_the_batch_grows():
 def test_where_a_stage_begins_is_said_and_checked_after_the_batch_size_was_changed(folder, build, caplog):
     """Of 160 sequences, the last 28 begin at 132: 28 steps of 4 after 10 steps of 2, or not at all."""
     caplog.set_level("INFO", "megatron_tape")
-    config = build(f"{folder}/a", stages=[{"prefix": f"{folder}/b", "share": 0.175}]).config
+    config = build(f"{folder}/a", stages=[StageSettings(prefix=f"{folder}/b", share=0.175)]).config
     layout = initialize_distributed(1)
     build_batches(config, layout, step=10, consumed=20)
     assert caplog.messages[-1].startswith("from step 39 on")

@@ -7,10 +7,10 @@ import pytest
 from datasets_for_tests import EOD, write_tokenizer
 from models import small_model
 
+from megatron_tape.config.schema import replaced
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.data.samples import sample_source
 from megatron_tape.errors import ConfigError
-from megatron_tape.position import replaced
 
 LINES = [
     {"id": "1", "input": "w1 w2 w3", "output": "w4"},

@@ -13,7 +13,9 @@ import torch
 from datasets_for_tests import EOD, write_dataset
 from models import small_model
 
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.config.data import DataConfig, LongDocumentSettings
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.data import batches, index_cache
 from megatron_tape.data.batches import build_batches
 from megatron_tape.errors import ConfigError, FileError
@@ -39,7 +41,7 @@ def tokens(folder, tmp_path, monkeypatch):
 
     def read(kind, moved=lambda: None):
         prefix = f"{folder}/a" if kind == PLAIN else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
-        long = {"minimum": 40, "share": 0.5} if kind == MIX else None
+        long = LongDocumentSettings(minimum=40, share=0.5) if kind == MIX else None
         data = {"prefix": prefix, "split": "900,100,0", "cache_directory": str(tmp_path / "cache")}
         data |= {"num_workers": 0}
         train = TrainConfig(steps=10, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32")

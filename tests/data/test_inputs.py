@@ -7,10 +7,10 @@ from datasets_for_tests import write_dataset
 
 from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists
 from megatron_tape.checkpoint.run_directories import check_directories
+from megatron_tape.config.schema import replaced
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError
-from megatron_tape.position import replaced
 
 
 def check_inputs(config):

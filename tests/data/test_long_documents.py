@@ -9,13 +9,14 @@ from datasets_for_tests import write_documents
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from models import small_model
 
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.config.data import DataConfig, LongDocumentSettings
+from megatron_tape.config.schema import RunConfig, replaced
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_datasets
 from megatron_tape.data.windows import DocumentWindows, cut_documents
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.position import replaced
 
 LENGTH = 32
 EOD = 0
@@ -58,7 +59,7 @@ def configure(folder, tmp_path):
                 split="90,10,0",
                 cache_directory=str(tmp_path / "cache"),
                 reset_attention_mask=True,
-                long_documents={"minimum": minimum, "share": share},
+                long_documents=LongDocumentSettings(minimum=minimum, share=share),
                 **data,
             ),
             train=TrainConfig(steps=steps, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"),

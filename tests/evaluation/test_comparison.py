@@ -177,13 +177,13 @@ def test_runs_of_other_settings_are_refused_and_those_of_other_names_added(tmp_p
         # The order of the data follows from this; only the setting itself is named.
         (["--train.steps", "11"], "train.steps: was 10, is now 11"),
         # The recipe's own encoding does not read it, but variants do.
-        (["--model.gate_input", "attention"], "model.gate_input: was mlp, is now attention"),
+        (["--model.position.gate_input", "attention"], "model.position.gate_input: was mlp, is now attention"),
     ):
         with pytest.raises(FileError) as error:
             add_runs(empty(base(*change), [], "rope"), tmp_path / "a.json", base(*change))
         assert error.value.subject == str(tmp_path / "a.json") and f"({reported})" in error.value.problem
     write_comparison(tmp_path / "a.json", replace(empty(base(*change), [], "rope"), runs=first.runs))
-    with pytest.raises(FileError, match="model.gate_input: was attention, is now mlp"):
+    with pytest.raises(FileError, match="model.position.gate_input: was attention, is now mlp"):
         add_runs(empty(base(), [], "rope"), tmp_path / "a.json", base())
 
 

@@ -11,7 +11,7 @@ from evaluation.loss_cases import write_jsonl
 from training_cases import RECIPE, option, rows
 
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import EvaluationConfig
+from megatron_tape.config.evaluation import EvaluationConfig
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.evaluation import tasks
 from megatron_tape.evaluation.during_training import check_tasks
@@ -29,17 +29,17 @@ def test_every_task_that_does_not_generate_can_be_done_during_training():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"data": "x"}, "evaluation.perplexity.every is null; set it to the number of steps between evaluations"),
+        ({"data": "x"}, "evaluation.perplexity.every must be set"),
         ({"data": "x", "every": 0}, "evaluation.perplexity.every is 0"),
         ({"data": "x", "every": True}, "evaluation.perplexity.every is true"),
-        ({"every": 5}, "evaluation.perplexity.data must be set; add it to evaluation.perplexity"),
+        ({"every": 5}, "evaluation.perplexity.data must be set"),
         (
             {"data": "x", "every": 5, "length": [8]},
-            "evaluation.perplexity.length is an unknown key; did you mean lengths",
+            "evaluation.perplexity.length is an unknown key; did you mean evaluation.perplexity.lengths",
         ),
         ({"data": "x", "every": 5, "lengths": 8}, "evaluation.perplexity.lengths is 8; set it to a list of whole"),
         ({"data": "x", "every": 5, "protocol": "best"}, "evaluation.perplexity.protocol is 'best'; choose one of"),
-        (5, "evaluation.perplexity is 5; set it to a mapping or null"),
+        (5, "evaluation.perplexity is 5; set it to a mapping"),
     ],
 )
 def test_wrong_settings_are_refused_with_all_others(settings, message):
@@ -109,7 +109,6 @@ class Failing(Task):
     """Cannot score its second unit."""
 
     name = "perplexity"
-    Settings = dataclasses.make_dataclass("Settings", [])
     needs_tokenizer = False
 
     def units(self, model):
@@ -123,7 +122,7 @@ class Failing(Task):
 
 def test_a_task_that_fails_is_a_warning_and_training_goes_on(run, monkeypatch, capfd):
     monkeypatch.setitem(tasks.TASKS, "perplexity", Failing)
-    assert run("--evaluation.perplexity={every: 2}") == 0
+    assert run("--evaluation.perplexity={every: 2, data: none}") == 0
     logged = rows(run.folder / "run")
     assert len(logged) == 4 and not any(name.startswith("evaluation/") for row in logged for name in row)
     assert "the evaluation perplexity of step 2 has no result: the loss is infinite" in capfd.readouterr().err

@@ -22,7 +22,7 @@ from megatron_tape.checkpoint import saved_settings
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import status_of
-from megatron_tape.config.schema import model_dict
+from megatron_tape.config.sections import as_dict
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
 from megatron_tape.extension.base import Base, check_base, with_base_settings
@@ -39,7 +39,11 @@ from pretrain import attempt, estimate, extend_context, train
 REPOSITORY = Path(__file__).parents[2]
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 ROPE = ["--model.position_encoding=rope", "--extension.trains=[embeddings,norms]"]
-YARN = ["--model.rope_scaling_type=yarn", "--model.rope_scaling_factor=2", "--model.rope_original_seq_length=16"]
+YARN = [
+    "--model.position.rope_scaling_type=yarn",
+    "--model.position.rope_scaling_factor=2",
+    "--model.position.rope_original_seq_length=16",
+]
 
 
 def write_llama(folder, data=None, **changes):
@@ -97,16 +101,16 @@ def first_logits(data, base, folder, *overrides):
 @pytest.fixture(scope="module")
 def unscaled(data, bases, tmp_path_factory):
     """What both RoPE models say where positions are not scaled."""
-    folder, plain = tmp_path_factory.mktemp("unscaled"), [*ROPE, "--model.rope_scaling_factor=1"]
+    folder, plain = tmp_path_factory.mktemp("unscaled"), [*ROPE, "--model.position.rope_scaling_factor=1"]
     return {base: first_logits(data, bases[base], folder / base, *plain) for base in ("rope", "llama")}
 
 
 @pytest.mark.parametrize(
     "base, positions",
     [
-        ("rope", ["--model.rope_scaling_factor=2"]),
-        ("llama", ["--model.rope_scaling_factor=1", "--model.rope_theta=1e6"]),
-        ("rope", ["--model.rope_scaling_type=llama3", "--model.rope_scaling_factor=8", YARN[-1]]),
+        ("rope", ["--model.position.rope_scaling_factor=2"]),
+        ("llama", ["--model.position.rope_scaling_factor=1", "--model.position.rope_theta=1e6"]),
+        ("rope", ["--model.position.rope_scaling_type=llama3", "--model.position.rope_scaling_factor=8", YARN[-1]]),
         ("llama", YARN),
     ],
 )
@@ -122,7 +126,7 @@ def test_at_step_0_tape_equals_rope_under_the_same_scaling_of_positions(
 @pytest.mark.parametrize("base, encoding", [("rope", "tape"), ("tape", "tape"), ("llama", "rope")])
 def test_at_step_0_learned_increments_change_no_logit(data, bases, tmp_path, base, encoding):
     same = [f"--model.position_encoding={encoding}", "--extension.trains=[position]", *YARN]
-    learned = first_logits(data, bases[base], tmp_path / "learned", *same, "--model.position_increments=learned")
+    learned = first_logits(data, bases[base], tmp_path / "learned", *same, "--model.position.increments=learned")
     same = [*same[:1], f"--extension.trains=[{'position' if encoding == 'tape' else 'norms'}]", *YARN]
     torch.testing.assert_close(learned, first_logits(data, bases[base], tmp_path / "fixed", *same), atol=1e-5, rtol=0)
 
@@ -141,7 +145,7 @@ def test_a_model_keeps_what_it_has_learned_and_only_what_it_lacks_is_drawn(data,
     monkeypatch.setattr(trainer, "initialize_weights", lambda *given: names.extend(given[-1]) or draw(*given))
     for base, kinds in (("rope", {"position"}), ("tape", set())):
         names.clear()
-        same = ["--model.rope_scaling_factor=1", "--model.position_encoding=tape"]
+        same = ["--model.position.rope_scaling_factor=1", "--model.position_encoding=tape"]
         logits[base] = first_logits(data, bases[base], tmp_path / base, *same)
         assert {kind_of(name) for name in names} == kinds
     (_, newest), *_ = list_checkpoints(f"{bases['tape']}/checkpoints")
@@ -370,17 +374,25 @@ def damaged(folder, bases, name):
         ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from position"),
         ("rope", ["--model.position_encoding=rope"], "which has no parameters"),
         ("rope", ["--extension.trains=[norms]"], "so it would stay as it is; add position"),
-        ("rope", [*ROPE, "--model.position_increments=learned"], "model.position_increments is learned, which"),
-        ("tape", ["--model.position_state_norm=unit"], "position_state_norm: checkpoint none, configuration unit"),
+        ("rope", [*ROPE, "--model.position.increments=learned"], "model.position.increments is learned, which"),
+        ("tape", ["--model.position.state_norm=unit"], "state_norm: checkpoint none, configuration unit"),
         ("rope", ["--optimizer.lr_scale_of={position: 0, embeddings: 0, norms: 0}"], "so nothing would be trained"),
         ("rope", ["--model.hidden_size=64"], "model.hidden_size: checkpoint 32, configuration 64"),
         ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),
-        ("tape", ["--model.gate_input=attention"], "model.gate_input: checkpoint mlp, configuration attention"),
+        (
+            "tape",
+            ["--model.position.gate_input=attention"],
+            "model.position.gate_input: checkpoint mlp, configuration attention",
+        ),
         ("llama", ["--model.vocab_size=60"], "model.vocab_size"),
         ("rope", ["--extension.trains=[lora,position]", "--extension.lora_rank=17"], "leave k out of extension.lora"),
         ("rope", ["--extension.attention=shifted_sparse", "--model.seq_length=36"], "not divisible by 8"),
         ("rope", ["--model.seq_length=8"], "model.seq_length is 8, but extension.from"),
-        ("llama", [*YARN[:2], "--model.rope_original_seq_length=17"], "model.rope_original_seq_length is 17, but"),
+        (
+            "llama",
+            [*YARN[:2], "--model.position.rope_original_seq_length=17"],
+            "model.position.rope_original_seq_length is 17, but",
+        ),
     ],
 )
 def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
@@ -415,7 +427,7 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
     extend("rope", *ROPE, "--train.steps=1")
     (_, extended_step), *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
     (_, base_step), *_ = list_checkpoints(f"{bases['rope']}/checkpoints")
-    model = ["--model.position_encoding=rope", "--model.seq_length=32", "--model.rope_scaling_factor=2"]
+    model = ["--model.position_encoding=rope", "--model.seq_length=32", "--model.position.rope_scaling_factor=2"]
     tiny = ["--config", str(REPOSITORY / "tests/recipes/tiny.yaml"), f"--data.prefix={data}/a", *model]
     for where in (f"--logging.directory={tmp_path}/run", f"--checkpoint.resume={extended_step}"):
         chosen = [*tiny, f"--logging.directory={tmp_path}/other", where, "--train.steps=10"]
@@ -503,20 +515,30 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
 
 def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
     model = make(model__position_encoding="rope").model
-    scaled = {"model.rope_scaling_type": "yarn", "model.rope_scaling_factor": 2.0, "extension.from": "somewhere"}
+    scaled = {
+        "model.position.rope_scaling_type": "yarn",
+        "model.position.rope_scaling_factor": 2.0,
+        "extension.from": "somewhere",
+    }
     found = with_base_settings(scaled, Base(Path("somewhere"), model, None))
-    assert found["model.rope_original_seq_length"] == model.seq_length
-    given = scaled | {"model.rope_original_seq_length": 7}
-    assert with_base_settings(given, Base(Path("somewhere"), model, None))["model.rope_original_seq_length"] == 7
+    assert found["model.position.rope_original_seq_length"] == model.seq_length
+    given = scaled | {"model.position.rope_original_seq_length": 7}
+    assert (
+        with_base_settings(given, Base(Path("somewhere"), model, None))["model.position.rope_original_seq_length"] == 7
+    )
 
 
 def test_a_recipe_with_a_whole_model_inherits_what_it_does_not_name():
-    model = make(model__position_encoding="rope", model__rope_theta=5e5, model__norm_epsilon=1e-3).model
+    model = make(model__position_encoding="rope", model__position__rope_theta=5e5, model__norm_epsilon=1e-3).model
     required = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size")
     given = {f"model.{key}": getattr(model, key) for key in required} | {"extension.from": "somewhere"}
     found = with_base_settings(given | {"model.seq_length": 64}, Base(Path("somewhere"), model, None))
-    assert (found["model.rope_theta"], found["model.norm_epsilon"], found["model.seq_length"]) == (5e5, 1e-3, 64)
-    whole = {f"model.{key}": value for key, value in model_dict(model).items()} | {"extension.from": "gone"}
+    assert (found["model.position.rope_theta"], found["model.norm_epsilon"], found["model.seq_length"]) == (
+        5e5,
+        1e-3,
+        64,
+    )
+    whole = {f"model.{key}": value for key, value in as_dict(model).items()} | {"extension.from": "gone"}
     assert with_base_settings(whole) == whole
     of_an_older_version = {key: value for key, value in whole.items() if key != "model.norm_epsilon"}
     assert with_base_settings(of_an_older_version) == of_an_older_version  # its run may need the base no longer
@@ -524,24 +546,36 @@ def test_a_recipe_with_a_whole_model_inherits_what_it_does_not_name():
 
 def test_yarn_without_a_factor_is_refused():
     base = Base(Path("somewhere"), make(model__position_encoding="rope", model__seq_length=16).model, None)
-    now = {"model__rope_scaling_type": "yarn", "model__rope_original_seq_length": 16, "data__tokenizer": None}
-    with pytest.raises(ConfigError, match="^model.rope_scaling_factor is 1, with which .* yarn changes nothing"):
+    now = {
+        "model__position__rope_scaling_type": "yarn",
+        "model__position__rope_original_seq_length": 16,
+        "data__tokenizer": None,
+    }
+    with pytest.raises(
+        ConfigError, match="^model.position.rope_scaling_factor is 1, with which .* yarn changes nothing"
+    ):
         check_base(make(model__position_encoding="rope", model__seq_length=32, **now), base)
 
 
 def test_a_length_before_the_extension_that_is_below_the_models_is_warned_about(capsys):
     base = Base(Path("somewhere"), make(model__position_encoding="rope", model__seq_length=16).model, None)
     for length, warnings in ((16, 0), (15, 1)):
-        scaled = {"model__rope_scaling_type": "yarn", "model__rope_scaling_factor": 2.0, "data__tokenizer": None}
-        check_base(make(model__position_encoding="rope", model__rope_original_seq_length=length, **scaled), base)
-        assert capsys.readouterr().err.count("warning: model.rope_original_seq_length is 15, but") == warnings
+        scaled = {
+            "model__position__rope_scaling_type": "yarn",
+            "model__position__rope_scaling_factor": 2.0,
+            "data__tokenizer": None,
+        }
+        check_base(
+            make(model__position_encoding="rope", model__position__rope_original_seq_length=length, **scaled), base
+        )
+        assert capsys.readouterr().err.count("warning: model.position.rope_original_seq_length is 15, but") == warnings
 
 
 def test_a_linear_factor_that_is_too_small_for_the_new_length_is_warned_about(capsys):
-    scaled = {"model__position_encoding": "rope", "model__rope_scaling_factor": 2.0, "model__seq_length": 16}
+    scaled = {"model__position_encoding": "rope", "model__position__rope_scaling_factor": 2.0, "model__seq_length": 16}
     base = Base(Path("somewhere"), make(**scaled).model, None)
     for factor, length, warnings in ((4.0, 32, 0), (2.0, 32, 1), (2.0, 16, 0)):
-        now = {"model__rope_scaling_factor": factor, "model__seq_length": length, "data__tokenizer": None}
+        now = {"model__position__rope_scaling_factor": factor, "model__seq_length": length, "data__tokenizer": None}
         check_base(make(**scaled | now), base)
         said = capsys.readouterr().err
         assert said.count("grow from 16 to 32 tokens; set it to 4, unless this is meant") == warnings
@@ -549,32 +583,24 @@ def test_a_linear_factor_that_is_too_small_for_the_new_length_is_warned_about(ca
 
 @pytest.mark.parametrize("encoding", ["tape", "nope"])
 def test_increments_that_another_encoding_cannot_take_over_are_refused(encoding):
-    model = make(model__position_encoding="rope", model__position_increments="signed").model
+    model = make(model__position_encoding="rope", model__position__increments="signed").model
     changed = {"model__position_encoding": encoding, "data__tokenizer": None}
-    changed |= {"model__position_increments": "signed"} if encoding == "tape" else {}
+    changed |= {"model__position__increments": "signed"} if encoding == "tape" else {}
     with pytest.raises(ConfigError, match="position.increments, that .* does not have or has in another shape"):
         check_base(make(**changed), Base(Path("somewhere"), model, None))
 
 
-def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
-    base = make(model__position_encoding="fire")
-    for setting, value in (("rope_scaling_factor", 4.0), ("rope_theta", 1e6)):
-        extended = make(model__position_encoding="fire", **{f"model__{setting}": value})
-        with pytest.raises(ConfigError) as caught:
-            check_base(extended, Base(Path("somewhere"), base.model, None))
-        assert caught.value.key == f"model.{setting}"
-    unread = {"model__position_encoding": "fire", "model__rope_theta": 1e6, "data__tokenizer": None}
-    check_base(make(**unread), Base(Path("somewhere"), make(**unread).model, None))  # its base says the same
-
-
 def test_an_extension_may_widen_the_range_of_random_positions_alone():
-    base = make(model__position_encoding="randpe", model__randpe_range=50)
-    extended = make(model__position_encoding="randpe", model__randpe_range=99, model__seq_length=64)
+    base = make(model__position_encoding="randpe", model__position__randpe_range=50)
+    extended = make(model__position_encoding="randpe", model__position__randpe_range=99, model__seq_length=64)
     replace = dataclasses.replace
     extended = replace(extended, extension=replace(extended.extension, trains=["all"]))
     extended = replace(extended, data=replace(extended.data, tokenizer=None))
     check_base(extended, Base(Path("somewhere"), base.model, None))
-    for changes in ({"model__randpe_range": 50, "model__num_layers": 2}, {"model__position_encoding": "repo"}):
+    for changes in (
+        {"model__position__randpe_range": 50, "model__num_layers": 2},
+        {"model__position_encoding": "repo"},
+    ):
         other = make(**{"model__position_encoding": "randpe"} | changes)
         with pytest.raises(ConfigError, match="is another model than these settings describe"):
             check_base(other, Base(Path("somewhere"), base.model, None))

@@ -289,7 +289,7 @@ def write_start(folder: Path, encoding: str) -> None:
 
     path = folder / f"{encoding}.yaml"
     path.write_text(recipe(folder, encoding), encoding="utf-8")
-    model = model_config(**read_yaml(path, dict[str, dict[str, Any]])["model"])
+    model = model_config(read_yaml(path, dict[str, dict[str, Any]])["model"])
     weights = {}
     for name, shape in whole_shapes(model).items():
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")

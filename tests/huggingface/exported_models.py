@@ -21,11 +21,11 @@ CHANGES = {
     "xpos": {"xpos_scale_base": 8.0},
     "cope": {"cope_max_position": 5},
 }
-LEARNED = {"position_increments": "learned"}
+LEARNED = {"increments": "learned"}
 VARIANTS = {
     "rope_learned": ("rope", LEARNED),
-    "tape_learned": ("tape", LEARNED | {"position_state_norm": "unit"}),
-    "tape_signed": ("tape", {"position_increments": "signed", "layers_without_positions": 2}),
+    "tape_learned": ("tape", LEARNED | {"state_norm": "unit"}),
+    "tape_signed": ("tape", {"increments": "signed", "layers_without_positions": 2}),
 }
 NAMES = (*(encoding.name for encoding in BUILT_IN), *VARIANTS, *TOYS)
 """Encodings whose file an export can carry: TAPE and RoPE, which have classes of their own, must work so, too."""

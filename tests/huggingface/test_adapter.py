@@ -199,7 +199,7 @@ def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected
         model = with_adapter(load(tmp_path / "base"), tmp_path / output)
         torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
     change_config(tmp_path / "base", {"rope_scaling": None, "rope_parameters": {}})
-    refused(tmp_path, "model.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
+    refused(tmp_path, "model.position.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
     refused(tmp_path, "has another model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
             "--output", tmp_path / "third")  # fmt: skip

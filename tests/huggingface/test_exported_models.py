@@ -262,7 +262,7 @@ def test_what_these_models_cannot_do_is_refused_by_name(exported):
 
 
 @pytest.mark.parametrize(
-    "name, refused", [("t5", "t5,"), ("tape_learned", "tape with model.position_increments learned,")]
+    "name, refused", [("t5", "t5,"), ("tape_learned", "tape with model.position.increments learned,")]
 )
 def test_vllm_is_refused_by_the_name_of_the_encoding(exported, name, refused):
     model = exported(name).loaded

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from configurations import model_config
 from conversions import convert, refused
 from models import build
 from released import FOLDER, load
@@ -17,7 +18,7 @@ from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports import new_checkpoint as imported
 from megatron_tape.huggingface.imports.from_released import import_released
-from megatron_tape.position import NoPosition, model_config
+from megatron_tape.position import NoPosition
 
 
 def write_released(folder, name):

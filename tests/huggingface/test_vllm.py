@@ -150,6 +150,6 @@ def test_vllm_refuses_what_cannot_work_before_it_loads_a_model(site, exports, ex
     without, t5, learned, *named = done.stdout.splitlines()
     assert "for vLLM, install the package transformers_tape" in without
     assert "vllm cannot serve models with the positional encoding t5" in t5
-    assert "the positional encoding tape with model.position_increments learned" in learned
+    assert "the positional encoding tape with model.position.increments learned" in learned
     for line, name in zip(named, ("pipeline parallelism", "a cache of fp8", "extract_hidden_states"), strict=True):
         assert line.startswith("TAPE models in vLLM do not support") and name in line

@@ -7,9 +7,9 @@ import torch
 from configurations import make_alone
 from models import begin, build, random_tokens, small_model
 
+from megatron_tape.config.schema import replaced
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.position import replaced
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.model_building import build_model
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from configurations import model_config
 from ops_interpreter import DEVICE, rounding_to_nearest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,6 @@ from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import backend_fails, inexact, swiglu_disagrees, update_fails
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.ops.rotation import with_modulus
-from megatron_tape.position import model_config
 
 pytestmark = pytest.mark.gpu
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -263,7 +263,7 @@ def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_que
         {},
         {"token_mixing": "per_head", "num_query_groups": 4},
         {"position_encoding": "rope"},
-        {"position_increments": "learned"},
+        {"increments": "learned"},
     ],
 )
 def test_a_model_with_kernels_equals_the_one_without(changes):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from configurations import with_values
 from models import build, small_model
 from plans import middle_model, of_model, on_cpu, recipe, saved_bytes
 
@@ -9,7 +10,6 @@ from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.parameters import parameter_count, trained_kinds
-from megatron_tape.position import with_values
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
 SHAPES = {
@@ -19,7 +19,7 @@ SHAPES = {
     "tape_one_layer": {"num_layers": 1},
     "tape_deep_gate_from_attention": {"num_layers": 6, "gate_input": "attention"},
     "tape_per_head_tied": {"num_query_groups": 4, "token_mixing": "per_head", "tie_embeddings": True},
-    "tape_default_position_mlp": {"position_mlp_size": None},
+    "tape_default_position_mlp": {"mlp_size": None},
     "rope": {"position_encoding": "rope"},
     "rope_multi_head": {"position_encoding": "rope", "num_query_groups": None},
     "nope": {"position_encoding": "nope"},
@@ -119,7 +119,7 @@ def test_selective_recomputation_keeps_little_beside_the_layers_of_rope():
         for size in (1, 2):
             tape = recipe(name).model
             rope = with_values(tape, position_encoding="rope")
-            rounded = with_values(tape, position_state_precision="bf16")
+            rounded = with_values(tape, state_precision="bf16")
             whole = of_layers(rope, tensor_size=size)
             for key, model in zip(shares, (rope, tape, rounded)):
                 shares[key].append(of_layers(model, recompute="selective", tensor_size=size) / whole)

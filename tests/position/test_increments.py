@@ -1,11 +1,13 @@
 """Learned increments of positions, and a position state whose complex numbers keep their modulus."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from comparing import Growing
+from configurations import with_values
 from models import INCREMENTS, LEARNED, SIGNED, SOME_LAYERS, build, random_tokens, small_model
 from plans import middle_model, on_cpu, saved_bytes
 
@@ -17,7 +19,7 @@ from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import BUILT_IN, encoding_of, with_values
+from megatron_tape.position import BUILT_IN, ENCODINGS, encoding_of
 from megatron_tape.position.base import NO_MEMORY
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
@@ -28,7 +30,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 def test_a_fresh_model_is_that_with_fixed_increments_and_no_norm(case):
     ids = random_tokens()
     fresh, _ = build(small_model(**INCREMENTS[case]), randomize=False)
-    without = {"position_increments": "fixed", "position_state_norm": "none"}
+    without = {"increments": "fixed", "state_norm": "none"}
     plain, _ = build(small_model(**INCREMENTS[case] | without), randomize=False)
     torch.testing.assert_close(fresh(ids), plain(ids), atol=1e-5, rtol=1e-5)
     moved, _ = build(small_model(**INCREMENTS[case]))
@@ -38,7 +40,7 @@ def test_a_fresh_model_is_that_with_fixed_increments_and_no_norm(case):
 @pytest.mark.parametrize("zero", ["down", "up"])
 def test_either_matrix_of_the_position_mlp_can_start_at_zero(zero):
     ids = random_tokens()
-    built, _ = build(small_model(position_mlp_zero=zero), randomize=False)
+    built, _ = build(small_model(mlp_zero=zero), randomize=False)
     rope, _ = build(small_model(position_encoding="rope"), randomize=False)
     logits = built(ids)
     torch.testing.assert_close(logits, rope(ids), atol=1e-5, rtol=1e-5)
@@ -144,7 +146,7 @@ def test_costs_are_those_of_the_model(case):
         built, _ = build(model, recompute=recompute, dtype=dtype)
         assert on_cpu(model, 2, precision, recompute) == pytest.approx(saved_bytes(built, model), rel=0.01)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
-    fixed = with_values(model, position_increments="fixed")
+    fixed = with_values(model, increments="fixed")
     sums = 0 if case == "unit" or case in SOME_LAYERS else 2 if "rope" in case else 1
     assert flops_per_token(model) == flops_per_token(fixed) + 6 * sums * 32
 
@@ -193,19 +195,13 @@ def test_some_layers_are_those_of_a_model_without_positions(name):
 
 
 @pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
-def test_encodings_refuse_by_name_what_would_not_change_them(name):
-    if name not in ("rope", "tape"):
-        with pytest.raises(ConfigError, match=f"model.position_increments learned does not apply to {name}"):
-            validate_model(small_model(position_encoding=name, **LEARNED))
-    if name != "tape":
-        with pytest.raises(ConfigError, match=f"model.position_state_norm unit does not apply to {name}"):
-            validate_model(small_model(position_encoding=name, position_state_norm="unit"))
+def test_encodings_have_no_setting_that_would_not_change_them(name):
+    names = {item.name for item in dataclasses.fields(ENCODINGS[name].Settings)}
+    assert ("increments" in names) == (name in ("rope", "tape")) and ("state_norm" in names) == (name == "tape")
     if name in ("nope", "sincos"):
         with pytest.raises(ConfigError) as raised:
             validate_model(small_model(position_encoding=name, layers_without_positions=2))
         assert raised.value.key == "model.layers_without_positions"
-    # A recipe for several encodings may hold the settings of others.
-    validate_model(small_model(position_encoding=name, cope_max_position=9, gate_input="attention"))
 
 
 def test_a_model_that_is_no_longer_a_llama_or_the_exported_tape_is_not_exported_as_one(monkeypatch):
@@ -218,5 +214,5 @@ def test_a_model_that_is_no_longer_a_llama_or_the_exported_tape_is_not_exported_
         monkeypatch.setattr(export, "open_weights", lambda path, average: SimpleNamespace(model=model))  # noqa: B023
         config = export.huggingface_config(export.open_exportable("here").model, 64, "fp32")
         assert config["model_type"] == "encoded_tape" and config["position_settings"].items() >= {
-            (key, value) for key, value in changes.items() if key.startswith(("rope_", "position_increments"))
+            (key, value) for key, value in changes.items() if key.startswith(("rope_", "increments"))
         }

@@ -1,4 +1,4 @@
-"""A positional encoding of a user's own has settings like any other: keys of `model`, which recipes and --help know."""
+"""A positional encoding of a user's own has settings like any other, which recipes and --help know."""
 
 import dataclasses
 from pathlib import Path
@@ -6,17 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.schema import model_dict
+from megatron_tape.config.sections import as_dict
 from megatron_tape.errors import ConfigError
-from megatron_tape.position import (
-    ENCODINGS,
-    EncodingSettings,
-    PositionEncoding,
-    encoding_of,
-    model_config,
-    register,
-    with_values,
-)
+from megatron_tape.position import ENCODINGS, EncodingSettings, PositionEncoding, encoding_of, model_config, register
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
@@ -45,27 +37,25 @@ def read(*arguments):
 
 
 def test_a_recipe_and_the_command_line_set_them(capsys):
-    model = read("--model.steep_slope=2", "--model.position_encoding=steep")
+    model = read("--model.position.steep_slope=2", "--model.position_encoding=steep")
     assert model.position == SteepSettings(steep_slope=2.0) and encoding_of(model).settings.steep_slope == 2
-    assert model_dict(model)["steep_slope"] == 2.0 and model_config(**model_dict(model)) == model
+    assert as_dict(model)["position"] == {"steep_slope": 2.0} and model_config(as_dict(model)) == model
     with pytest.raises(ConfigError) as refused:
-        read("--model.steep_slope=much")
-    assert refused.value.key == "model.steep_slope"
+        read("--model.position.steep_slope=much")
+    assert refused.value.key == "model.position.steep_slope"
     with pytest.raises(SystemExit):
         parse_run_config(["--help"])
     assert "steep: how fast far keys count less." in " ".join(capsys.readouterr().out.split())
 
 
-def test_another_encoding_does_not_read_them_but_keeps_what_was_given():
-    model = read("--model.steep_slope=2")
-    assert model.position_encoding == "tape" and model.unread == {"steep_slope": 2.0}
-    assert read("--model.steep_slope=1").unread == {}
-    assert with_values(model, position_encoding="steep").position == SteepSettings(steep_slope=2.0)
-    assert "steep_slope" not in model_dict(model, unread=False)
+def test_another_encoding_does_not_have_them():
+    with pytest.raises(ConfigError) as refused:
+        read("--model.position.steep_slope=2")
+    assert refused.value.key == "model.position.steep_slope"
 
 
-@pytest.mark.parametrize("name, default", [("bad_size", dataclasses.MISSING), ("rope_theta", 1), ("steep_slope", 1.0)])
-def test_each_has_a_default_and_a_name_of_its_own(name, default):
+@pytest.mark.parametrize("name, default", [("bad_size", dataclasses.MISSING)])
+def test_each_has_a_default(name, default):
     item = (name, float, dataclasses.field(default=default))
     settings = dataclasses.make_dataclass("Settings", [item], bases=(EncodingSettings,), frozen=True)
     with pytest.raises(ValueError, match=name):

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from configurations import with_values
 from models import small_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
-from megatron_tape.position import encoding_of, with_values
+from megatron_tape.position import encoding_of
 
 YARN = {
     "defaults": dict(rope_scaling_factor=8.0),

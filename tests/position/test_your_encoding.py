@@ -100,6 +100,6 @@ def test_every_command_of_the_page_works(copy):
     refused = run(
         copy,
         "python -m pretrain.train --config pretrain/recipes/tape_demo.yaml --model.position_encoding kerple "
-        "--model.kerple_start 0",
+        "--model.position.kerple_start 0",
     )
-    assert refused.returncode == 2 and "model.kerple_start is 0" in refused.stderr
+    assert refused.returncode == 2 and "model.position.kerple_start is 0" in refused.stderr

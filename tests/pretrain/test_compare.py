@@ -23,7 +23,6 @@ from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, UserError
 from megatron_tape.evaluation.comparison_file import changed_settings, read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import fingerprint
-from megatron_tape.synthetic.settings import generator_of
 from pretrain import compare, evaluate, report
 from pretrain.comparison.jobs import Jobs
 from pretrain.comparison.planned_runs import make_plan
@@ -71,7 +70,7 @@ def plan_of(recipe, output, *others, **changes):
         ("rope,tape+token_miximg=full", (), "--encodings"),
         ("rope,tape+token_mixing", (), "--encodings"),
         ("rope,tape+gate_input=mlp+gate_input=mlp", (), "--encodings"),
-        ("rope,tape+gate_input=mpl", (), "model.gate_input"),
+        ("rope,tape+gate_input=mpl", (), "model.position.gate_input"),
         ("tape,rope,tape+token_mixing=full", (), "tape+token_mixing=full"),  # the same model as tape
         ("rope,rope+optimizer.lr=0.03", (), "rope+optimizer.lr=0.03"),  # the recipe's own
         ("rope+train.steps=3", (), "--encodings"),
@@ -99,7 +98,7 @@ def test_what_cannot_work_is_refused_before_the_first_run(recipe, tmp_path, enco
 @pytest.mark.parametrize(
     "others, reported",
     [(["--jobs", "0"], "--jobs is 0"), (["--only", "4"], "--only is 4; give a number from 0 to 3"),
-     (["--fast"], "--fast is no option"), (["--model.gate_input", "mpl"], "model.gate_input")],
+     (["--fast"], "--fast is no option"), (["--model.position.gate_input", "mpl"], "model.position.gate_input")],
 )  # fmt: skip
 def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, others, reported):
     assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", *others))) == 2
@@ -153,8 +152,8 @@ def test_directories_of_variants_are_safe_and_differ():
 
 def test_a_setting_of_a_variant_may_have_commas_in_brackets():
     rates = "optimizer.lr_scale_of={position: 0.1, position.increments: 1.0}"
-    (scaled, rope) = parse_variants(f"tape+{rates}+position_mlp_zero=up,rope")
-    assert scaled.settings == (("optimizer.lr_scale_of", rates.partition("=")[2]), ("position_mlp_zero", "up"))
+    (scaled, rope) = parse_variants(f"tape+{rates}+mlp_zero=up,rope")
+    assert scaled.settings == (("optimizer.lr_scale_of", rates.partition("=")[2]), ("mlp_zero", "up"))
     assert rope.label == "rope"
     (scaled,) = parse_variants("rope+optimizer.lr_scale_of={matrices: 1e+1}+optimizer.lr=1e-3")
     assert scaled.settings == (("optimizer.lr_scale_of", "{matrices: 1e+1}"), ("optimizer.lr", "1e-3"))
@@ -552,12 +551,12 @@ def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path)
         return
     if name == "language_512":  # its data is not there
         settings = config.evaluation.perplexity
-        assert (settings["data"], settings["split"]) == (config.data.prefix, config.data.split)
+        assert (settings.data, settings.split) == (config.data.prefix, config.data.split)
         return
     plan = plan_of(file, tmp_path, encodings="rope,tape", seeds=3)
     assert len(plan.runs) == 6
     (task,) = plan.tasks
-    generator = generator_of(config.data.generator)
+    generator = config.data.generator
     if task.name == "addition":
         assert (task.settings.digits, task.settings.hints) == (generator.digits, generator.hints)
     elif task.name == "recall":

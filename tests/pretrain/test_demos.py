@@ -38,9 +38,9 @@ def test_the_demo_runs_to_its_picture_and_repeats_nothing(tmp_path):
     demo = tmp_path / "runs" / "demo"
     losses = [float(found) for found in re.findall(r"^(?:tape|rope): .*loss (?:.*256 )?([\d.]+)", shown, re.M)]
     assert len(losses) == 6 and all(6 < loss < 8.4 for loss in losses)  # log(4096) is 8.3
-    assert "tape+position_increments=signed: copies" in shown and "\ndef main(" in shown
+    assert "tape+increments=signed: copies" in shown and "\ndef main(" in shown
     page = (demo / "report.html").read_text()
-    assert all(name in page for name in ("tape-1024", "perplexity", "tape+position_increments=signed"))
+    assert all(name in page for name in ("tape-1024", "perplexity", "tape+increments=signed"))
     assert (demo / "demo.png").read_bytes().startswith(b"\x89PNG")
     stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*.safetensors")}
     stamps |= {path: path.stat().st_mtime_ns for path in (demo / "data").iterdir() if path.is_file()}

@@ -243,7 +243,7 @@ def test_another_tokenizer_is_refused_and_a_missing_one_is_not_needed(run, data,
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(run, capfd):
     assert run() == 0
-    assert run("--model.hidden_size=64", "--model.token_mixing=full", "--train.steps=12") == 2
+    assert run("--model.hidden_size=64", "--model.position.token_mixing=full", "--train.steps=12") == 2
     error = capfd.readouterr().err
     assert "model.hidden_size: checkpoint 32, configuration 64" in error and "token_mixing" not in error
 

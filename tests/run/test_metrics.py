@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_tape.config.schema import TrainConfig
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.errors import FileError
 from megatron_tape.run.metrics import LINE_BYTES, MetricsWriter, read_lines
 

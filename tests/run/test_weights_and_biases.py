@@ -7,7 +7,7 @@ import pytest
 from datasets_for_tests import write_all
 from training_cases import RECIPE, option, rows
 
-from megatron_tape.config.monitoring import WandbSettings
+from megatron_tape.config.schema import WandbSettings
 from megatron_tape.run import weights_and_biases
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.weights_and_biases import WandbRun, installed, read_wandb

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from configurations import make
 from datasets_for_tests import write_all
 from models import build, random_tokens, small_model
 from safetensors.torch import load_file
 from training_cases import AVERAGE, RECIPE, option
 
 from megatron_tape.checkpoint.locate import find_checkpoint
-from megatron_tape.config.schema import DataConfig, DeepSpeedConfig, OptimizerConfig, RunConfig, TrainConfig
-from megatron_tape.config.steering import average_of
+from megatron_tape.checks.settings import validate
+from megatron_tape.config.data import DataConfig
+from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, RunConfig
+from megatron_tape.config.train import AverageSettings, TrainConfig
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.huggingface.export.saved_weights import open_weights
@@ -21,19 +24,19 @@ STEPS = 4
 
 
 def test_a_moving_average_decays_and_forgets_its_beginning_sooner():
-    moving = average_of({"kind": "ema", "decay": 0.9}, steps=100)
+    moving = AverageSettings(kind="ema", decay=0.9)
     assert moving.share(1, 100, 1) == pytest.approx(1 - 2 / 11)
     assert moving.share(1000, 100, 1000) == pytest.approx(0.1)
 
 
 def test_a_moving_average_counts_updates_and_stays_at_a_skipped_step():
-    moving = average_of({"kind": "ema", "decay": 0.9}, steps=100)
+    moving = AverageSettings(kind="ema", decay=0.9)
     assert moving.share(7, 100, 5, skipped=True) == 0
     assert moving.share(8, 100, 6) == moving.share(6, 100, 6)
 
 
 def test_the_mean_of_the_last_weights_is_that():
-    mean = average_of({"kind": "last", "count": 3, "every": 4}, steps=20)
+    mean = AverageSettings(kind="last", count=3, every=4)
     average = 0.0
     for step in range(1, 21):
         average += mean.share(step, 20, step) * (step**2 - average)
@@ -43,7 +46,7 @@ def test_the_mean_of_the_last_weights_is_that():
 
 
 def test_a_mean_takes_the_weights_that_a_skipped_step_left():
-    mean = average_of({"kind": "last", "count": 3, "every": 4}, steps=20)
+    mean = AverageSettings(kind="last", count=3, every=4)
     weights = average = updates = 0.0
     for step in range(1, 21):
         skipped = step == 16
@@ -64,7 +67,7 @@ def test_a_mean_takes_the_weights_that_a_skipped_step_left():
 )
 def test_averages_that_cannot_be_are_refused(setting, subject):
     with pytest.raises(ConfigError, match=subject):
-        average_of(setting, steps=30)
+        validate(make(train__average=setting, train__steps=30), 1)
 
 
 def batches(seed):
@@ -74,7 +77,7 @@ def batches(seed):
 
 @pytest.mark.parametrize("stage, precision", [(1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
 def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bit(stage, precision):
-    setting = {"kind": "ema", "decay": 0.5}
+    setting = AverageSettings(kind="ema", decay=0.5)
     config = RunConfig(
         model=small_model(),
         data=DataConfig(prefix="unused"),
@@ -90,7 +93,7 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         engine.train_step(batches(step), 1e-2, step)
         state = engine.training_state()
         weights = {key.partition("/")[2]: value for key, value in state.items() if key.startswith("weight/")}
-        share = average_of(setting, STEPS).share(step, STEPS, step)
+        share = setting.share(step, STEPS, step)
         expected = expected or weights
         expected = {name: expected[name] + share * (weights[name] - expected[name]) for name in weights}
     for name, value in expected.items():

@@ -9,13 +9,9 @@ from models import build, random_tokens, small_model
 from torch.optim import _muon
 from training_cases import RECIPE, option
 
-from megatron_tape.config.schema import (
-    DataConfig,
-    DeepSpeedConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megatron_tape.config.data import DataConfig
+from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, RunConfig
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.training.engine import Engine

@@ -6,14 +6,9 @@ from models import build, random_tokens, small_model
 from training_cases import RECIPE
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.schema import (
-    DataConfig,
-    DeepSpeedConfig,
-    ExtensionConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megatron_tape.config.data import DataConfig
+from megatron_tape.config.schema import DeepSpeedConfig, ExtensionConfig, OptimizerConfig, RunConfig
+from megatron_tape.config.train import TrainConfig
 from megatron_tape.model.names import KINDS, MATRICES, kind_of
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.optimizer import parameter_groups
@@ -49,7 +44,7 @@ def decay_by_name(built, **settings):
 
 
 def test_one_parameter_of_the_encoding_may_have_values_of_its_own():
-    built, _ = build(small_model(position_increments="learned"))
+    built, _ = build(small_model(increments="learned"))
     names = {parameter: name.rpartition(".")[2] for name, parameter in built.named_parameters() if ".position." in name}
     given = dict(weight_decay_of={"position.increments": 0.0}, lr_scale_of={"position.increments": 0.1, "position": 2})
     found = {

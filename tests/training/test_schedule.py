@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
+from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
+from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.training.schedule import learning_rate
 
 OPTIMIZER = OptimizerConfig(lr=1.0, min_lr=0.1)
@@ -62,7 +63,7 @@ def test_wsd_decays_over_a_tenth_of_the_steps_by_default():
 
 
 def test_a_ramp_grows_in_multiples_of_its_start_wherever_a_run_continues():
-    train = TrainConfig(steps=100, global_batch_size=32, batch_ramp={"from": 4, "over_samples": 100})
+    train = TrainConfig(steps=100, global_batch_size=32, batch_ramp=BatchRampSettings(from_=4, over_samples=100))
     sizes = list(train.batch_sizes(0, 16))
     assert sizes[0] == 4 and sizes[-1] == 32 and sizes == sorted(sizes) and {size % 4 for size in sizes} == {0}
     assert sum(size < 32 for size in sizes) == len([total for total in accumulated(sizes) if total < 100])

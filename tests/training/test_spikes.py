@@ -7,7 +7,7 @@ import pytest
 from configurations import make
 
 from megatron_tape.config.stages import Stage
-from megatron_tape.config.steering import SpikeSettings
+from megatron_tape.config.train import SpikeSettings
 from megatron_tape.training.engine import StepResult
 from megatron_tape.training.spikes import FOUND, VALUES, SpikeHook, Spikes, of_same_data
 

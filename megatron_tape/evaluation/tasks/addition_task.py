@@ -5,11 +5,11 @@ The sums are those of `synthetic.addition`, on which `data.generator: {task: add
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron_tape.config.evaluation import AdditionSettings
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import share_maps
@@ -21,27 +21,6 @@ from megatron_tape.synthetic import Addition as Sums
 
 MOST = 10**6
 """Digits and samples are below this, so that every sum has a number of its own."""
-
-
-@dataclass(kw_only=True)
-class AdditionSettings:
-    """Exact match of sums for every pair of operand lengths."""
-
-    digits: int = 40
-    """Digits of the longest operands in training."""
-    longest: int | None = None
-    """Digits of the longest operands that are tested; null means twice `digits`."""
-    step: int = 1
-    """Every which operand length is tested: 10 tests 10, 20, 30 and so on."""
-    hints: int = 0
-    """Number of index hints, as in training; 0 means none."""
-    samples: int = 100
-    """Sums for each pair of lengths."""
-    seed: int = 0
-    """Seed of the sums. They are drawn apart from those of training; both have the same ones only where operands are so
-    short that few sums exist."""
-    batch_size: int = 100
-    """Sums that the model adds at once."""
 
 
 class Addition(SyntheticTask):

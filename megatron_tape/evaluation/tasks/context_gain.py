@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_tape.config.values import PathText
+from megatron_tape.config.evaluation import ContextGainSettings
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.score_pictures import by_length
 from megatron_tape.evaluation.statistics import bootstrap_ratio
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
-from megatron_tape.evaluation.tasks.document_task import DocumentSettings, DocumentTask, window_losses
+from megatron_tape.evaluation.tasks.document_task import DocumentTask, window_losses
 
 NATS = "nats per token"
 BIAS = (
@@ -30,22 +29,6 @@ BIAS = (
 )
 DECIMALS = 5
 """Of the losses of single tokens in results."""
-
-
-@dataclass(kw_only=True)
-class ContextGainSettings(DocumentSettings):
-    """What tokens gain from a longer context."""
-
-    short: int | None = None
-    """The short context that the others are compared with, in tokens; null means an eighth of the longest."""
-    alpha: float = 2.0
-    """A key token's loss is lower by more than this, in nats, in the longest context than in the short one."""
-    beta: float = -2.0
-    """A key token's log-probability in the longest context is above this."""
-    key_tokens_from: PathText | None = None
-    """The results.json of another model, or its directory, whose key tokens are used, so that several models are
-    measured on the same ones; they need the same data and tokenizer. null means that the model chooses its own, which
-    favours it: they are tokens that it predicts well."""
 
 
 class ContextGain(DocumentTask):

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_tape.config.values import PathText, shown
+from megatron_tape.config.evaluation import DocumentSettings
+from megatron_tape.config.values import shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import (
@@ -25,35 +26,6 @@ from megatron_tape.evaluation.tasks.text_sources import (
     find_sources,
     long_documents,
 )
-
-
-@dataclass(kw_only=True)
-class DocumentSettings:
-    """What the tasks have in common that measure the losses of documents' tokens."""
-
-    data: dict[str, PathText] | PathText
-    """What is read, as a path or a mapping name: path. A file of JSON lines, text or parquet (like the inputs of
-    tools/preprocess_data.py, also .gz and .zst); an indexed dataset, by its prefix; or a .bin of uint16 token ids,
-    which is one document. Ids must be those of the model's tokenizer."""
-    text_key: str = "text"
-    """Where JSON lines and parquet have their text."""
-    split: str | None = None
-    """Shares of an indexed dataset's documents for training, validation and test, such as 969,30,1, as a run's
-    data.split: only those for validation are used. null means all documents."""
-    lengths: list[int] | None = None
-    """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
-    tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
-    minimum_length: int | None = None
-    """Documents that do not have more tokens than this are left out, and the scored tokens are those that a context of
-    this length scores: they begin stride tokens, or a quarter of it if that is less, before its end. null means the
-    longest of lengths. Evaluations of different lengths score the same tokens if this is the same."""
-    documents: int | None = None
-    """At most so many documents of each name are used, the first ones that are long enough; null means 50."""
-    stride: int = 256
-    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
-    its context."""
-    windows: int | None = None
-    """At most so many times stride tokens are scored of each document; null means 8."""
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from megatron_tape.config.evaluation import PerplexitySettings
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_length, by_position
 from megatron_tape.evaluation.statistics import Interval, bootstrap_ratio
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.tasks.document_task import (
-    DocumentSettings,
     DocumentTask,
     Window,
     Work,
@@ -40,24 +39,6 @@ NOTES = {
         "else."
     ),
 }
-
-
-@dataclass(kw_only=True)
-class PerplexitySettings(DocumentSettings):
-    """Losses of documents' tokens by context length."""
-
-    protocol: Literal["documents", "longlora", "yarn"] = "documents"
-    """documents: the same tokens are scored at every length, each once, within their document. longlora and yarn
-    measure what the tables of these two papers show; the notes in the results say what is wrong with that."""
-    documents: int | None = None
-    """At most so many documents of each name are used, the first ones that are long enough; null means 50, or all with
-    longlora and yarn."""
-    stride: int = 256
-    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
-    its context. With longlora, the distance of the windows' beginnings: a larger one is cheaper."""
-    windows: int | None = None
-    """At most so many times stride tokens are scored of each document. With longlora and yarn, at most so many windows
-    (yarn 1 is what its --truncate does). null means 8, or all with longlora and yarn."""
 
 
 class Perplexity(DocumentTask):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from megatron_tape.config.examples import TEMPLATE, check_template
+from megatron_tape.config.data import TEMPLATE, check_template
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse

@@ -9,12 +9,12 @@ the same tokens. So exact match is the same number either way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron_tape import synthetic
+from megatron_tape.config.evaluation import GridNavigationSettings, RecallSettings, SelectiveCopySettings
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_group
@@ -66,18 +66,6 @@ class SyntheticTask(Task):
             f"uses {generator.vocab_size} different tokens, but {info.label} knows {info.vocab_size}",
             "give the settings with which it was trained, or a model that was trained on this task",
         )
-
-
-@dataclass(kw_only=True)
-class VariantSettings:
-    """What the tasks have in common that have variants."""
-
-    samples: int = 1000
-    """Sequences per variant."""
-    seed: int = 0
-    """Seed of the sequences. They are never those of training."""
-    batch_size: int = 50
-    """Sequences that the model reads at once."""
 
 
 class Variants(SyntheticTask):
@@ -144,18 +132,6 @@ class Variants(SyntheticTask):
         return by_group(results, lambda score: score.metric == "accuracy", cls.name, "share of right answers")
 
 
-@dataclass(kw_only=True)
-class SelectiveCopySettings(VariantSettings):
-    """Copying symbols from among blanks."""
-
-    copied: int = 128
-    """Symbols to copy, as in training."""
-    symbols: int = 16
-    """Different symbols, as in training."""
-    blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
-    """Blanks among the symbols, by the name of the variant; the first variant is that of the training."""
-
-
 class SelectiveCopy(Variants):
     """Selective copying with as many blanks as in training, and with fewer and more."""
 
@@ -171,18 +147,6 @@ class SelectiveCopy(Variants):
         return {name: synthetic.SelectiveCopy(blanks=blanks, **sizes) for name, blanks in self.settings.blanks.items()}
 
 
-@dataclass(kw_only=True)
-class RecallSettings(VariantSettings):
-    """Recalling the values of keys."""
-
-    keys: int = 128
-    """Different keys, and different values, as in training."""
-    tokens_per_pair: int = 16
-    """How many tokens a sequence has for each of its pairs, as in training."""
-    lengths: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
-    """Tokens of the sequences, each a variant."""
-
-
 class Recall(Variants):
     """Multi-query associative recall in sequences of several lengths, longer ones with more pairs."""
 
@@ -196,22 +160,6 @@ class Recall(Variants):
     def generators(self) -> dict[str, Generator]:
         sizes = {"keys": self.settings.keys, "tokens_per_pair": self.settings.tokens_per_pair}
         return {f"{length} tokens": synthetic.Recall(tokens=length, **sizes) for length in self.settings.lengths}
-
-
-@dataclass(kw_only=True)
-class GridNavigationSettings(VariantSettings):
-    """Predicting what a cell holds that was visited before."""
-
-    dimensions: int = 2
-    """1 for a ring of cells, 2 for a torus, as in training."""
-    objects: int = 16
-    """Different objects, as in training."""
-    longest_run: int | None = None
-    """Steps for which a direction is kept at most, as in training; null means 10 in one dimension and 3 in two."""
-    variants: dict[str, list[float]] = field(
-        default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
-    )
-    """Steps, width and share of blank cells, by the name of the variant; the first variant is that of the training."""
 
 
 class GridNavigation(Variants):

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.config.schema import split_shares
+from megatron_tape.config.data import split_shares
 from megatron_tape.config.values import shown
 from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths

@@ -107,7 +107,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
     try:
-        model = model_config(**settings)
+        model = model_config(settings)
         validate_model(model)
         extension = _extension(state["config"].get("extension", {}))
     except (TypeError, ValueError) as error:

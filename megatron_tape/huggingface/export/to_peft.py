@@ -12,7 +12,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.checkpoint.saved_settings import model_differences
-from megatron_tape.config.schema import model_dict
+from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL, difference, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, FileError, refuse
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_adapter_card
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = (
     "unpadded_vocab_size",
     "attention_backend",
     "init_std",
-    "position_mlp_zero",
+    "position.mlp_zero",
 )
 
 
@@ -121,10 +121,10 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
     """
     path, model = base / "config.json", saved.model
     settings = read_settings(path)
-    mixing = model_dict(model).get("token_mixing", "full")
+    mixing = getattr(model.position, "token_mixing", "full")
     with errors_of_settings(path):
         found = model_settings(settings, path, Changes(token_mixing=mixing))
-    ours, theirs = (model_dict(either, unread=False) for either in (model, found))
+    ours, theirs = (as_dict(either) for either in (model, found))
     fix = "leave out --base to export the model that the adapter adds to"
     if differences := model_differences(ours, theirs, _WITHOUT_EFFECT, ("run", "base")):
         raise FileError(str(base), f"is another model than that of {saved.path} ({'; '.join(differences)})", fix)

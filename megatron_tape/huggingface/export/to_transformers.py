@@ -147,7 +147,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "qk_norm": model.qk_norm,
         "position_mlp_size": encoding.mlp_width,
         "gate_input": model.position.gate_input,
-        "position_state_precision": model.position.position_state_precision,
+        "position_state_precision": model.position.state_precision,
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import STATE
-from megatron_tape.config.schema import blend
+from megatron_tape.config.data import blend
 from megatron_tape.errors import CheckpointError
 from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights

@@ -1,5 +1,6 @@
 """Read checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE) as checkpoints of this project."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_fil
 from megatron_tape.io.files import refuse_existing
 from megatron_tape.model.reference import from_released
 from megatron_tape.model.settings import validate_model
-from megatron_tape.position import model_config
+from megatron_tape.position import ENCODINGS, model_config
 from megatron_tape.position.fire import FireSettings
 
 _ENCODINGS = {
@@ -113,15 +114,18 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
         if settings.get(key):
             raise cannot_import(settings, path, key, "false or null")
     encoding = _ENCODINGS[settings["rpe_type"]]
+    position = {"rope_theta": settings.get("rope_theta", 10000.0), **_own_settings(settings, path)}
+    if encoding == "tape":
+        position |= {"mlp_size": settings["position_size"], "token_mixing": token_mixing}
+    names = {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
     model = model_config(
-        position_encoding=encoding,
-        **shared_settings(settings, vocab_multiple),
-        num_query_groups=settings.get("num_key_value_heads") or settings["num_attention_heads"],
-        seq_length=settings["max_position_embeddings"],
-        position_mlp_size=settings["position_size"] if encoding == "tape" else None,
-        token_mixing=token_mixing,
-        rope_theta=settings.get("rope_theta", 10000.0),
-        **_own_settings(settings, path),
+        {
+            "position_encoding": encoding,
+            "position": {key: value for key, value in position.items() if key in names},
+            **shared_settings(settings, vocab_multiple),
+            "num_query_groups": settings.get("num_key_value_heads") or settings["num_attention_heads"],
+            "seq_length": settings["max_position_embeddings"],
+        }
     )
     validate_model(model)
     return model

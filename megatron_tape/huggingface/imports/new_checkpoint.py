@@ -12,7 +12,8 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, write_tokenizer_files
-from megatron_tape.config.schema import ModelConfig, model_dict
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import TOKENIZER_FILES, Tokenizer, find_files, load_tokenizer, record_of
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import read_settings
@@ -119,7 +120,7 @@ def write_imported(
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
-            "config": {"model": model_dict(model)},
+            "config": {"model": as_dict(model)},
         }
         write_record(directory / checkpoint_files.STATE, state)
         _write_settings(directory / "model.yaml", model)
@@ -177,4 +178,4 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
 
 
 def _write_settings(path: Path, model: ModelConfig) -> None:
-    path.write_text(dump({"model": model_dict(model)}), encoding="utf-8")
+    path.write_text(dump({"model": as_dict(model)}), encoding="utf-8")

@@ -219,8 +219,8 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
 
     def __init__(self, config: EncodedConfig):
         if (implementation := config._attn_implementation) in SERVERS:
-            increments = config.position_settings.get("position_increments", "fixed")
-            named = f" with model.position_increments {increments}" if increments != "fixed" else ""
+            increments = config.position_settings.get("increments", "fixed")
+            named = f" with model.position.increments {increments}" if increments != "fixed" else ""
             raise NotImplementedError(
                 f"{implementation} cannot serve models with the positional encoding {config.position_encoding}{named}, "
                 "since its attention has no room for what the encoding computes of each token; use generate"

@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
 from megatron_tape.checkpoint.index import writers
-from megatron_tape.config.schema import EvaluationConfig, RunConfig
+from megatron_tape.config.evaluation import EvaluationConfig
+from megatron_tape.config.schema import RunConfig, replaced
+from megatron_tape.config.train import AverageSettings
 from megatron_tape.data.batches import Batches
 from megatron_tape.model import backend, initialization
 from megatron_tape.model.language_model import LanguageModel
@@ -24,7 +26,6 @@ from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.communication import CONTEXT, DATA, PIPELINE, SEQUENCE, TENSOR
 from megatron_tape.planning.rehearsal.tracking import Record, Tracker, place_of
-from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training
@@ -86,7 +87,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
     changed = {
         "train.global_batch_size": min(train.global_batch_size, micro_batches * train.micro_batch_size * data_size),
         "train.batch_ramp": None,
-        "train.average": None if train.average is None else {"kind": "ema"},  # of the same size as any
+        "train.average": None if train.average is None else AverageSettings(kind="ema"),  # of the same size as any
         "train.steps": STEPS,
         "train.eval_steps": 1,
         "train.hang_timeout": None,

@@ -1,0 +1,203 @@
+"""The section `evaluation`: the tasks that a run does while it trains. pretrain.evaluate has the same settings."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_tape.config.values import Count, PathText
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentSettings:
+    """What the tasks have in common that measure the losses of documents' tokens."""
+
+    data: dict[str, PathText] | PathText
+    """What is read, as a path or a mapping name: path. A file of JSON lines, text or parquet (like the inputs of
+    tools/preprocess_data.py, also .gz and .zst); an indexed dataset, by its prefix; or a .bin of uint16 token ids,
+    which is one document. Ids must be those of the model's tokenizer."""
+    text_key: str = "text"
+    """Where JSON lines and parquet have their text."""
+    split: str | None = None
+    """Shares of an indexed dataset's documents for training, validation and test, such as 969,30,1, as a run's
+    data.split: only those for validation are used. null means all documents."""
+    lengths: list[int] | None = None
+    """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
+    tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
+    minimum_length: int | None = None
+    """Documents that do not have more tokens than this are left out, and the scored tokens are those that a context of
+    this length scores: they begin stride tokens, or a quarter of it if that is less, before its end. null means the
+    longest of lengths. Evaluations of different lengths score the same tokens if this is the same."""
+    documents: int | None = None
+    """At most so many documents of each name are used, the first ones that are long enough; null means 50."""
+    stride: int = 256
+    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
+    its context."""
+    windows: int | None = None
+    """At most so many times stride tokens are scored of each document; null means 8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySettings(DocumentSettings):
+    """Losses of documents' tokens by context length."""
+
+    protocol: Literal["documents", "longlora", "yarn"] = "documents"
+    """documents: the same tokens are scored at every length, each once, within their document. longlora and yarn
+    measure what the tables of these two papers show; the notes in the results say what is wrong with that."""
+    documents: int | None = None
+    """At most so many documents of each name are used, the first ones that are long enough; null means 50, or all with
+    longlora and yarn."""
+    stride: int = 256
+    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
+    its context. With longlora, the distance of the windows' beginnings: a larger one is cheaper."""
+    windows: int | None = None
+    """At most so many times stride tokens are scored of each document. With longlora and yarn, at most so many windows
+    (yarn 1 is what its --truncate does). null means 8, or all with longlora and yarn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextGainSettings(DocumentSettings):
+    """What tokens gain from a longer context."""
+
+    short: int | None = None
+    """The short context that the others are compared with, in tokens; null means an eighth of the longest."""
+    alpha: float = 2.0
+    """A key token's loss is lower by more than this, in nats, in the longest context than in the short one."""
+    beta: float = -2.0
+    """A key token's log-probability in the longest context is above this."""
+    key_tokens_from: PathText | None = None
+    """The results.json of another model, or its directory, whose key tokens are used, so that several models are
+    measured on the same ones; they need the same data and tokenizer. null means that the model chooses its own, which
+    favours it: they are tokens that it predicts well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdditionSettings:
+    """Exact match of sums for every pair of operand lengths."""
+
+    digits: int = 40
+    """Digits of the longest operands in training."""
+    longest: int | None = None
+    """Digits of the longest operands that are tested; null means twice `digits`."""
+    step: int = 1
+    """Every which operand length is tested: 10 tests 10, 20, 30 and so on."""
+    hints: int = 0
+    """Number of index hints, as in training; 0 means none."""
+    samples: int = 100
+    """Sums for each pair of lengths."""
+    seed: int = 0
+    """Seed of the sums. They are drawn apart from those of training; both have the same ones only where operands are so
+    short that few sums exist."""
+    batch_size: int = 100
+    """Sums that the model adds at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantSettings:
+    """What the tasks have in common that have variants."""
+
+    samples: int = 1000
+    """Sequences per variant."""
+    seed: int = 0
+    """Seed of the sequences. They are never those of training."""
+    batch_size: int = 50
+    """Sequences that the model reads at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveCopySettings(VariantSettings):
+    """Copying symbols from among blanks."""
+
+    copied: int = 128
+    """Symbols to copy, as in training."""
+    symbols: int = 16
+    """Different symbols, as in training."""
+    blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
+    """Blanks among the symbols, by the name of the variant; the first variant is that of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridNavigationSettings(VariantSettings):
+    """Predicting what a cell holds that was visited before."""
+
+    dimensions: int = 2
+    """1 for a ring of cells, 2 for a torus, as in training."""
+    objects: int = 16
+    """Different objects, as in training."""
+    longest_run: int | None = None
+    """Steps for which a direction is kept at most, as in training; null means 10 in one dimension and 3 in two."""
+    variants: dict[str, list[float]] = field(
+        default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
+    )
+    """Steps, width and share of blank cells, by the name of the variant; the first variant is that of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallSettings(VariantSettings):
+    """Recalling the values of keys."""
+
+    keys: int = 128
+    """Different keys, and different values, as in training."""
+    tokens_per_pair: int = 16
+    """How many tokens a sequence has for each of its pairs, as in training."""
+    lengths: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
+    """Tokens of the sequences, each a variant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """What an evaluation during training has in addition. It is also done after the last step."""
+
+    every: Count
+    """Steps between two evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedPerplexity(Repeated, PerplexitySettings):
+    """Perplexity by context length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedContextGain(Repeated, ContextGainSettings):
+    """What tokens gain from longer contexts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedAddition(Repeated, AdditionSettings):
+    """Exact match of sums by the lengths of their operands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedSelectiveCopy(Repeated, SelectiveCopySettings):
+    """Accuracy of copying tokens among noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedGridNavigation(Repeated, GridNavigationSettings):
+    """Accuracy of recalling what is where on a grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedRecall(Repeated, RecallSettings):
+    """Accuracy of recalling the values of keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Tasks of pretrain.evaluate that a run does while it trains, such as
+    perplexity: {every: 500, data: held_out.jsonl, lengths: [512, 1024]}. Each is also done after the last step."""
+
+    perplexity: RepeatedPerplexity | None = None
+    """Perplexity by context length."""
+    context_gain: RepeatedContextGain | None = None
+    """What tokens gain from longer contexts."""
+    addition: RepeatedAddition | None = None
+    """Exact match of sums by the lengths of their operands."""
+    selective_copy: RepeatedSelectiveCopy | None = None
+    """Accuracy of copying tokens among noise."""
+    grid_navigation: RepeatedGridNavigation | None = None
+    """Accuracy of recalling what is where on a grid."""
+    recall: RepeatedRecall | None = None
+    """Accuracy of recalling the values of keys."""
+
+    def given(self) -> dict[str, Repeated]:
+        """Return the settings of the tasks that are done, by the tasks' names."""
+        return {name: value for name, value in vars(self).items() if value is not None}
