@@ -9,8 +9,8 @@ at most P.bin.partial and P.idx.partial, which the next run replaces.
 Several machines can share many files: `--part I/N` reads every N-th of them, from number I (from 0) on, and makes the
 dataset P-I-of-N; `slurm/preprocess.sh` does so in every task of a Slurm job array. Training takes all of them with
 `--data.prefix 'P-*'`, and `tools/merge_datasets.py` joins datasets into one. A part that is complete is kept unless
---overwrite is given. P.origin records with which tokenizer a dataset was made, which training and evaluation compare
-with the model's.
+--overwrite is given, and refused if it was made from other files. P.origin records with which tokenizer a dataset was
+made, which training and evaluation compare with the model's.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, Problems, document_bytes_option, find_inputs
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix, dataset_paths
 from megatron_tape.data.inputs import check_writable
+from megatron_tape.data.origins import read_origin
 from megatron_tape.data.preprocessing import Encoding, encode_files
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError, refuse
@@ -37,19 +38,23 @@ def main() -> None:
     if arguments.append_eod and tokenizer.eod is None:
         raise FileError(arguments.tokenizer, "has no end-of-document token", "leave out --append-eod")
     encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
-    prefix, overwrite = arguments.output_prefix, arguments.overwrite
+    prefix, origin, overwrite = arguments.output_prefix, encoding.origin, arguments.overwrite
     if arguments.part is not None:
-        prefix = prefix_of_part(prefix, *arguments.part)
+        prefix, paths = prefix_of_part(prefix, *arguments.part), files_of_part(paths, *arguments.part)
+        origin |= {"inputs": paths}
         if dataset_paths(prefix)[1].exists() and not overwrite:
+            found = read_origin(prefix) or {}
+            if {key: value for key, value in found.items() if key != "files"} != origin:
+                fix = "remove it, or pass --overwrite for all parts"
+                raise FileError(prefix, "was made from other files, or with another tokenizer or --append-eod", fix)
             command_line.say(f"{prefix} is complete already; nothing to do")
             return
-        paths = files_of_part(paths, *arguments.part)
         overwrite = True  # what a killed process has left
     with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
         speed = write(writer, paths, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "holds no document", "check it and --text-key")
-        writer.finish(encoding.origin)
+        writer.finish(origin)
     command_line.say(f"{prefix}: {speed}")
 
 

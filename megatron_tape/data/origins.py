@@ -6,7 +6,7 @@ counts as one of these.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -25,6 +25,8 @@ class Origin(TypedDict):
     """Whether every document ends in the tokenizer's end-of-document token."""
     files: dict[str, str]
     """Fingerprints of the dataset's files by their endings."""
+    inputs: NotRequired[list[str]]
+    """The files that one of several parts was made from."""
 
 
 def read_origin(prefix: str | Path) -> Origin | None:
