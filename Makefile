@@ -52,6 +52,7 @@ wheels: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 install: $(STAMP)
 

@@ -69,7 +69,9 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Trains 
             watch.record_end(REFUSED, str(error))
         return EXIT_REFUSED
     except (OSError, MemoryError) as error:
-        message = unforeseen(error) or f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
+        message = unforeseen(error)
+        if message is None and isinstance(error, OSError):
+            message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
         watch.record_end(FAILED, message)
         print(f"error (rank {rank}): {message}", file=sys.stderr)
         return 1

@@ -31,7 +31,8 @@ def random_state() -> bytes:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     version, words, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, keys, *rest = state
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
     text = json.dumps({"python": json.dumps([version, words, gauss]), "numpy": json.dumps([kind, *rest])})
     return safetensors.torch.save(tensors | {"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})

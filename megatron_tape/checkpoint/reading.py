@@ -85,6 +85,7 @@ class Checkpoint:
     def read(self, file: str, place: Place) -> Tensor:
         """Return an fp32 tensor of a file; it may share its memory with what is held of that."""
         start, size = place["offset"], 4 * math.prod(place["shape"])
+        part: memoryview | bytearray
         if file in self.held:
             part = memoryview(self.held[file])[start : start + size]
         else:
@@ -156,10 +157,10 @@ class Reader:
         shares, name = self._places[key], key.partition("/")[2]
         parameter = self._parameters.get(name)
         if self._size == layout.tensor_parallel_size and layout.pipeline_size == 1:
-            return self._receive(*shares[layout.tensor_parallel_rank], layout.groups.dp_cp)
+            return self._receive(*shares[layout.tensor_parallel_rank], layout.groups.dp_cp)  # type: ignore[call-arg]
         if name not in self._checkpoint.state["sharded"]:
             shares = shares[:1]
-        received = [self._receive(*share, dist.group.WORLD) for share in shares]
+        received = [self._receive(*share, dist.group.WORLD) for share in shares]  # type: ignore[call-arg]
         if parameter is None:
             return None
         whole = unshard(received, parameter)

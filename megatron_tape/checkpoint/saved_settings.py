@@ -208,5 +208,5 @@ def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
     if type(heads) is not int or type(hidden) is not int or heads < 1 or not isinstance(position, Mapping):
         return dict(model)
     defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
-    position = position | ({"mlp_size": 4 * heads} if position.get("mlp_size", 0) is None else {})
+    position = dict(position) | ({"mlp_size": 4 * heads} if position.get("mlp_size", 0) is None else {})
     return {key: defaults.get(key) if value is None else value for key, value in model.items()} | {"position": position}

@@ -60,7 +60,7 @@ class ModelConfig:
     """Rows of the embedding: the size of the tokenizer, rounded up as tensor parallelism requires."""
     unpadded_vocab_size: Count | None = None
     """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
-    attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
+    attention_backend: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
     """What computes attention: triton (our GPU kernels), tiled (plain torch, made for CPUs), torch (SDPA, called once
     for the values and once for the position state), torch_wide (one call of SDPA for both, by cuDNN), flash_attn
     (version 2, 3 or 4), flex (torch's FlexAttention) or fla (flash-linear-attention), which take biases and forget

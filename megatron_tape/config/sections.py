@@ -60,7 +60,7 @@ def _typed_choices(section: type, field: str) -> dict[str, type]:
     kind = _hints(section)[field]
     options = get_args(kind) if get_origin(kind) in UNIONS else (kind,)
     found = [option for option in options if dataclasses.is_dataclass(option)]
-    return {option.task if len(found) > 1 else "": option for option in found}
+    return {option.task if len(found) > 1 else "": option for option in found}  # type: ignore[union-attr]
 
 
 def build(section: type[Section], given: Mapping[str, Any], name: str = "", fix: str = "add it") -> Section:
@@ -252,8 +252,8 @@ def _explanations(section: type) -> dict[str, str]:
     for kind in reversed(section.__mro__):
         with suppress(OSError):  # of a class that is made by a call
             source = inspect.getsource(kind) if "__dataclass_fields__" in vars(kind) else "class Other: pass"
-            (definition,) = ast.parse(textwrap.dedent(source)).body
+            definition: Any = ast.parse(textwrap.dedent(source)).body[0]
             for field, text in zip(definition.body, definition.body[1:]):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[field.target.id] = inspect.cleandoc(text.value.value)
+                    found[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(text.value))
     return found

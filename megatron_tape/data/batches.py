@@ -313,5 +313,6 @@ def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, ope
             datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
             continue
         wanted = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
-        datasets.append(open_split(AllDocuments, replace(settings, blend=members), i, wanted, build))
+        of_split = replace(settings, blend=members)  # type: ignore[call-arg]
+        datasets.append(open_split(AllDocuments, of_split, i, wanted, build))
     return datasets

@@ -107,7 +107,8 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
     """
     problems, texts, numbers = Problems(), [], []
     lines = isinstance(chunk.payload, bytes)
-    for number, raw in enumerate(_split_lines(chunk.payload) if lines else chunk.payload, start=chunk.first):
+    rows: Any = _split_lines(chunk.payload) if lines else chunk.payload
+    for number, raw in enumerate(rows, start=chunk.first):
         if lines and not raw.strip():
             continue
         text, reason = _parse_line(raw, text_key) if lines else _parse_text(raw)

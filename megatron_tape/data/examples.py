@@ -56,9 +56,10 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
             raise chunk
+        payload: Any = chunk.payload
         if chunk.is_too_large:
-            raise FileError(chunk.place(chunk.first), f"has {chunk.payload[0]}", "shorten or remove it")
-        for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
+            raise FileError(chunk.place(chunk.first), f"has {payload[0]}", "shorten or remove it")
+        for number, line in enumerate(payload.split(b"\n"), start=chunk.first):
             yield chunk.place(number), line
 
 

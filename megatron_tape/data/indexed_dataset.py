@@ -148,9 +148,9 @@ class IndexedDatasetWriter:
             for file in files:
                 file.sync()
             prints = {file.path.suffix: fingerprint(file.partial_path) for file in files}
-            self._origin = PartialFile(self._origin_path)
-            self._origin.file.write(json.dumps({**origin, "files": prints}, indent=1).encode())
-            files.insert(0, self._origin)
+            self._origin = file = PartialFile(self._origin_path)
+            file.file.write(json.dumps({**origin, "files": prints}, indent=1).encode())
+            files.insert(0, file)
         for file in files:
             file.sync()
         # While the files change, the index is missing, so that parts never look like a complete dataset.

@@ -105,7 +105,7 @@ def _in_words(all_lengths: list[np.ndarray]) -> str:
     lengths = np.concatenate(all_lengths)
     if not len(lengths):
         return "there is no training document"
-    median, high = (int(value) for value in np.quantile(lengths, [0.5, 0.9]))
+    median, high = (int(np.quantile(lengths, share)) for share in (0.5, 0.9))
     return (
         f"of {len(lengths):,} documents the longest has {lengths.max():,} tokens, one in ten has more than {high:,} "
         f"and half have more than {median:,}"

@@ -128,7 +128,7 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
     sample maps what it needs.
     """
     threads = min(_THREADS, len(settings.blend[0]), len(os.sched_getaffinity(0)))
-    alone = replace(settings, num_dataset_builder_threads=threads)
+    alone = replace(settings, num_dataset_builder_threads=threads)  # type: ignore[call-arg]
     alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
     # Megatron's constructor refuses these beside a split, which the cached indices already follow.
@@ -166,7 +166,7 @@ def mix_with_long_documents(
     if pools.others and mix.counts[1]:
         of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None
         blend_of_others = ([member.prefix for member in pools.others], of_others)
-        shorter = replace(settings, blend=blend_of_others, documents_below=minimum)
+        shorter = replace(settings, blend=blend_of_others, documents_below=minimum)  # type: ignore[call-arg]
         mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
     if not build and dist.get_rank() == 0:
         for sentence, warning in passes_in_words(pools, minimum, share, size * config.model.seq_length):

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_tape.data.descriptors import refuse_more_files
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import token_dtype
-from megatron_tape.data.origins import Origin
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer, record_of
 from megatron_tape.errors import FileError, refuse
@@ -46,7 +46,7 @@ class Encoding:
         return token_dtype(self.tokenizer.vocab_size)
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> dict[str, Any]:
         """What the dataset records of it."""
         return {"tokenizer": record_of(self.tokenizer), "append_eod": self.append_eod}
 

@@ -261,7 +261,7 @@ def heat_map(
             color = ON_LIGHT if light else ON_DARK
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     if bar is not None:
-        drawn = axes.figure.colorbar(image, ax=[axes], label=bar, pad=0.02)
+        drawn: Any = axes.figure.colorbar(image, ax=[axes], label=bar, pad=0.02)
         drawn.outline.set_visible(False)
         drawn.ax.tick_params(labelsize=8)
 

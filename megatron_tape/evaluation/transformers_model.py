@@ -147,8 +147,8 @@ class HFModel:
         from transformers import GenerationConfig
 
         own = self.model.generation_config.eos_token_id
-        ends = set(own if isinstance(own, list) else [own]) | {self.tokenizer.eos_token_id}
-        ends = sorted(end for end in ends if end is not None)
+        known = set(own if isinstance(own, list) else [own]) | {self.tokenizer.eos_token_id}
+        ends = sorted(end for end in known if end is not None)
         settings = GenerationConfig(
             max_new_tokens=count, do_sample=False, num_beams=1, repetition_penalty=1.0,
             eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,

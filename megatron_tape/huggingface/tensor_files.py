@@ -1,7 +1,7 @@
 """Weights that are made and written one at a time, so that no more than one of them is ever in memory."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Te
     return parts
 
 
-def with_progress(tensors: Iterable[Tensor], announced: Iterable[Tensor]) -> Iterator[Tensor]:
+def with_progress(tensors: Iterable[Tensor], announced: Iterable[Tensor]) -> Generator[Tensor, None, None]:
     """Yield the tensors, and show how many of the `announced` bytes are written. Close it when the last is written."""
     sizes = [tensor.nbytes for tensor in announced]
     progress, written = command_line.Progress(sum(sizes)), 0

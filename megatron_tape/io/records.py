@@ -139,7 +139,8 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
         where = _place(value, first["loc"], place)
         if first["type"] == "missing":
             raise ValueError(f"{where} is missing") from None
-        shown = {dict: "an object", list: "a list"}.get(type(first["input"])) or repr(first["input"])[:40]
+        kinds: dict[type, str] = {dict: "an object", list: "a list"}
+        shown = kinds.get(type(first["input"])) or repr(first["input"])[:40]
         raise ValueError(f"{where or 'it'} is {shown}: {first['msg']}") from None
 
 

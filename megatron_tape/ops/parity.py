@@ -153,7 +153,7 @@ def attention_checks(
 
         def attend(backend: str, packing: Packing | None, *tensors: Tensor, average: bool = average) -> Outputs:
             state = () if len(tensors) == 4 else (z.to(tensors[0]),)
-            return attention(*tensors, *state, average, packing, backend)
+            return attention(*tensors, *state, average, packing, backend)  # type: ignore[call-arg]
 
         checks |= _of_attention(where, attend, backend, "naive", [*qkv, z] if learned else qkv)
     return checks
@@ -167,8 +167,8 @@ def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, toke
     mixing = (groups, heads) if shapes.full_mixing else (heads,)
     states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]
     matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, groups), (groups, P))]
-    functions = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
-    return {"position update": Check(*functions, [*states, *matrices])}
+    fused, plain = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
+    return {"position update": Check(fused, plain, [*states, *matrices])}
 
 
 def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, Check]:
@@ -182,7 +182,7 @@ def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch
     if shapes.reflects:
         tensors = [*qkv, draw(LENGTH, 2, G, dim), draw(LENGTH, 2, G)]
         kinds = {" through reflections": tensors, " through reflections with gates": [*tensors, logits]}
-        checks = (_of_attention(name, _with_reflections, backend, "naive", x) for name, x in kinds.items())
+        checks = [_of_attention(name, _with_reflections, backend, "naive", x) for name, x in kinds.items()]
     else:
         checks = [_of_attention(" with gates", _with_gates, backend, "naive", [*qkv, logits])]
         if POINTWISE in BACKENDS[backend].can:
@@ -209,7 +209,8 @@ def _of_attention(
 
 
 def _with_gates(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    return attention(*tensors[:3], None, False, packing, backend, log_gate_TBH=_gates(tensors[3]))
+    q, k, v, logits = tensors
+    return attention(q, k, v, None, False, packing, backend, log_gate_TBH=_gates(logits))
 
 
 def _gates(logits: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def _gates(logits: Tensor) -> Tensor:
 
 def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
     """Attend with a table of biases by distance and head."""
-    *qkv, learned = tensors
+    q, k, v, learned = tensors
 
     def tile(rows: slice, columns: slice, table: Tensor) -> Tensor:
         queries, keys = (torch.arange(x.start, x.stop, device=table.device) for x in (rows, columns))
@@ -227,7 +228,7 @@ def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outpu
     def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
         return table[(q - k).clamp(0, 39), h]
 
-    return attention(*qkv, None, False, packing, backend, bias=Bias(tile, (learned,), score))
+    return attention(q, k, v, None, False, packing, backend, bias=Bias(tile, (learned,), score))
 
 
 def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:

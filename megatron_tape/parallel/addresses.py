@@ -49,7 +49,7 @@ def gloo_address() -> str | None:
         for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
                 tried.bind(place)
-                return place[0]
+                return str(place[0])
     return "127.0.0.1"  # which it takes then, too
 
 

@@ -6,7 +6,7 @@ Patches of modules last until the process ends, those of an engine or optimizer 
 import functools
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 
 import deepspeed
 import deepspeed.ops
@@ -52,7 +52,7 @@ def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
         ZERO_SUPPORTED_OPTIMIZERS.append(kind)
 
 
-def time_averaging(engine: DeepSpeedEngine, phase: AbstractContextManager) -> None:
+def time_averaging(engine: DeepSpeedEngine, phase: ContextDecorator) -> None:
     """Enter `phase` while gradients are averaged, which is called in a step alone, and within the backward pass.
 
     Until DeepSpeed's timers measure communication without synchronizing the device.

@@ -111,8 +111,9 @@ def read_indices(load: Callable) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(np, name)
 
-    _NumPy.load = staticmethod(load)
-    blended_dataset.numpy = gpt_dataset.numpy = _NumPy()
+    numpy: Any = _NumPy()
+    numpy.load = load
+    blended_dataset.numpy = gpt_dataset.numpy = numpy
 
 
 @contextlib.contextmanager

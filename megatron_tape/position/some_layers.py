@@ -18,7 +18,7 @@ class _SomeLayers:
         return "plain" if super().exports_to == "plain" and not biased_or_normed else "code"
 
     def without_positions(self, layer: int) -> bool:
-        return (layer + 1) % self.model.layers_without_positions == 0
+        return (layer + 1) % self.model.layers_without_positions == 0  # type: ignore[attr-defined]
 
     def parameters(self, layer):
         return {} if self.without_positions(layer) else super().parameters(layer)

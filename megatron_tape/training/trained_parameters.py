@@ -46,14 +46,16 @@ def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> 
 
     The model must not be partitioned by ZeRO yet.
     """
-    trained, total = Counter(), Counter()
+    trained: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         cut = getattr(parameter, "tensor_model_parallel", False)
         for kind in (kind_of(name), "together"):
             whole = parameter.numel() * (layout.tensor_parallel_size if cut else 1)
             total[kind] += whole
             trained[kind] += whole * parameter.requires_grad
-    trained, total = (sum(layout.gather_stages(counted), Counter()) for counted in (trained, total))
+    none: Counter[str] = Counter()
+    trained, total = (sum(layout.gather_stages(counted), none) for counted in (trained, total))
     total["together"] = total.pop("together")  # to the end
     width = max(len(f"{number:,}") for number in total.values())
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]

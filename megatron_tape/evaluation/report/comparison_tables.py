@@ -17,7 +17,7 @@ from megatron_tape.evaluation.tasks import title_of
 from megatron_tape.huggingface.export import markdown as markdown_text
 from megatron_tape.text import counted
 
-Found = Mapping[Score, list[Row]]
+Found = dict[Score, list[Row]]
 """What the variants came to in each metric of a task."""
 _FOR_MARKDOWN = partial(markdown_text.plain, longest=10_000)
 _SMALLEST_P = 0.0001

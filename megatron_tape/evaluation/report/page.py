@@ -113,7 +113,8 @@ def _shown(value: Any) -> Any:
 
 def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str]]:
     """Return the pictures of drawings; one that cannot be drawn, as values and texts of files decide, is a sentence."""
-    found, progress = [], Progress(None)
+    found: list[tuple[str, str]] = []
+    progress = Progress(None)
     for shows, make in drawings:
         progress.update(0, lambda _: f"drawing {clean(shows)}")  # noqa: B023
         try:

@@ -141,7 +141,7 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
         # Its bootstrap would otherwise copy this process once per core, with a model in it.
         with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
             found = evaluate(model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True)
-    outcomes = []
+    outcomes: list[Any] = []
     for name, values in found["results"].items():
         better = found["higher_is_better"].get(name) or {}
         metrics = {}

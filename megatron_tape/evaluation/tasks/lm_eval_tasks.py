@@ -247,7 +247,8 @@ def changes(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
             if task not in before or key not in before[task]["metrics"]:
                 continue
             old, new = before[task]["metrics"][key], after[task]["metrics"][key]
-            row = {"task": task, "metric": metric_name(key), "better": "higher" if new["higher_is_better"] else "lower"}
+            better = "higher" if new["higher_is_better"] else "lower"
+            row: dict[str, Any] = {"task": task, "metric": metric_name(key), "better": better}
             pairs = _pairs(before[task], after[task], key)
             if pairs:
                 low, high = bootstrap_mean([b - a for a, b in pairs])

@@ -102,8 +102,8 @@ class Perplexity(DocumentTask):
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
         work, marks = self.work[unit.key], [] if self._protocol == "longlora" else model.bos
         if self._protocol != "documents":
-            losses = (window_losses(model, work.document, window, marks) for window in work.windows)
-            return {"means": [float(found.mean()) for found in losses]}
+            found = (window_losses(model, work.document, window, marks) for window in work.windows)
+            return {"means": [float(losses.mean()) for losses in found]}
         value: dict[str, Any] = {"nats": 0.0, "tokens": sum(window.scored for window in work.windows)}
         for number, window in enumerate(work.windows):
             whole = number == 0 and work.length == max(self.lengths(model.info))

@@ -242,8 +242,8 @@ class Ruler(Task):
         trained = self.settings.trained_length or info.trained_length
         own = curve[lengths.index(trained)] if trained in lengths else None
         if own:
-            longer = [(length, score) for length, score in zip(lengths, curve) if length >= trained]
-            reached, holes = _longest(*zip(*longer), own, name)
+            longer = {length: score for length, score in zip(lengths, curve) if length >= trained}
+            reached, holes = _longest(list(longer), list(longer.values()), own, name)
             found.append(Score("own effective length", reached, "higher", group=name, unit="tokens"))
             notes += holes
             meaning += (

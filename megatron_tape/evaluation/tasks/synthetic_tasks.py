@@ -101,10 +101,11 @@ class Variants(SyntheticTask):
             generators[name].sequence(random_of(self.settings.seed, EVALUATION, offset + number)) for number in numbers
         ]
         found = right_answers(model, sequences, self.settings.batch_size)
+        blank = generators[name].blank  # type: ignore[attr-defined]
         return {
             "right": [int(right.sum()) for right in found],
             "answers": [len(right) for right in found],
-            "blanks": int(sum((tokens[answers] == generators[name].blank).sum() for tokens, answers in sequences)),
+            "blanks": int(sum((tokens[answers] == blank).sum() for tokens, answers in sequences)),
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:

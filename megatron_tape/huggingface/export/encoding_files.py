@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.position.base import PositionEncoding
@@ -62,7 +63,7 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     return {"encoding_tape.py": entry} | dict(sorted(found.items()))
 
 
-def _module_of(encoding: type) -> _Module:
+def _module_of(encoding: type[PositionEncoding]) -> _Module:
     if (module := _of_package(encoding.__module__)) is not None:
         return module
     try:
@@ -109,7 +110,7 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
     return "\n".join(lines), needed
 
 
-def _imports(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, bool]]:
+def _imports(node: ast.AST, at_top: bool = True) -> Iterator[tuple[Any, bool]]:
     """Yield import statements, and blocks that only type checkers read, in their order; and whether they are global."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):

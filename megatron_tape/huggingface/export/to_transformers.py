@@ -145,7 +145,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     return config | {
         "auto_map": dict(AUTO_MAP),
         "qk_norm": model.qk_norm,
-        "position_mlp_size": encoding.mlp_width,
+        "position_mlp_size": encoding.mlp_width,  # type: ignore[attr-defined]
         "gate_input": model.position.gate_input,
         "position_state_precision": model.position.state_precision,
     }

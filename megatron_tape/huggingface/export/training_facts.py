@@ -93,7 +93,7 @@ def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
 
 
 def _extension(extension: dict) -> dict[str, object]:
-    facts = {}
+    facts: dict[str, object] = {}
     if extended := extension.get("from"):
         path = Path(extended)
         step = re.fullmatch(r"step-(\d+)", path.name)
@@ -114,7 +114,7 @@ def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]
     counts: Counter[str] = Counter()
     for name in trained:
         counts[kind_of(name)] += numbers[name]
-    facts = {"Trained": ", ".join(f"{kind} ({count:,})" for kind, count in counts.items())}
+    facts: dict[str, object] = {"Trained": ", ".join(f"{kind} ({count:,})" for kind, count in counts.items())}
     extension = saved.extension
     if "lora" in counts:
         lora = f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for {', '.join(extension.lora_targets)}"

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
@@ -167,7 +167,7 @@ def check_directory(directory: Path, model: ModelConfig) -> None:
 
     Reads no weights. Raises as `open_directory` does, and refuses pickles.
     """
-    weights = open_directory(directory, allow_pickle=False)
+    weights: Any = open_directory(directory, allow_pickle=False)
     check_names(weights, model, str(directory))
     check_shapes(weights.shapes, model, str(directory))
 

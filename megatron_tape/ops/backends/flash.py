@@ -8,7 +8,7 @@ fit into shared memory.
 import functools
 import importlib
 from collections.abc import Callable
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     return tuple(part for average in found for part in parts(average.transpose(0, 1), D))
 
 
-def _choose_tiles(functions: ModuleType) -> None:
+def _choose_tiles(functions: Any) -> None:
     """Let version 4 take our tiles for [v | z] on Hopper; it has no argument for those of the backward pass."""
     if isinstance(functions._tile_size_fwd_sm90, _Tiles):
         return
