@@ -30,9 +30,14 @@ def bootstrap_ratio(numerators: Sequence[float], denominators: Sequence[float], 
     random = np.random.default_rng(0)
     sums = np.stack([pairs[random.integers(len(pairs), size=len(pairs))].sum(axis=0) for _ in range(samples)])
     sums = sums[sums[:, 1] != 0]
+    return percentiles(sums[:, 0] / sums[:, 1])
+
+
+def percentiles(resampled: np.ndarray) -> Interval:
+    """Return the interval in which 95 % of resampled values lie."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # percentiles of values that are not finite
-        low, high = np.percentile(sums[:, 0] / sums[:, 1], [TAIL, 100 - TAIL])
+        warnings.simplefilter("ignore", RuntimeWarning)  # of values that are not finite
+        low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
     return float(low), float(high)
 
 

@@ -127,8 +127,7 @@ def test_files_of_a_directory_without_a_metric_are_named(tmp_path):
         (tmp_path / f"{name}.jsonl").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_text('{"id": "1", "input": "It is 3", "output": "3"}\n')
     (note,) = Scrolls(Scrolls.Settings(data=str(tmp_path))).left_out()
-    assert f"{tmp_path}/mine.jsonl, {tmp_path}/other/validation.jsonl. --scrolls.metrics" in note
-    assert "--scrolls.metrics '{mine: rouge, other: rouge}'" in note
+    assert note.endswith(": mine, other.")
     metrics = {"mine": "rouge", "other": "f1"}
     assert Scrolls(Scrolls.Settings(data=str(tmp_path), metrics=metrics)).left_out() == []
 

@@ -19,7 +19,7 @@ from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_group
-from megatron_tape.evaluation.statistics import TAIL, Interval, bootstrap_ratio
+from megatron_tape.evaluation.statistics import bootstrap_ratio, percentiles
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
 
@@ -197,7 +197,8 @@ class Scrolls(Task):
                 metric = self._metric(name)
                 parts = np.array([one["scores"] for one in found])
                 resampled.append(_resample(parts))
-                value, interval = float(combine(parts.mean(0))), _interval(resampled[-1], len(found))
+                value = float(combine(parts.mean(0)))
+                interval = percentiles(resampled[-1]) if len(found) > 1 else (None, None)
                 scores.append(Score(SHOWN[metric], value, "higher", *interval, unit="%", **common))
                 details["parts"][name] = dict(zip(PARTS[metric], parts.mean(0).tolist()))
             if self.settings.loss:
@@ -210,21 +211,14 @@ class Scrolls(Task):
         return Summary(scores, details, notes + self.left_out())
 
     def left_out(self) -> list[str]:
+        """Return a note on files in the directory that are datasets of which no metric is known."""
         data, split = self.settings.data, self.settings.split
         if not isinstance(data, str):
             return []
-        known = {**METRICS, **self.settings.metrics}
-        found = [*Path(data).glob("*.zip"), *Path(data).glob("*.jsonl"), *Path(data).glob(f"*/{split}.jsonl")]
-        # By what is a dataset's name in each of the three forms.
-        names = {str(path): path.parent.name if path.parent != Path(data) else path.stem for path in sorted(found)}
-        others = {path: name for path, name in names.items() if name not in known}
-        if not others:
-            return []
-        metrics = ", ".join(f"{name}: rouge" for name in dict.fromkeys(others.values()))
-        return [
-            f"Left out, as no metric is known for them: {', '.join(others)}. --scrolls.metrics '{{{metrics}}}' would "
-            "include them; f1 and exact_match are the other metrics."
-        ]
+        found = {path.stem for form in ("*.zip", "*.jsonl") for path in Path(data).glob(form)}
+        found |= {path.parent.name for path in Path(data).glob(f"*/{split}.jsonl")}
+        others = ", ".join(sorted(found - {**METRICS, **self.settings.metrics}.keys()))
+        return [f"Left out, as scrolls.metrics names no metric of them: {others}."] if others else []
 
     @staticmethod
     def _mean(scores: list[Score], resampled: list[np.ndarray], by_dataset: dict[str, list], length: int) -> Score:
@@ -233,7 +227,7 @@ class Scrolls(Task):
         name, group = ("scrolls_score", "") if whole else ("mean_score", f"of {', '.join(by_dataset)} only")
         value = float(np.mean([score.value for score in scores if score.metric in SHOWN.values()]))
         counts = list(map(len, by_dataset.values()))
-        interval = _interval(np.mean(resampled, axis=0), min(counts))
+        interval = percentiles(np.mean(resampled, axis=0)) if min(counts) > 1 else (None, None)
         return Score(name, value, "higher", *interval, length, group, sum(counts), "%")
 
     def _notes(self, name: str, found: list[dict[str, Any]]) -> list[str]:
@@ -267,10 +261,3 @@ def _resample(parts: np.ndarray) -> np.ndarray:
     random = np.random.default_rng(0)
     means = [parts[random.integers(len(parts), size=len(parts))].mean(0) for _ in range(_SAMPLES)]
     return combine(np.array(means))
-
-
-def _interval(resampled: np.ndarray, count: int) -> Interval:
-    if count < 2:
-        return None, None
-    low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
-    return float(low), float(high)
