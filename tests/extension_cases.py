@@ -19,7 +19,7 @@ WITH_LORA = [option(ONLY, "[position,lora,embeddings,norms]")]
 FULL = option("train.recompute", "full")
 LAYOUTS = [(1, 1), (1, 2), (1, 3), (2, 3)]
 VARIANTS = {
-    "tape_recomputed": [option(ONLY, "[tape]"), FULL],
+    "tape_recomputed": [option(ONLY, "[position]"), FULL],
     "lora_recomputed": [option("model.position_encoding", "rope"), option(ONLY, "[lora]"), FULL],
     "all": [option(ONLY, "[all]")],
     "shifted_sparse_with_yarn": [
