@@ -23,7 +23,7 @@ TEMPLATE = INPUT + "\n\nAnswer:"
 class StageSettings:
     """What to train on after data.prefix."""
 
-    prefix: Weighted | list[float | PathText] | PathText
+    prefix: Weighted | list[PathText] | PathText
     """The datasets, as in data.prefix."""
     share: Annotated[float, Field(gt=0, lt=1)]
     """Its share of the run's training tokens."""
@@ -63,8 +63,8 @@ class LongDocumentSettings:
 class DataConfig:
     """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
 
-    prefix: Weighted | list[float | PathText] | PathText | None = None
-    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A pattern
+    prefix: Weighted | list[PathText] | PathText | None = None
+    """Dataset path without .idx/.bin; or several: a list, or a mapping prefix: weight. A pattern
     such as data/web-* stands for the datasets that match it when the run begins; they share its weight by tokens. A
     dataset that gives a split less than one sequence is left out of that split, with a warning."""
     stages: list[StageSettings] | None = None
@@ -113,28 +113,19 @@ class DataConfig:
         return str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
 
 
-def blend(prefix: dict[str, float] | list[float | str] | str | None) -> tuple[list[str], list[float] | None]:
-    """Normalise the four spellings of `data.prefix` to prefixes and their weights (None: by size); none for null."""
+def blend(prefix: dict[str, float] | list[str] | str | None) -> tuple[list[str], list[float] | None]:
+    """Return the prefixes in `data.prefix` and their weights (None: by size); none for null."""
     if prefix is None:
         return [], None
-    if isinstance(prefix, str):
-        prefixes, weights = [prefix], None
-    elif isinstance(prefix, dict):
-        prefixes, weights = list(prefix), list(prefix.values())
-    elif all(isinstance(item, str) for item in prefix):
-        prefixes, weights = list(prefix), None
-    else:
-        weights, prefixes = list(prefix[0::2]), list(prefix[1::2])
-    well_formed = bool(prefixes) and all(isinstance(item, str) and item for item in prefixes)
-    if weights is not None:
-        well_formed &= len(weights) == len(prefixes) and all(is_positive(weight) for weight in weights)
-    if not well_formed:
-        raise ConfigError(
-            "data.prefix",
-            f"is {prefix!r}",
-            "give a path, a list of paths, a mapping path: weight, or a list that alternates weights and paths, with "
-            "positive weights",
-        )
+    prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
+    weights = list(prefix.values()) if isinstance(prefix, dict) else None
+    if (
+        not prefixes
+        or not all(isinstance(item, str) and item for item in prefixes)
+        or not all(map(is_positive, weights or ()))
+    ):
+        fix = "give a path, a list of paths, or a mapping path: weight with positive weights"
+        raise ConfigError("data.prefix", f"is {prefix!r}", fix)
     return prefixes, None if weights is None else [float(weight) for weight in weights]
 
 

@@ -24,7 +24,7 @@ def matching(prefix: str) -> list[str]:
     return sorted(found) or [prefix]
 
 
-def resolved(prefix: dict[str, float] | list[float | str] | str | None) -> dict[str, float] | list | str | None:
+def resolved(prefix: dict[str, float] | list[str] | str | None) -> dict[str, float] | list[str] | str | None:
     """Return a value of `data.prefix` with the matching datasets in place of each pattern.
 
     They share the pattern's weight in proportion to their tokens. A pattern that matches nothing stays.

@@ -288,11 +288,9 @@ def test_missing_keys_are_named(parse, capsys):
         ("a/b", (["a/b"], None)),
         (["a", "b", "c"], (["a", "b", "c"], None)),
         ({"a": 0.3, "b": 2}, (["a", "b"], [0.3, 2.0])),
-        ([0.3, "a", 0.7, "b"], (["a", "b"], [0.3, 0.7])),
-        ([1, "a"], (["a"], [1.0])),
     ],
 )
-def test_a_blend_may_be_spelled_in_four_ways(parse, prefix, expected):
+def test_a_blend_may_be_spelled_in_three_ways(parse, prefix, expected):
     assert blend(prefix) == expected
     assert blend(parse(data={"prefix": prefix}).data.prefix) == expected
 

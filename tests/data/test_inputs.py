@@ -20,7 +20,7 @@ def check_inputs(config):
 
 
 def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
-    config = make(data__prefix=[0.5, str(tmp_path / "a"), 0.5, str(tmp_path / "b")], checkpoint__resume="auto")
+    config = make(data__prefix={str(tmp_path / "a"): 0.5, str(tmp_path / "b"): 0.5}, checkpoint__resume="auto")
     config = replaced(config, {"data.tokenizer": str(tmp_path / "tokenizer.model")})
     for name in ("a.idx", "a.bin", "b.idx", "b.bin", "tokenizer.model"):
         with pytest.raises(ConfigError, match=f"{name}.* does not exist"):

@@ -77,7 +77,7 @@ def test_files_of_another_tool_in_its_place_have_no_origin(preprocess):
 def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made_with, options, problem):
     good, bad = preprocess("good", "own", "--append-eod"), preprocess("bad", made_with, *options)
     check_datasets(settings(tokenizers, good))
-    for prefix in (bad, [0.5, good, 0.5, bad]):
+    for prefix in (bad, {good: 0.5, bad: 0.5}):
         with pytest.raises(ConfigError, match=problem) as error:
             check_datasets(settings(tokenizers, prefix, packed=False))
         assert error.value.subjects == ("data.prefix", "data.tokenizer") and bad in str(error.value)
@@ -90,7 +90,7 @@ def test_datasets_are_compared_with_each_other_and_the_checkpoint_where_there_is
     good, bad = preprocess("good"), preprocess("bad", "other")
     check_datasets(settings(tokenizers, bad, None, packed=False))
     with pytest.raises(ConfigError, match="encodes text in another way than that of"):
-        check_datasets(settings(tokenizers, [0.5, good, 0.5, bad], None, packed=False))
+        check_datasets(settings(tokenizers, {good: 0.5, bad: 0.5}, None, packed=False))
     with pytest.raises(ConfigError, match="encodes text in another way than the model's"):
         check_datasets(settings(tokenizers, bad, None, packed=False), read_origin(good)["tokenizer"])
     with pytest.raises(ConfigError, match="than that of the data that the model learned from"):
@@ -191,14 +191,14 @@ def test_documents_cannot_end_where_no_token_ends_them(tmp_path, tokenizers):
 
 def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp_path, capsys):
     one, two = preprocess("one"), preprocess("two")
-    config = settings(tokenizers, [0.5, one, 0.5, two], packed=False)
+    config = settings(tokenizers, {one: 0.5, two: 0.5}, packed=False)
     saved = fingerprints(config)
     check_same_data(config, saved, tmp_path / "step-1")
     write_documents(two, [np.arange(20) + i for i in range(40)], overwrite=True)
     with pytest.raises(ConfigError, match=f"has changed since .*step-1 was saved: {two};") as error:
         check_same_data(config, saved, tmp_path / "step-1")
     assert error.value.subjects == ("data.prefix", "data.allow_changed")
-    allowed = settings(tokenizers, [0.5, one, 0.5, two], packed=False, data__allow_changed=True)
+    allowed = settings(tokenizers, {one: 0.5, two: 0.5}, packed=False, data__allow_changed=True)
     check_same_data(allowed, saved, tmp_path / "step-1")
     assert "warning: the data has changed since" in capsys.readouterr().err
     check_same_data(settings(tokenizers, one, packed=False), saved, tmp_path / "step-1")
