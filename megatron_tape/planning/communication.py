@@ -2,10 +2,8 @@
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.parameters import parameters, replicated_count
 from megatron_tape.planning.plan import Plan
 from megatron_tape.position import MicroBatch, encoding_of
@@ -23,74 +21,55 @@ REUSE_DISTANCE = 1_000_000_000
 """DeepSpeed's default of stage3_max_reuse_distance: elements between two uses of a parameter that is kept gathered."""
 
 
-@dataclass
-class Traffic:
-    """A step's collectives of one kind in one group, on one GPU. Those of single elements are left out."""
+def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tuple[str, str]]:
+    """Return the bytes of a step's collectives on one GPU by group and kind; those of single numbers are left out.
 
-    bytes: int = 0
-    """Of whole tensors: what an all-gather returns, and what a reduce-scatter is given."""
-    calls: int | None = 0
-    """None: the configuration does not tell."""
-
-
-def communication(plan: Plan, replicated_share: int | None = None) -> dict[tuple[str, str], Traffic]:
-    """Return a step's collectives on one GPU by group and collective.
-
+    Bytes are those of whole tensors: what an all-gather returns, and what a reduce-scatter is given.
     `replicated_share` says how many elements this GPU's share of the optimizer has of parameters that every
     tensor-parallel rank holds whole. None takes the mean over the GPUs; ZeRO 1 and 2 cut the parameters anywhere.
     """
-    found: dict[tuple[str, str], Traffic] = {}
+    found = Counter()
     if plan.tensor_size > 1:
-        for kind, traffic in _of_layers(plan).items():
-            found[TENSOR, kind] = traffic
-    found |= _between_tokens_and_heads(plan)
+        found.update({(TENSOR, kind): size for kind, size in _of_layers(plan).items()})
+    found.update(_between_tokens_and_heads(plan))
     if plan.tensor_size > 1 and plan.config.parallel.uses_sequence_parallel:
         if replicated_share is None:
             replicated_share = -(-replicated_count(plan.model, plan.extension, plan.held) // plan.replicas)
-        found[TENSOR, ALL_REDUCE].bytes += 4 * replicated_share  # the sum of their gradients, in fp32
-        found[TENSOR, ALL_REDUCE].calls += replicated_share > 0
-    found |= _between_stages(plan)
+        found[TENSOR, ALL_REDUCE] += 4 * replicated_share  # the sum of their gradients, in fp32
+    found.update(_between_stages(plan))
     if plan.replicas > 1:
-        for key, size in _of_zero(plan).items():
-            found[key] = Traffic(size, None)
+        found.update(_of_zero(plan))
     return found
 
 
-def _of_layers(plan: Plan) -> dict[str, Traffic]:
+def _of_layers(plan: Plan) -> dict[str, int]:
     """Count what Megatron's layers send among the tensor-parallel ranks."""
-    model, tokens, layers, recomputes = plan.model, plan.matrix_tokens, len(plan.held.layers), plan.recomputes
-
-    def of_hidden_states(calls: int) -> Traffic:
-        calls *= plan.micro_batches
-        return Traffic(calls * tokens * model.hidden_size * plan.width, calls)
-
+    model, layers, recomputes = plan.model, len(plan.held.layers), plan.recomputes
+    tokens = plan.matrix_tokens * plan.micro_batches
+    hidden_states = tokens * model.hidden_size * plan.width
     # Attention and MLP each add up their output, and backward the gradient of their input; the embedding and the output
     # layer do one of the two. The gate of attention's output has the same input as attention, and gathers it again.
     gate = layers * model.attention_output_gate
-    summed = of_hidden_states(layers * (4 + 2 * recomputes) + gate + plan.held.first + plan.held.last)
-    # Of each chunk of the loss, first the softmax's maximum over the vocabulary, then its sum and the label's share, in
-    # fp32.
-    chunks = -(-tokens // chunk_size(model.vocab_size // plan.tensor_size))
-    losses = plan.micro_batches * plan.held.last
-    softmax = Traffic(losses * 3 * 4 * tokens, losses * 2 * chunks)
+    summed = hidden_states * (layers * (4 + 2 * recomputes) + gate + plan.held.first + plan.held.last)
+    # Of the loss, first the softmax's maximum over the vocabulary, then its sum and the label's share, in fp32.
+    softmax = tokens * plan.held.last * 3 * 4
     if not plan.config.parallel.uses_sequence_parallel:
-        return {ALL_REDUCE: Traffic(summed.bytes + softmax.bytes, summed.calls + softmax.calls)}
+        return {ALL_REDUCE: summed + softmax}
     # They scatter these sums, and gather their input, for the gradient of weights that are trained a second time.
     for_weights = (layers * 2 + gate) * plan.trains_matrices
     embedding = plan.held.first and "embeddings" in plan.trained_kinds
-    gathered = of_hidden_states(
+    gathered = hidden_states * (
         layers * (4 + 2 * recomputes) + gate * plan.forward_passes + plan.held.last + embedding + for_weights
     )
     # LoRA does the same with its narrow tensors: gathers those of q, k and v together, and scatters that of o.
     of_qkv, of_o = len(plan.lora_targets & {*"qkv"}), len(plan.lora_targets & {"o"})
-    for traffic, qkv_passes, o_passes in ((gathered, plan.forward_passes, 1), (summed, 1, plan.forward_passes)):
-        narrow = tokens * plan.extension.lora_rank * plan.width * layers * plan.micro_batches
-        traffic.bytes += narrow * (of_qkv * qkv_passes + of_o * o_passes)
-        traffic.calls += layers * plan.micro_batches * ((of_qkv > 0) * qkv_passes + of_o * o_passes)
+    narrow = tokens * plan.extension.lora_rank * plan.width * layers
+    gathered += narrow * (of_qkv * plan.forward_passes + of_o)
+    summed += narrow * (of_qkv + of_o * plan.forward_passes)
     return {ALL_GATHER: gathered, REDUCE_SCATTER: summed, ALL_REDUCE: softmax}
 
 
-def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], Traffic]:
+def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
     """Count the all-to-alls of attention and of the positional encoding.
 
     Attention sends queries, keys and values together, and its output back, among the context ranks; the encoding sends
@@ -102,17 +81,15 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], Traffic]:
     exchanged = 0
     for layer in plan.held.layers:
         forward, backward = _exchanged(model, batch)[layer]
-        exchanged += forward * plan.forward_passes + backward
-    of_encoding = Traffic(plan.micro_batches * exchanged, None)
+        exchanged += plan.micro_batches * (forward * plan.forward_passes + backward)
     if plan.context_size == 1:
-        return {(TENSOR, ALL_TO_ALL): of_encoding}
+        return {(TENSOR, ALL_TO_ALL): exchanged}
     heads = 2 * (model.num_attention_heads // batch.head_shards + batch.groups(model.query_groups))
     passes = plan.micro_batches * len(plan.held.layers) * (plan.forward_passes + 1)
-    of_attention = Traffic(passes * batch.tokens * heads * model.head_dim * plan.width, 2 * passes)
+    of_attention = passes * batch.tokens * heads * model.head_dim * plan.width
     if plan.tensor_size > 1:
-        return {(CONTEXT, ALL_TO_ALL): of_attention} | ({(SEQUENCE, ALL_TO_ALL): of_encoding} if exchanged else {})
-    together = of_attention.bytes + of_encoding.bytes
-    return {(CONTEXT, ALL_TO_ALL): Traffic(together, None if exchanged else of_attention.calls)}
+        return {(CONTEXT, ALL_TO_ALL): of_attention, (SEQUENCE, ALL_TO_ALL): exchanged}
+    return {(CONTEXT, ALL_TO_ALL): of_attention + exchanged}
 
 
 @functools.lru_cache(maxsize=256)
@@ -122,24 +99,17 @@ def _exchanged(model: ModelConfig, batch: MicroBatch) -> tuple[tuple[int, int], 
     return tuple(encoding.exchanged_bytes(layer, batch) for layer in range(model.num_layers))
 
 
-def _between_stages(plan: Plan) -> dict[tuple[str, str], Traffic]:
+def _between_stages(plan: Plan) -> dict[tuple[str, str], int]:
     """Count what a pipeline stage sends: what its stretches of layers return, gradients, and a tied embedding."""
     if plan.stages == 1:
         return {}
     last = plan.model.num_layers
     sends = sum((stretch.stop < last) + (stretch.start > 0) for stretch in plan.stretches) * plan.micro_batches
-    found = {(PIPELINE, SEND): Traffic(sends * plan.sent_bytes, sends)}
+    found = {(PIPELINE, SEND): sends * plan.sent_bytes}
     if plan.model.tie_embeddings and (plan.held.first or plan.held.last) and plan.trains_output:
         elements = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
-        found[PIPELINE, BROADCAST] = Traffic((4 + plan.width) * elements, 2)
+        found[PIPELINE, BROADCAST] = (4 + plan.width) * elements
     return found
-
-
-def gathered_parameters(plan: Plan) -> list[tuple[int, int]]:
-    """Return the elements on a tensor-parallel rank, and the number, of parameters that ZeRO 3 gathers anew."""
-    found = parameters(plan.model, plan.extension, plan.held).items()
-    sizes = ((parameter.shape.elements(plan.tensor_size), count) for parameter, count in found)
-    return [(size, count) for size, count in sizes if size > PERSISTENCE_THRESHOLD]
 
 
 def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
@@ -148,7 +118,11 @@ def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
     if stage == 3:
         # Large parameters are gathered for each forward pass, and for the backward pass those that were let go before
         # it; small ones after each step.
-        large = sum(size * count for size, count in gathered_parameters(plan))
+        sizes = (
+            (parameter.shape.elements(plan.tensor_size), count)
+            for parameter, count in parameters(plan.model, plan.extension, plan.held).items()
+        )
+        large = sum(size * count for size, count in sizes if size > PERSISTENCE_THRESHOLD)
         again = (plan.micro_batches - 1) * large + plan.micro_batches * max(0, large - REUSE_DISTANCE // 2)
         found = Counter({(DATA, REDUCE_SCATTER): plan.gradient_width * trained * plan.micro_batches})
         found[DATA, ALL_GATHER] = plan.width * (plan.elements + again)
