@@ -61,9 +61,18 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         fix = f"set {key} to true or null"
         clash(context_size > 1, f"{key} {tensor_key} {context_key}", fix)
         why = "whose parameters work where tokens are sharded"
-        sharded = encoding_of(model).needs_sharded_tokens
+        sharded = has_whole_parameters(encoding_of(model))
         clash(sharded, f"{key} {tensor_key} model.position_encoding", fix, why)
         clash(model.qk_norm, f"{key} {tensor_key} model.qk_norm", fix, "which adds up the norms' gradients")
+
+
+def has_whole_parameters(encoding: PositionEncoding) -> bool:
+    """Return whether every tensor-parallel rank holds some of an encoding's parameters whole.
+
+    Their gradients come from the rank's own tokens, and are summed over the ranks only under sequence parallelism.
+    """
+    layers = (encoding.parameters(layer).values() for layer in range(encoding.model.num_layers))
+    return any(parameter.head_axis is None for layer in layers for parameter in layer)
 
 
 def _validate_pipeline(config: RunConfig, world_size: int) -> None:

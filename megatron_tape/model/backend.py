@@ -66,12 +66,12 @@ def choice(
 
 def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1) -> Shapes:
     """Return the sizes that decide which fused kernels a model compiles."""
-    encoding = encoding_of(model)
+    encoding, layers = encoding_of(model), range(model.num_layers)
     return Shapes(
         heads=model.num_attention_heads,
         groups=model.query_groups,
         head_dim=model.head_dim,
-        averages=AVERAGE in encoding.needs and encoding.num_updates > 0,
+        averages=AVERAGE in encoding.needs and any(map(encoding.updates, layers)),
         tensor_parallel_size=tensor_parallel_size,
         reflects=REFLECTIONS in encoding.needs,
         context_parallel_size=context_parallel_size,

@@ -86,11 +86,12 @@ def keeps_attention(model: ModelConfig) -> bool:
 def _inputs(plan: Plan) -> int:
     """Return the bytes that are kept once for all layers: tokens, positions and the mask of packs."""
     model, encoding, width = plan.model, plan.encoding, plan.width
+    entering = plan.costs[0]
     packed = plan.config.data.reset_attention_mask
     # Sequences share their positions, unless they are packs whose documents have their own.
     states = plan.batch.tokens if packed and encoding.counts_in_documents else model.seq_length
     # What enters a recomputed layer is kept as it is; otherwise, as attention reads it.
-    state = encoding.state_bytes(0, width) if plan.recomputes else encoding.state_size(0) * width
+    state = entering.state_bytes(width) if plan.recomputes else entering.state * width
     mask = plan.batch.tokens * model.seq_length * width if packed and _needs_mask(plan) else 0
     return plan.matrix_tokens * 8 + states * state + mask
 
@@ -99,23 +100,24 @@ def _layer_input(plan: Plan, layer: int) -> int:
     """Return the bytes that a recomputed layer is given: hidden states, and the state if the layer before made it."""
     encoding = plan.encoding
     made = layer > 0 and (encoding.updates(layer - 1) or encoding.learns_on_entry(layer - 1))
-    state = encoding.state_bytes(layer, plan.width) if made else 0
+    state = plan.costs[layer].state_bytes(plan.width) if made else 0
     return plan.batch.local_tokens * (plan.model.hidden_size * plan.width + state)
 
 
 def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
     """Return the bytes that a layer keeps without recomputation."""
     model, encoding, batch, trained = plan.model, plan.encoding, plan.batch, plan.trained_kinds
+    costs = plan.costs[layer]
     only_encoding = not trained - {"position", "output"}
     after_attention = encoding.updates(0) or not encoding.parameters(0)
     if layer == 0 and only_encoding and after_attention and not encoding.learns_on_entry(0):
-        return encoding.saved_bytes(0, batch)  # what comes before the encoding's update needs no gradient
+        return costs.saved  # what comes before the encoding's update needs no gradient
     trains_matrices = plan.trains_matrices
     mlp = plan.matrix_tokens * (3 if trains_matrices else 2) * model.ffn_hidden_size // plan.tensor_size * plan.width
     attention = _attention(plan, layer, fused_norms) + _attention_outputs(plan, layer)
-    kept = 2 * _norm(plan, fused_norms) + attention + mlp + encoding.saved_bytes(layer, batch)
+    kept = 2 * _norm(plan, fused_norms) + attention + mlp + costs.saved
     if not trains_matrices:
-        reads = encoding.learns_on_entry(layer) or (encoding.reads_hidden_states and encoding.parameters(layer))
+        reads = encoding.learns_on_entry(layer) or costs.reads_hidden_states
         inputs_not_kept = 1 if plan.lora_targets & {*"qkv"} or reads else 2
         kept -= inputs_not_kept * batch.local_tokens * model.hidden_size * plan.width
     return kept + plan.matrix_tokens * len(plan.lora_targets) * plan.extension.lora_rank * plan.width
@@ -134,7 +136,8 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     heads = model.num_attention_heads // batch.head_shards
     grouped, exchanged = heads > groups, batch.context_size > 1
     # With a rotation that depends on parameters, the rotation keeps its inputs.
-    learns_rotation = ROTATION in encoding.needs_in(layer) and encoding.learns_rotation(layer)
+    learned = plan.costs[layer].learns_rotation or encoding.state_is_learned(layer)
+    learns_rotation = ROTATION in encoding.needs_in(layer) and learned
     averages_state = AVERAGE in encoding.needs and encoding.updates(layer)
     # The state itself is counted here unless an earlier layer or the encoding keeps it.
     before = next((earlier for earlier in reversed(range(layer)) if encoding.needs_in(earlier)), None)

@@ -1,12 +1,9 @@
 """What a GPU sends and receives in a step, by arithmetic from the configuration alone. Imports no torch."""
 
-import functools
 from collections import Counter
 
-from megatron_tape.config.schema import ModelConfig
 from megatron_tape.planning.parameters import parameters, replicated_count
 from megatron_tape.planning.plan import Plan
-from megatron_tape.position import MicroBatch, encoding_of
 
 TENSOR, CONTEXT, SEQUENCE = "tensor parallel", "context parallel", "tensor and context parallel"
 PIPELINE = "pipeline parallel"
@@ -80,8 +77,8 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
         return {}
     exchanged = 0
     for layer in plan.held.layers:
-        forward, backward = _exchanged(model, batch)[layer]
-        exchanged += plan.micro_batches * (forward * plan.forward_passes + backward)
+        costs = plan.costs[layer]
+        exchanged += plan.micro_batches * (costs.sent_forward * plan.forward_passes + costs.sent_backward)
     if plan.context_size == 1:
         return {(TENSOR, ALL_TO_ALL): exchanged}
     heads = 2 * (model.num_attention_heads // batch.head_shards + batch.groups(model.query_groups))
@@ -90,13 +87,6 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
     if plan.tensor_size > 1:
         return {(CONTEXT, ALL_TO_ALL): of_attention, (SEQUENCE, ALL_TO_ALL): exchanged}
     return {(CONTEXT, ALL_TO_ALL): of_attention + exchanged}
-
-
-@functools.lru_cache(maxsize=256)
-def _exchanged(model: ModelConfig, batch: MicroBatch) -> tuple[tuple[int, int], ...]:
-    """Return what each layer's encoding exchanges, once for all layouts of a search with this part of a micro-batch."""
-    encoding = encoding_of(model)
-    return tuple(encoding.exchanged_bytes(layer, batch) for layer in range(model.num_layers))
 
 
 def _between_stages(plan: Plan) -> dict[tuple[str, str], int]:

@@ -13,7 +13,7 @@ from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.planning.activations import keeps_attention
 from megatron_tape.planning.parameters import Held, parameter_count, trains_matrices, trains_output
 from megatron_tape.planning.plan import Plan
-from megatron_tape.position import encoding_of
+from megatron_tape.position import MicroBatch, encoding_of
 
 
 class LayerWork(NamedTuple):
@@ -28,14 +28,14 @@ class LayerWork(NamedTuple):
 def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     """Count the multiply-adds of every layer, once for all layouts of a search."""
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    encoding, works = encoding_of(model), []
+    encoding, works, sequence = encoding_of(model), [], MicroBatch(model.seq_length, model.seq_length, 2, 1)
     scores = heads * dim * model.seq_length // 2
     projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden * (1 + model.attention_output_gate)
     projections += 3 * hidden * model.ffn_hidden_size
     for layer in range(model.num_layers):
         averages = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
         # The encoding counts the average of its state itself.
-        total = projections + 2 * scores + encoding.multiply_adds(layer)
+        total = projections + 2 * scores + encoding.costs(layer, sequence).multiply_adds
         works.append(LayerWork(total, (1 + averages) * scores))
     return tuple(works)
 

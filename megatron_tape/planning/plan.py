@@ -1,14 +1,14 @@
 """A run on a number of GPUs: what everything in this package is calculated from. Imports no torch."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.model.names import MATRICES
 from megatron_tape.ops.backends import BACKENDS, unsupported_heads
 from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
 from megatron_tape.planning.parameters import Held, parameter_count, trained_kinds, trains_matrices, trains_output
-from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
+from megatron_tape.position import Costs, MicroBatch, PositionEncoding, encoding_of
 
 NOT_ASSUMED = frozenset({"flash_attn", "fla"})
 """Backends of packages that torch does not bring along."""
@@ -45,6 +45,11 @@ class Plan:
     @cached_property
     def encoding(self) -> PositionEncoding:
         return encoding_of(self.model)
+
+    @property
+    def costs(self) -> tuple[Costs, ...]:
+        """What the encoding takes in each layer of the model."""
+        return _costs(self.model, self.batch)
 
     @cached_property
     def attention(self) -> Row:
@@ -122,7 +127,7 @@ class Plan:
         """The bytes that a stage sends the next one of each micro-batch: hidden states and, if need be, the state."""
         if self.stages == 1:
             return 0
-        state = self.encoding.state_bytes(1, self.width) if self.encoding.carries(1) else 0
+        state = self.costs[1].state_bytes(self.width) if self.encoding.carries(1) else 0
         return self.batch.local_tokens * (self.model.hidden_size * self.width + state)
 
     @property
@@ -220,3 +225,10 @@ class Plan:
         """Elements of those that Muon updates, which have one moment."""
         kinds = MATRICES if self.config.optimizer.kind == "muon" else ()
         return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.held)
+
+
+@lru_cache(maxsize=256)
+def _costs(model: ModelConfig, batch: MicroBatch) -> tuple[Costs, ...]:
+    """Return the costs of each layer's encoding, once for all layouts of a search with this part of a micro-batch."""
+    encoding = encoding_of(model)
+    return tuple(encoding.costs(layer, batch) for layer in range(model.num_layers))

@@ -5,7 +5,15 @@ that names the encoding is checked.
 """
 
 from megatron_tape.position.alibi import AlibiPosition
-from megatron_tape.position.base import EncodingSettings, Memory, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import (
+    Costs,
+    EncodingSettings,
+    Memory,
+    MicroBatch,
+    Parameter,
+    PositionEncoding,
+    Positions,
+)
 from megatron_tape.position.cope import CopePosition
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
@@ -45,6 +53,7 @@ for _encoding in BUILT_IN:
 __all__ = [
     "BUILT_IN",
     "ENCODINGS",
+    "Costs",
     "EncodingSettings",
     "Memory",
     "MicroBatch",

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.base import PositionEncoding, Positions
+from megatron_tape.position.base import Costs, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +16,8 @@ class AlibiPosition(PositionEncoding):
     name = "alibi"
     needs = frozenset({POINTWISE})
 
-    def multiply_adds(self, layer: int) -> int:
-        return self.model.num_attention_heads * self.model.seq_length // 2
+    def costs(self, layer, batch) -> Costs:
+        return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the bias -m_h (s - t) of query s and key t; only the distance enters, so packs need nothing more."""

@@ -80,6 +80,31 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What an encoding takes in one layer, for estimates; bytes are those of a GPU's part of a micro-batch."""
+
+    multiply_adds: int = 0
+    """Per token, in addition to a layer's forward pass of a full sequence."""
+    saved: int = 0
+    """Bytes kept for the backward pass, outside attention."""
+    sent_forward: int = 0
+    """Bytes of this rank's tensors in all-to-alls of the forward pass under sequence or context parallelism."""
+    sent_backward: int = 0
+    state: int = 0
+    """How many numbers one token's state has when it enters the layer."""
+    state_width: int | None = None
+    """Bytes of each of these numbers; None: as many as those of the precision of the run."""
+    learns_rotation: bool = False
+    """Whether what rotates queries and keys depends on parameters of this layer, and needs a gradient."""
+    reads_hidden_states: bool = False
+    """Whether parameters multiply the layer's input, which is then kept even where the layer's matrices are frozen."""
+
+    def state_bytes(self, width: int) -> int:
+        """Return the bytes of one token's state in a run whose numbers have `width` bytes."""
+        return self.state * (self.state_width or width)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncodingSettings:
     """The settings of an encoding that has none; base class of those of others."""
 
@@ -122,9 +147,6 @@ class PositionEncoding:
 
     Where it depends on the settings, it is a property.
     """
-    reads_hidden_states: ClassVar[bool] = False
-    """Whether its parameters multiply the hidden states of their layer, which are then kept for the backward pass even
-    where the layer's matrices are frozen."""
     extended_by: ClassVar[frozenset[str]] = frozenset()
     """Its own settings that an extension of the context may change."""
     counts_in_documents: ClassVar[bool] = False
@@ -138,6 +160,33 @@ class PositionEncoding:
         self.tokens = tokens
         self.fused = fused
         self._constants: dict[str, Tensor] = {}
+
+    # Derived from the rest; encodings call these.
+
+    def carries(self, layer: int) -> bool:
+        """Return whether the state that enters layer `layer` depends on parameters of earlier layers.
+
+        A pipeline stage that begins with this layer is then sent the state. Otherwise it follows from the positions,
+        and the stage makes it again.
+        """
+        return any(self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer))
+
+    def state_is_learned(self, layer: int) -> bool:
+        """Return whether the state with which layer `layer` works depends on parameters, and so needs a gradient."""
+        return self.carries(layer) or self.learns_on_entry(layer)
+
+    def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """Return what `make` returns on `device`; copied there once, as a copy in every layer would stall it."""
+        import torch
+
+        found = self._constants.get(name)
+        if found is None or found.device != device:
+            with torch.inference_mode(False):  # training may follow, which can use no tensor of inference
+                found = make().to(device)
+            # torch.export has tensors of its own, which are none afterwards.
+            if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
+                self._constants[name] = found
+        return found
 
     # Declared.
 
@@ -160,79 +209,16 @@ class PositionEncoding:
         """Return whether `enter` gives layer `layer` (from 0) another state, which depends on parameters."""
         return False
 
-    def carries(self, layer: int) -> bool:
-        """Return whether the state that enters layer `layer` depends on parameters of earlier layers.
-
-        A pipeline stage that begins with this layer is then sent the state. Otherwise it follows from the positions,
-        and the stage makes it again.
-        """
-        return any(self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer))
-
-    def state_is_learned(self, layer: int) -> bool:
-        """Return whether the state with which layer `layer` works depends on parameters, and so needs a gradient."""
-        return self.carries(layer) or self.learns_on_entry(layer)
-
-    def multiply_adds(self, layer: int) -> int:
-        """Return the multiply-adds per token that this encoding adds to a layer's forward pass of a full sequence."""
-        return 0
-
-    def state_size(self, layer: int) -> int:
-        """Return how many numbers one token's state has when it enters layer `layer`."""
-        return 0
-
-    def state_bytes(self, layer: int, width: int) -> int:
-        """Return the bytes of one token's state entering layer `layer`, in a run whose numbers have `width` bytes."""
-        return self.state_size(layer) * width
-
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Return the bytes that layer `layer` keeps for the backward pass, outside attention."""
-        return 0
-
-    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Count the bytes of this rank's tensors in layer `layer`'s all-to-alls under sequence or context parallelism.
-
-        Those of the forward pass, and those of the backward pass.
-        """
-        return 0, 0
+    def costs(self, layer: int, batch: MicroBatch) -> Costs:
+        """Return what layer `layer` (from 0) takes; nothing is computed from it but estimates."""
+        return Costs()
 
     @property
     def fused_update(self) -> Mapping[str, Any]:
         """What decides which kernel of the position update is compiled, by fields of `ops.parity.Shapes`."""
         return {}
 
-    def learns_rotation(self, layer: int) -> bool:
-        """Return whether what rotates queries and keys in layer `layer` depends on parameters, and needs a gradient."""
-        return self.state_is_learned(layer)
-
-    @property
-    def num_updates(self) -> int:
-        """How many layers rewrite the state."""
-        return sum(self.updates(layer) for layer in range(self.model.num_layers))
-
-    @property
-    def needs_sharded_tokens(self) -> bool:
-        """Whether tensor parallelism requires sequence parallelism.
-
-        A parameter that every rank holds whole gets its gradient from the rank's own tokens. These gradients are summed
-        over the ranks only under sequence parallelism.
-        """
-        parameters = (self.parameters(layer).values() for layer in range(self.model.num_layers))
-        return any(parameter.head_axis is None for layer in parameters for parameter in layer)
-
     # Computed.
-
-    def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return what `make` returns on `device`; copied there once, as a copy in every layer would stall it."""
-        import torch
-
-        found = self._constants.get(name)
-        if found is None or found.device != device:
-            with torch.inference_mode(False):  # training may follow, which can use no tensor of inference
-                found = make().to(device)
-            # torch.export has tensors of its own, which are none afterwards.
-            if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
-                self._constants[name] = found
-        return found
 
     def token_positions(self, length: int, random: np.random.Generator | None) -> np.ndarray | None:
         """Return the positions of a sequence of `length` tokens, int64 (S,), in ascending order; None means 0, 1, ...

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import SCORES
-from megatron_tape.position.base import EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +40,11 @@ class CopePosition(PositionEncoding):
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
-    def multiply_adds(self, layer: int) -> int:
-        products = (self.settings.cope_max_position + 1) * self.model.head_dim
-        return self.model.num_attention_heads * (products + self.model.seq_length)
-
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count the embeddings in fp32, if those of the run are narrower."""
-        return 4 * (self.settings.cope_max_position + 1) * self.model.head_dim if batch.width < 4 else 0
+    def costs(self, layer, batch) -> Costs:
+        """Count the embeddings in fp32 as kept, if those of the run are narrower."""
+        numbers = (self.settings.cope_max_position + 1) * self.model.head_dim
+        products = self.model.num_attention_heads * (numbers + self.model.seq_length)
+        return Costs(multiply_adds=products, saved=4 * numbers if batch.width < 4 else 0)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the scores of rows; keys before a document are not counted, so packs need nothing more."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import BIAS
-from megatron_tape.position.base import EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,19 +59,13 @@ class FirePosition(PositionEncoding):
             "down_weight": Parameter((heads, width), std=std, head_axis=0),
         }
 
-    def multiply_adds(self, layer: int) -> int:
-        width = self.settings.fire_mlp_size
-        return width * (1 + self.model.num_attention_heads) * self.model.seq_length // 2
-
-    def state_size(self, layer: int) -> int:
-        return 1
+    def costs(self, layer, batch) -> Costs:
+        products = self.settings.fire_mlp_size * (1 + self.model.num_attention_heads) * self.model.seq_length // 2
+        return Costs(multiply_adds=products, state=1, state_width=4)
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
         return positions_SB.float()
-
-    def state_bytes(self, layer: int, width: int) -> int:
-        return 4
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         import torch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position.base import EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,6 @@ class FoxPosition(PositionEncoding):
     name = "fox"
     Settings = FoxSettings
     needs = frozenset({GATE})
-    reads_hidden_states = True
 
     def check(self) -> None:
         start = self.settings.fox_bias_start
@@ -43,19 +42,21 @@ class FoxPosition(PositionEncoding):
             "gate_bias": Parameter((heads,), value=self.settings.fox_bias_start, decay=False),
         }
 
-    def multiply_adds(self, layer: int) -> int:
-        """Count the projection, and adding the gates once per head, query and key."""
-        return self.model.num_attention_heads * (self.model.hidden_size + self.model.seq_length // 2)
+    def costs(self, layer, batch) -> Costs:
+        """Count the projection and adding the gates once per head, query and key.
 
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count inputs of the log-sigmoids, with what they keep besides on a CPU, and the gates' sums in float64."""
-        heads = self.model.num_attention_heads
-        return (4 + 4) * batch.local_tokens * heads + 8 * batch.tokens * heads // batch.head_shards
-
-    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Count the gates, which are exchanged for those of the rank's heads, and their gradients."""
-        gates = 4 * batch.local_tokens * self.model.num_attention_heads
-        return gates, gates
+        Kept are the inputs of the log-sigmoids, with what they keep besides on a CPU, and the gates' sums in float64.
+        The gates are exchanged for those of the rank's heads.
+        """
+        heads, model = self.model.num_attention_heads, self.model
+        gates = 4 * batch.local_tokens * heads
+        return Costs(
+            multiply_adds=heads * (model.hidden_size + model.seq_length // 2),
+            saved=2 * gates + 8 * batch.tokens * heads // batch.head_shards,
+            sent_forward=gates,
+            sent_backward=gates,
+            reads_hidden_states=True,
+        )
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the logarithms of the gates, at least in float32; of these only sums between two tokens enter."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import REFLECTIONS
-from megatron_tape.position.base import EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,6 @@ class PathPosition(PositionEncoding):
     name = "path"
     Settings = PathSettings
     needs = frozenset({REFLECTIONS})
-    reads_hidden_states = True
     counts_in_documents = True
 
     def check(self) -> None:
@@ -58,48 +57,39 @@ class PathPosition(PositionEncoding):
             parameters["conv"] = Parameter((groups, dim, self.settings.path_conv_size), std=std, head_axis=0)
         return parameters
 
-    def multiply_adds(self, layer: int) -> int:
-        """Count the projections, the convolution, the blocks' closed forms and the walk over blocks of keys."""
+    def costs(self, layer, batch) -> Costs:
+        """Count the projections, the convolution, the blocks' closed forms and the walk over blocks of keys.
+
+        Kept are the inputs of w and beta, and for each block of keys the three results of the closed form. The state is
+        a token's position, from which the convolution knows where its document starts.
+        """
         from megatron_tape.ops.householder import BLOCK
 
-        model = self.model
+        model, rank = self.model, self.settings.path_rank
         groups, heads, dim, hidden = model.query_groups, model.num_attention_heads, model.head_dim, model.hidden_size
         wide = BLOCK + dim
-        rank, width = self.settings.path_rank, self.settings.path_conv_size
-        projections = rank * (hidden + groups * dim) + groups * (hidden + dim * width)
+        projections = rank * (hidden + groups * dim) + groups * (hidden + dim * self.settings.path_conv_size)
         # The products of w with w and with keys, the triangular solution (half of its matrix is zero), and its product
         # with w; then each query within its block, and over the mean of all blocks before it.
         of_keys = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
         of_queries = heads * (BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK))
-        return projections + of_keys + of_queries
-
-    def state_size(self, layer: int) -> int:
-        """Return 1: a token's position, from which the convolution knows where its document starts."""
-        return 1
+        held = batch.groups(groups)
+        blocks = batch.tokens // model.seq_length * -(-model.seq_length // BLOCK) * held
+        inputs = batch.tokens * held * (dim + 1)
+        sent = batch.local_tokens * batch.sent_groups(groups) * (dim + 1) * batch.width
+        return Costs(
+            multiply_adds=projections + of_keys + of_queries,
+            saved=batch.local_tokens * rank * batch.width + 4 * (inputs + blocks * (2 * BLOCK * dim + wide * wide)),
+            sent_forward=sent,
+            sent_backward=sent,
+            state=1,
+            state_width=4,
+            reads_hidden_states=True,
+        )
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
         return positions_SB.float()
-
-    def state_bytes(self, layer: int, width: int) -> int:
-        return 4
-
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count the inputs of w and beta, and for each block of keys the three results of the closed form."""
-        from megatron_tape.ops.householder import BLOCK
-
-        model = self.model
-        groups, dim = batch.groups(model.query_groups), model.head_dim
-        sequences = batch.tokens // model.seq_length
-        blocks = sequences * -(-model.seq_length // BLOCK) * groups
-        of_blocks = 2 * BLOCK * dim + (BLOCK + dim) * (BLOCK + dim)
-        inputs = batch.tokens * groups * (dim + 1)
-        return batch.local_tokens * self.settings.path_rank * batch.width + 4 * (inputs + blocks * of_blocks)
-
-    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        groups = batch.sent_groups(self.model.query_groups)
-        bytes_ = batch.local_tokens * groups * (self.model.head_dim + 1) * batch.width
-        return bytes_, bytes_
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         from torch.nn.functional import linear

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_tape.position.base import MicroBatch, Parameter, Positions
+from megatron_tape.position.base import Costs, Parameter, Positions
 from megatron_tape.position.fox import FoxPosition, FoxSettings
 from megatron_tape.position.path import PathPosition, PathSettings
 
@@ -31,16 +31,10 @@ class PathFoxPosition(PathPosition, FoxPosition):
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         return {**PathPosition.parameters(self, layer), **FoxPosition.parameters(self, layer)}
 
-    def multiply_adds(self, layer: int) -> int:
-        return PathPosition.multiply_adds(self, layer) + FoxPosition.multiply_adds(self, layer)
-
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        return PathPosition.saved_bytes(self, layer, batch) + FoxPosition.saved_bytes(self, layer, batch)
-
-    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        of_each = (encoding.exchanged_bytes(self, layer, batch) for encoding in (PathPosition, FoxPosition))
-        forward, backward = (sum(counts) for counts in zip(*of_each))
-        return forward, backward
+    def costs(self, layer, batch) -> Costs:
+        path, fox = (encoding.costs(self, layer, batch) for encoding in (PathPosition, FoxPosition))
+        names = ("multiply_adds", "saved", "sent_forward", "sent_backward")
+        return replace(path, **{name: getattr(path, name) + getattr(fox, name) for name in names})
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         given = (layer, parameters, state, hidden_states_sBC, memory)

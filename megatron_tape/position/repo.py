@@ -7,11 +7,11 @@ they rotate as RoPE's do.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import MicroBatch, Parameter, Positions
+from megatron_tape.position.base import Costs, Parameter, Positions
 from megatron_tape.position.rope import RotaryPosition, ScaledSettings
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Reposition(RotaryPosition):
 
     name = "repo"
     Settings = RepositionSettings
-    reads_hidden_states = True
     exports_to = "code"
 
     def check(self) -> None:
@@ -68,11 +67,12 @@ class Reposition(RotaryPosition):
         first, layers = self.settings.repo_first_layer, self.model.num_layers
         return min(max(1, layers // 3), layers - 1) if first is None else first
 
-    def learns_rotation(self, layer: int) -> bool:
+    def predicts(self, layer: int) -> bool:
+        """Return whether layer `layer` predicts positions."""
         return layer >= self.predicts_from
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        if not self.learns_rotation(layer):
+        if not self.predicts(layer):
             return {}
         model, width, std = self.model, self.inner_width, self.model.init_std
         return {
@@ -81,29 +81,29 @@ class Reposition(RotaryPosition):
             "position_proj": Parameter((model.query_groups, width), std=std),
         }
 
-    def multiply_adds(self, layer: int) -> int:
-        if not self.learns_rotation(layer):
-            return 0
-        return self.inner_width * (2 * self.model.hidden_size + self.model.query_groups)
+    def costs(self, layer, batch) -> Costs:
+        """Count the positions on their way to attention, and their gradients on theirs back.
 
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count the gate before and after silu, the content, their product, and the angles, all of them in fp32.
-
-        The phases are counted with the rotation.
+        Kept are the gate before and after silu, the content, their product, and the angles, all of them in fp32. The
+        phases are counted with the rotation.
         """
-        if not self.learns_rotation(layer):
-            return 0
-        angles = batch.groups(self.model.query_groups) * self.model.head_dim // 2
-        return 4 * (batch.local_tokens * 4 * self.inner_width + batch.tokens * angles)
-
-    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Count the positions on their way to attention, and their gradients on theirs back."""
-        groups = batch.sent_groups(self.model.query_groups)
-        sent = 4 * groups * batch.local_tokens if self.learns_rotation(layer) else 0
-        return sent, sent
+        found, model, width = super().costs(layer, batch), self.model, self.inner_width
+        if not self.predicts(layer):
+            return found
+        angles = batch.groups(model.query_groups) * model.head_dim // 2
+        sent = 4 * batch.sent_groups(model.query_groups) * batch.local_tokens
+        return replace(
+            found,
+            multiply_adds=width * (2 * model.hidden_size + model.query_groups),
+            saved=4 * (batch.local_tokens * 4 * width + batch.tokens * angles),
+            sent_forward=sent,
+            sent_backward=sent,
+            learns_rotation=True,
+            reads_hidden_states=True,
+        )
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
-        if not self.learns_rotation(layer):
+        if not self.predicts(layer):
             return Positions(state)
         positions_SBg = self.tokens.to_heads(self.predicted(parameters, hidden_states_sBC))
         return Positions(self.phases(positions_SBg).to(hidden_states_sBC.dtype))

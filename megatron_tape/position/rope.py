@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position.base import EncodingSettings, Memory, MicroBatch, Parameter, PositionEncoding
+from megatron_tape.position.base import Costs, EncodingSettings, Memory, Parameter, PositionEncoding
 
 if TYPE_CHECKING:
     import torch
@@ -128,31 +128,31 @@ class RotaryPosition(PositionEncoding):
             return {}
         return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}
 
-    def multiply_adds(self, layer: int) -> int:
-        return self.model.query_groups * self.model.hidden_size if self.learns_on_entry(layer) else 0
+    def costs(self, layer, batch) -> Costs:
+        """Count one head's phases, which all heads share, as the state; with learned increments, those of every group.
 
-    def state_size(self, layer: int) -> int:
-        """Return the size of one head's phases, which all heads share; with learned increments, of every group's."""
-        if self.learns_increments:
-            return self.model.query_groups * self.model.head_dim if layer > 0 else 0
-        return self.model.head_dim
-
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count increments and positions, in float64, and the phases that are made of them."""
-        per_group = self.bytes_of_sums + self.model.head_dim * batch.width
-        groups = batch.groups(self.model.query_groups)
-        return batch.tokens * groups * per_group if self.learns_on_entry(layer) else 0
+        Then the first layer keeps increments and positions, in float64, and the phases that are made of them, and sends
+        what increments are computed from to the ranks that add up all tokens.
+        """
+        model = self.model
+        every_group = model.query_groups * model.head_dim if layer > 0 else 0
+        state = every_group if self.learns_increments else model.head_dim
+        if not self.learns_on_entry(layer):
+            return Costs(state=state)
+        sent = batch.sent_groups(model.query_groups) * batch.width * batch.local_tokens
+        per_group = self.bytes_of_sums + model.head_dim * batch.width
+        return Costs(
+            multiply_adds=model.query_groups * model.hidden_size,
+            saved=batch.tokens * batch.groups(model.query_groups) * per_group,
+            sent_forward=sent,
+            sent_backward=sent,
+            state=state,
+        )
 
     @property
     def bytes_of_sums(self) -> int:
         """What is kept of one token and group: the position and, if sigmoids need it, the increment, in float64."""
         return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.increments]
-
-    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Count what increments are computed from on its way to the ranks that add up all tokens."""
-        groups = batch.sent_groups(self.model.query_groups)
-        sent = groups * batch.width * batch.local_tokens if self.learns_on_entry(layer) else 0
-        return sent, sent
 
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32.

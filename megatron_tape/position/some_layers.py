@@ -5,7 +5,7 @@ Such layers attend as `nope` does and hand the state on as it is. RoPE with one 
 
 import functools
 
-from megatron_tape.position.base import PositionEncoding, Positions
+from megatron_tape.position.base import Costs, PositionEncoding, Positions
 
 
 class _SomeLayers:
@@ -30,14 +30,10 @@ class _SomeLayers:
         read = not all(self.without_positions(later) for later in range(layer + 1, self.model.num_layers))
         return read and not self.without_positions(layer) and super().updates(layer)
 
-    def multiply_adds(self, layer):
-        return 0 if self.without_positions(layer) else super().multiply_adds(layer)
-
-    def saved_bytes(self, layer, batch):
-        return 0 if self.without_positions(layer) else super().saved_bytes(layer, batch)
-
-    def exchanged_bytes(self, layer, batch):
-        return (0, 0) if self.without_positions(layer) else super().exchanged_bytes(layer, batch)
+    def costs(self, layer, batch):
+        found = super().costs(layer, batch)
+        bare = Costs(state=found.state, state_width=found.state_width)
+        return bare if self.without_positions(layer) else found
 
     def enter(self, layer, parameters, state, hidden_states_sBC, memory):
         if self.without_positions(layer):

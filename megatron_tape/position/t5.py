@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.base import EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +47,8 @@ class T5Position(PositionEncoding):
         shape = (self.settings.t5_num_buckets, self.model.num_attention_heads)
         return {"table": Parameter(shape, std=self.model.init_std, head_axis=1)}
 
-    def multiply_adds(self, layer: int) -> int:
-        return self.model.num_attention_heads * self.model.seq_length // 2
+    def costs(self, layer, batch) -> Costs:
+        return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the bias of each pair's bucket; only the distance enters, so packs need nothing more."""

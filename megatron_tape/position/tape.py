@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import AVERAGE, ROTATION
-from megatron_tape.position.base import MicroBatch, Parameter, Positions
+from megatron_tape.position.base import Costs, Parameter, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -116,64 +116,48 @@ class TapePosition(RotaryPosition):
             "down_proj": Parameter((groups, inner), std=down_std),
         }
 
-    def multiply_adds(self, layer: int) -> int:
-        """Count averaging the state, token mixing, and the collapsed position MLP (gate, forming M, applying M)."""
-        model = self.model
-        increments = model.hidden_size if self.learns_on_entry(layer) else 0
-        if not self.updates(layer):
-            return increments
-        heads, groups, dim, inner = (
-            model.num_attention_heads,
-            model.query_groups,
-            model.head_dim,
-            self.mlp_width,
-        )
-        averages = heads * dim * model.seq_length // 2
-        mixing = (heads * groups if self.settings.token_mixing == "full" else heads) * dim
-        return increments + averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
+    def costs(self, layer, batch) -> Costs:
+        """Count averaging the state, token mixing, and the collapsed position MLP (gate, forming M, applying M).
 
-    def state_size(self, layer: int) -> int:
-        """Count the states of all groups; the first layer gets RoPE's phases, which all groups share, if any."""
-        return self.model.head_dim * self.model.query_groups if layer > 0 else super().state_size(0)
+        Kept are the gate and its input, the state, and averages from other ranks. Attention keeps the same state,
+        unless it is one for all groups, or sent to other ranks. If increments are learned, the first layer also keeps
+        them and the positions, in float64, and the phases, which are those of one group until other ranks get them.
 
-    def state_bytes(self, layer: int, width: int) -> int:
-        return self.state_size(layer) * (4 if self.settings.state_precision == "fp32" else width)
-
-    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count what the update keeps: the gate and its input, the state, and averages from other ranks.
-
-        Attention keeps the same state, unless it is one for all groups, or sent to other ranks.
-
-        If increments are learned, the first layer also keeps them and the positions, in float64, and the phases, which
-        are those of one group until other ranks get them.
+        The state is sent to attention and the averages back. All sequences share the first layer's phases, which need
+        no gradient, unless increments are learned: then every rank gets what they are computed from, and the positions
+        go back in float64.
         """
-        model, groups, inner = self.model, self.model.query_groups, self.mlp_width
-        phases = (1 if batch.head_shards == 1 else groups) * model.head_dim * batch.width
-        increments = batch.local_tokens * (self.bytes_of_sums + phases) if self.learns_on_entry(layer) else 0
-        if not self.updates(layer):
-            return increments
-        received = model.num_attention_heads * model.head_dim if batch.head_shards > 1 else 0
-        shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
-        state = 0 if shared else groups * model.head_dim
-        per_token = received + model.hidden_size + inner + state
-        normalized = self.state_bytes(layer + 1, batch.width) if self.settings.state_norm == "unit" else 0
-        update = batch.local_tokens * per_token * batch.width
-        return increments + update + batch.local_tokens * normalized
-
-    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Count the state on its way to attention and the averages on theirs back.
-
-        All sequences share the first layer's phases, which need no gradient, unless increments are learned. Then every
-        rank gets what they are computed from, and the positions go back in float64.
-        """
-        model, learned = self.model, self.state_is_learned(layer)
-        tokens = batch.local_tokens if learned else model.seq_length // batch.head_shards
-        state = batch.sent_groups(model.query_groups) * model.head_dim * batch.width * tokens
-        average = model.num_attention_heads * model.head_dim * batch.width * batch.local_tokens
-        sent = average if self.updates(layer) else 0
+        model, learned, width = self.model, self.state_is_learned(layer), batch.width
+        heads, groups, dim, inner = model.num_attention_heads, model.query_groups, model.head_dim, self.mlp_width
+        # The first layer gets RoPE's phases, which all groups share, if any.
+        size = groups * dim if layer > 0 else super().costs(0, batch).state
+        state_width = 4 if self.settings.state_precision == "fp32" else width
+        products = saved = 0
+        sent_tokens = batch.local_tokens if learned else model.seq_length // batch.head_shards
+        state_sent, sent = batch.sent_groups(groups) * dim * width * sent_tokens, 0
         if self.learns_on_entry(layer):
-            sent += batch.head_shards * (batch.width + 8) * batch.local_tokens
-        return state + sent, (state if learned else 0) + sent
+            products += model.hidden_size
+            phases = (1 if batch.head_shards == 1 else groups) * dim * width
+            saved += batch.local_tokens * (self.bytes_of_sums + phases)
+            sent += batch.head_shards * (width + 8) * batch.local_tokens
+        if self.updates(layer):
+            averages = heads * dim * model.seq_length // 2
+            mixing = (heads * groups if self.settings.token_mixing == "full" else heads) * dim
+            products += averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
+            received = heads * dim if batch.head_shards > 1 else 0
+            shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
+            kept = received + model.hidden_size + inner + (0 if shared else groups * dim)
+            normalized = groups * dim * state_width if self.settings.state_norm == "unit" else 0
+            saved += batch.local_tokens * (kept * width + normalized)
+            sent += heads * dim * width * batch.local_tokens
+        return Costs(
+            multiply_adds=products,
+            saved=saved,
+            sent_forward=state_sent + sent,
+            sent_backward=(state_sent if learned else 0) + sent,
+            state=size,
+            state_width=state_width,
+        )
 
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""

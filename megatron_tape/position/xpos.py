@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import Positions
+from megatron_tape.position.base import Costs, Positions
 from megatron_tape.position.rope import FrequencySettings, RotaryPosition
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class XposPosition(RotaryPosition):
             f"set it to at least {math.ceil(least)}",
         )
 
-    def state_size(self, layer: int) -> int:
-        return 2 * self.model.head_dim
+    def costs(self, layer, batch) -> Costs:
+        return Costs(state=2 * self.model.head_dim)
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the phases and the factors of queries, (S, B or 1, 1, 2 D), computed in float32.

@@ -79,7 +79,8 @@ def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
     tokens = shape["S"] * shape["B"]
     for layout, sizes in (("tp2_cp1", (2, 1)), ("tp1_cp2", (1, 2))):
         batch = MicroBatch(tokens, tokens // 2, 4, *sizes)
-        of_layers = [declared.exchanged_bytes(i, batch) for i in range(shape["layers"])]
+        costs = [declared.costs(i, batch) for i in range(shape["layers"])]
+        of_layers = [(found.sent_forward, found.sent_backward) for found in costs]
         for direction, counted in zip(("forward", "backward"), zip(*of_layers)):
             numbers = (results["numbers"][f"{name}_{layout}"][direction] for name in (encoding, "rope"))
             own, without = (sum(found.values()) for found in numbers)

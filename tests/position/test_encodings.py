@@ -12,10 +12,11 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import encoding_of
+from megatron_tape.position import MicroBatch, encoding_of
 from megatron_tape.position.alibi import alibi_slopes
 from megatron_tape.position.base import NO_MEMORY
 
+BATCH = MicroBatch(16, 16, 4, 1)
 # With settings that make each of their branches count in 16 tokens.
 CHANGES = {
     "alibi": {},
@@ -155,7 +156,7 @@ def test_costs_are_those_of_the_model(name):
         built, _ = build(model, recompute=recompute)
         assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(saved_bytes(built, model), rel=0.02)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
-    added = sum(encoding_of(model).multiply_adds(layer) for layer in range(model.num_layers))
+    added = sum(encoding_of(model).costs(layer, BATCH).multiply_adds for layer in range(model.num_layers))
     assert flops_per_token(model) == flops_per_token(nope) + 6 * added
 
 

@@ -9,13 +9,15 @@ from models import build, random_tokens, small_model
 from plans import on_cpu, saved_bytes
 from toy_encodings import TOYS, registered
 
+from megatron_tape.checks.layout import has_whole_parameters
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.settings import validate_model
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, encoding_of, register
+from megatron_tape.position import ENCODINGS, MicroBatch, NoPosition, PositionEncoding, encoding_of, register
 
 ROOT = Path(__file__).parents[2]
+BATCH = MicroBatch(16, 16, 4, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +34,7 @@ def test_a_plugged_in_encoding_is_counted(name):
         assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(saved_bytes(built, model), rel=0.02)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
     nope = small_model(position_encoding="nope")
-    added = sum(encoding_of(model).multiply_adds(layer) for layer in range(model.num_layers))
+    added = sum(encoding_of(model).costs(layer, BATCH).multiply_adds for layer in range(model.num_layers))
     assert added > 0 and flops_per_token(model) == flops_per_token(nope) + 6 * added
 
 
@@ -50,8 +52,8 @@ def test_what_no_backend_or_layout_can_do_is_refused_by_name():
     model = small_model(position_encoding="toy_gate", attention_backend="triton")
     with pytest.raises(ConfigError, match="triton, which cannot lower the scores of keys with forget gates, as"):
         validate_model(model)
-    assert ENCODINGS["toy_gate"](model).needs_sharded_tokens
-    assert not ENCODINGS["toy_bias"](model).needs_sharded_tokens
+    assert has_whole_parameters(ENCODINGS["toy_gate"](model))
+    assert not has_whole_parameters(ENCODINGS["toy_bias"](model))
     with pytest.raises(ValueError, match="there already is a positional encoding nope"):
         register(type("Other", (PositionEncoding,), {"name": "nope"}))
     assert ENCODINGS["nope"] is NoPosition

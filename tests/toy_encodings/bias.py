@@ -1,7 +1,7 @@
 """A toy: a learned slope for each head, which makes far keys count less."""
 
 from megatron_tape.ops.backends import BIAS
-from megatron_tape.position import Parameter, PositionEncoding, Positions, register
+from megatron_tape.position import Costs, Parameter, PositionEncoding, Positions, register
 
 
 @register
@@ -14,8 +14,8 @@ class ToyBias(PositionEncoding):
         slopes = tuple(2.0**-head for head in range(heads))
         return {"slopes": Parameter((heads,), value=slopes, head_axis=0)}
 
-    def multiply_adds(self, layer):
-        return self.model.num_attention_heads * self.model.seq_length // 2
+    def costs(self, layer, batch):
+        return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         import torch

@@ -1,7 +1,7 @@
 """A toy: forget gates from the hidden states, one for each head and token."""
 
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position import Parameter, PositionEncoding, Positions, register
+from megatron_tape.position import Costs, Parameter, PositionEncoding, Positions, register
 
 
 @register
@@ -16,13 +16,11 @@ class ToyGate(PositionEncoding):
             "start": Parameter((model.num_attention_heads,), value=1.0, decay=False),
         }
 
-    def multiply_adds(self, layer):
-        return self.model.num_attention_heads * self.model.hidden_size
-
-    def saved_bytes(self, layer, batch):
+    def costs(self, layer, batch):
         heads = self.model.num_attention_heads
         # Inputs of the log-sigmoid and what it keeps; the running sums in float64.
-        return 2 * batch.local_tokens * heads * batch.width + batch.tokens * heads // batch.tensor_size * 8
+        saved = 2 * batch.local_tokens * heads * batch.width + batch.tokens * heads // batch.tensor_size * 8
+        return Costs(multiply_adds=heads * self.model.hidden_size, saved=saved)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         from torch.nn.functional import linear, logsigmoid

@@ -1,7 +1,9 @@
 """A toy: rotary phases that every layer stretches by the content of its token, with parameters of its own."""
 
+from dataclasses import replace
+
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position import Parameter, Positions, register
+from megatron_tape.position import Costs, Parameter, Positions, register
 from megatron_tape.position.rope import RotaryPosition
 
 
@@ -18,20 +20,15 @@ class ToyStretch(RotaryPosition):
         shape = (self.model.query_groups, self.model.hidden_size)
         return {"stretch": Parameter(shape, std=0.5)} if self.updates(layer) else {}
 
-    def multiply_adds(self, layer):
-        groups, dim = self.model.query_groups, self.model.head_dim
-        return groups * (self.model.hidden_size + dim) if self.updates(layer) else 0
-
-    def state_size(self, layer):
-        return self.model.head_dim * (self.model.query_groups if layer > 0 else 1)
-
-    def saved_bytes(self, layer, batch):
+    def costs(self, layer, batch):
+        model, groups = self.model, self.model.query_groups
+        found = Costs(state=model.head_dim * (groups if layer > 0 else 1))
         if not self.updates(layer):
-            return 0
-        model = self.model
+            return found
         # What is sent to the heads is not what is kept of the state.
-        state = model.query_groups * model.head_dim if batch.tensor_size > 1 else 0
-        return batch.local_tokens * (model.hidden_size + 2 * model.query_groups + state) * batch.width
+        state = groups * model.head_dim if batch.tensor_size > 1 else 0
+        saved = batch.local_tokens * (model.hidden_size + 2 * groups + state) * batch.width
+        return replace(found, multiply_adds=groups * (model.hidden_size + model.head_dim), saved=saved)
 
     def initial_state(self, positions_SB, dtype):
         return self.tokens.local_tokens(super().initial_state(positions_SB, dtype))
