@@ -365,7 +365,8 @@ def test_a_file_system_that_fails_is_not_taken_for_an_attempt_that_left_no_recor
 def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(run):
     first = claim(run)
     manifest = save(first, 5) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
+    version = checkpoint_files.FORMAT_VERSION
+    manifest.write_text(manifest.read_text().replace(f'"format_version": {version}', f'"format_version": {version + 1}'))
     with pytest.raises(CheckpointError, match="newer version"):
         claim(run)
     assert first.is_owner() and len(read_attempts(run)) == 1
