@@ -44,7 +44,12 @@ def cases():
     A checkpoint holds the same shares of the weights with every ZeRO stage; test_resuming.py compares all layouts.
     """
     rope = option("model.position_encoding", "rope")
-    kind = {"token_mixing": "per_head", "num_query_groups": 4, "tie_embeddings": "true", "gate_input": "attention"}
+    kind = {
+        "position.token_mixing": "per_head",
+        "num_query_groups": 4,
+        "tie_embeddings": "true",
+        "position.gate_input": "attention",
+    }
     return {
         "tp1_zero1": [tp(1), zero(1)],
         "tp1_zero2_rope": [tp(1), zero(2), rope],

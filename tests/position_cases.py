@@ -36,7 +36,8 @@ def steps(name, tensor_size, stage):
 
 def resume(folder, data, name):
     """The rows of two steps, and of the same after the second was taken again from the checkpoint of the first."""
-    changes = {f"model.{key}": value for key, value in settings_of(name).items()}
+    own = settings_of(name).items()
+    changes = {f"model.{'' if key == 'position_encoding' else 'position.'}{key}": value for key, value in own}
     changes |= {"data.prefix": f"{data}/a", "schedule.warmup_steps": 1}
     changes |= {"train.steps": 2, "train.eval_interval": 2, "checkpoint.interval": 1}
     settings = [*(option(key, value) for key, value in changes.items()), tp(2), zero(2)]
