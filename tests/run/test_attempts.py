@@ -366,7 +366,9 @@ def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(r
     first = claim(run)
     manifest = save(first, 5) / "manifest.json"
     version = checkpoint_files.FORMAT_VERSION
-    manifest.write_text(manifest.read_text().replace(f'"format_version": {version}', f'"format_version": {version + 1}'))
+    manifest.write_text(
+        manifest.read_text().replace(f'"format_version": {version}', f'"format_version": {version + 1}')
+    )
     with pytest.raises(CheckpointError, match="newer version"):
         claim(run)
     assert first.is_owner() and len(read_attempts(run)) == 1
