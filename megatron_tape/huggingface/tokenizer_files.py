@@ -83,7 +83,7 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
         if TOKENIZER_JSON in files:
             library, special, settings = _of_hugging_face(tokenizer, own, context)
         else:
-            library, special, settings = _of_sentencepiece(tokenizer, own, source, context, warnings)
+            library, special, settings = _of_sentencepiece(tokenizer, own, source, context)
             files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
         named, missing = tokenizer.names.existing(library.token_to_id)
     if missing:
@@ -100,7 +100,9 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
     files[CONFIG] = _json(settings)
     write_files(files, output)
     if TOKENIZER_JSON not in tokenizer.files:
-        write_files(load_tokenizer(output).files, output)  # which keep text from encoding to special tokens
+        converted = load_tokenizer(output)
+        write_files(converted.files, output)  # which keep text from encoding to special tokens
+        _try_out(converted, tokenizer, source, warnings)
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
     generation = _generation(tokenizer, source, warnings)
     ids |= {key: generation[key] for key in ids if generation.get(key) is not None}
@@ -182,7 +184,7 @@ def _of_hugging_face(
 
 
 def _of_sentencepiece(
-    tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int, warnings: list[str]
+    tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
     """Return the library's tokenizer, the ids of special tokens, and `tokenizer_config.json`."""
     from sentencepiece import sentencepiece_model_pb2
@@ -194,7 +196,6 @@ def _of_sentencepiece(
     except ImportError:
         problem = "is a SentencePiece model, which takes the package transformers to convert"
         raise FileError(source, problem, f"run: pip install transformers; or {_WITHOUT}") from None
-    _try_out(converted, tokenizer, model, source, warnings)
     ids = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
     special |= {role: index for role, index in ids.items() if 0 <= index < tokenizer.vocab_size}
@@ -242,7 +243,10 @@ def _converted(model: Any) -> Any:
         merges = generate_merges(ids, scores, skip_tokens=[*never, *symbols])
         result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
         if symbols:
-            result.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated")
+            # Text between symbols is then taken as it is, too, if it is a piece: not if it is the name of another one.
+            cuts = "|".join(rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)" for name in never)
+            splits = (pre_tokenizers.Split(Regex(cut), "isolated") for cut in ("|".join(map(re.escape, symbols)), cuts))
+            result.pre_tokenizer = pre_tokenizers.Sequence([*splits])
             result.model.ignore_merges = True
     rules, steps = model.normalizer_spec, []
     if rules.precompiled_charsmap:
@@ -261,23 +265,20 @@ def _converted(model: Any) -> Any:
     return result
 
 
-def _try_out(converted: Any, tokenizer: Any, model: Any, source: str, warnings: list[str]) -> None:
+def _try_out(converted: Tokenizer, tokenizer: Any, source: str, warnings: list[str]) -> None:
     """Raise FileError if the converted tokenizer gives other ids than `tokenizer`; add a warning if for rare text."""
+    from sentencepiece import sentencepiece_model_pb2
+
     texts = [*trial_texts(), "a <0x41> b"]
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
     for symbol in (piece.piece for piece in model.pieces if piece.type == _USER_DEFINED):
         texts += [symbol, f"a{symbol}b", f" {symbol}  {symbol} b", f"a {symbol}"]
-    converted.encode_special_tokens = True
-
-    def theirs(text: str) -> list[int]:
-        return converted.encode(text, add_special_tokens=False).ids
-
-    if (text := find_difference(tokenizer.encode, theirs, texts, tokenizer.scores)) is not None:
+    if (text := find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)) is not None:
         problem = f"cannot be converted: its tokenizer.json would give other ids for the text {ascii(text):.100}"
         raise FileError(source, problem, _GIVE)
-    if find_difference(tokenizer.encode, theirs, [UNUSUAL], tokenizer.scores) is not None:
+    if find_difference(tokenizer.encode, converted.encode, [UNUSUAL], tokenizer.scores) is not None:
         shown = f"such as {ascii(UNUSUAL)}"
         warnings.append(f"transformers will read unusual sequences of marks, {shown}, in another way than {source}")
-    converted.encode_special_tokens = False
 
 
 def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
     if kind != "characters":  # unknown characters have another name there
         assert theirs.decode(ours.encode(code)) == ours.decode(ours.encode(code))
     assert (theirs.vocab_size, theirs.eod, theirs.bos) == (ours.vocab_size, ours.eod, ours.bos)
+    assert theirs.same_as == ours.digest
 
 
 def test_unusual_marks_that_a_conversion_reads_differently_are_said(tmp_path, capsys):

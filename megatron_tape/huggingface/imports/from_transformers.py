@@ -1,6 +1,6 @@
 """Import a model of transformers, or a GGUF file, as a checkpoint of this project; see config_json for its settings.
 
-The `transformers` package is not needed.
+The `transformers` package is needed for a GGUF file alone.
 """
 
 from pathlib import Path
