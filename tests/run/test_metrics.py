@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_tape.config.train import TrainConfig
+from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.errors import FileError
 from megatron_tape.run.metrics import LINE_BYTES, MetricsWriter, read_lines
 
@@ -136,7 +136,7 @@ def test_the_time_left_follows_the_recent_steps_and_forgets_a_slow_start(tmp_pat
 
 
 def test_the_time_left_counts_sequences_as_a_ramp_makes_later_steps_larger(tmp_path, capsys):
-    train = TrainConfig(steps=20, global_batch_size=32, batch_ramp={"from": 16, "over_samples": 160})
+    train = TrainConfig(steps=20, global_batch_size=32, batch_ramp=BatchRampSettings(from_=16, over_samples=160))
     seconds = itertools.accumulate([0, *train.batch_sizes(0, 20)])  # a second for each sequence
     writer = MetricsWriter(tmp_path, 20, tensorboard=False, clock=lambda: next(seconds), work=train.samples_after)
     for step in range(1, 11):
