@@ -83,20 +83,16 @@ UNTOUCHED = "nothing unfinished was left behind"
 def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> NoReturn:
     """Run a program's `main` and exit with the status that it returns, if any, or that of `status_of`.
 
-    A stdout that is closed or full counts as what the system refuses, since the program's output would be lost. SIGINT,
-    SIGTERM and SIGHUP unwind the program, so that unfinished output is removed; the exit status is then 128 plus the
+    A stdout that is full counts as what the system refuses, since the program's output would be lost. SIGINT, SIGTERM
+    and SIGHUP unwind the program, so that unfinished output is removed; the exit status is then 128 plus the
     signal's number.
     """
-    output_is_lost = sys.stdout is None
-    _open_closed_streams()
     escape_unprintable()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
     def whole() -> int | None:
-        if output_is_lost:
-            raise OSError("stdout is closed; redirect it to a file or to /dev/null")
         provide_caches()
         status = main()
         _flush_output()
@@ -173,19 +169,6 @@ def say_refusal(error: UserError | str) -> None:
         # A launcher ends all ranks once one has ended, but rank 0 must be heard.
         time.sleep(REPORT_TIMEOUT)
     say(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}")
-
-
-def _open_closed_streams() -> None:
-    """Open /dev/null for the standard streams that the caller has closed."""
-    # A file opened later would take a closed stream's number, and what a library prints would go into it.
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    # Without a stderr, print(file=sys.stderr) writes to stdout.
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
 
 
 def escape_unprintable() -> None:

@@ -40,21 +40,6 @@ def run(redirections, tmp_path):
     )
 
 
-@pytest.mark.parametrize("redirections", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_a_closed_stdout_is_a_failure_before_anything_is_done(tmp_path, redirections):
-    done = run(redirections, tmp_path)
-    assert done.returncode == 1 and not (tmp_path / "file").exists()
-    expected = "error: stdout is closed; redirect it to a file or to /dev/null\n"
-    assert (done.stdout, done.stderr) == ("", "" if "2>&-" in redirections else expected)
-
-
-@pytest.mark.parametrize("redirections", ["2>&-", "<&- 2>&-"])
-def test_a_closed_stderr_mixes_messages_neither_into_the_output_nor_into_a_file(tmp_path, redirections):
-    done = run(redirections, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "the result\n", "")
-    assert (tmp_path / "file").read_text() == "whole"
-
-
 def test_a_full_stdout_is_a_failure_in_one_sentence(tmp_path):
     done = run(">/dev/full", tmp_path)
     assert done.returncode == 1
