@@ -11,11 +11,11 @@ from megatron_tape.model.names import kind_of
 from megatron_tape.position import BUILT_IN
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.gradients import own_part
-from megatron_tape.training.trained_parameters import everything, select_trained
+from megatron_tape.training.trained_parameters import select_trained
 
 NAMES = (*(encoding.name for encoding in BUILT_IN), *TOYS)
 TRAINED = {
-    "all": everything,
+    "all": lambda name, parameter: True,
     "position": lambda name, parameter: kind_of(name) == "position",
     "others": lambda name, parameter: kind_of(name) != "position",
     "lora": lambda name, parameter: kind_of(name) == "lora",
