@@ -17,6 +17,7 @@ import argparse
 import glob
 import os
 import re
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, Problems, document_bytes_option, find_inputs
@@ -43,8 +44,8 @@ def main() -> None:
         prefix, paths = prefix_of_part(prefix, *arguments.part), files_of_part(paths, *arguments.part)
         origin |= {"inputs": paths}
         if dataset_paths(prefix)[1].exists() and not overwrite:
-            found = read_origin(prefix) or {}
-            if {key: value for key, value in found.items() if key != "files"} != origin:
+            found: Any = read_origin(prefix)
+            if {key: value for key, value in (found or {}).items() if key != "files"} != origin:
                 fix = "remove it, or pass --overwrite for all parts"
                 raise FileError(prefix, "was made from other files, or with another tokenizer or --append-eod", fix)
             command_line.say(f"{prefix} is complete already; nothing to do")

@@ -187,7 +187,8 @@ def install_fake_world(world_size: int, rank: int) -> None:
     F.scaled_dot_product_attention = _attention
     F.rms_norm = lambda x, shape, weight, eps=None: _FusedRMSNorm.apply(x, weight)
     torch.nn.Module._apply = _apply
-    sys.modules["torch.optim.optimizer"]._get_fused_kernels_supported_devices = lambda: ["meta"]
+    optimizers: Any = sys.modules["torch.optim.optimizer"]
+    optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]
     deepspeed.accelerator.set_accelerator(_Accelerator())
     linear.get_accelerator = torch_autocast.get_accelerator = CPU_Accelerator  # for which autocast is asked
     os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
