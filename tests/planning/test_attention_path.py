@@ -76,8 +76,8 @@ def test_a_searched_or_changed_plan_keeps_the_generation_of_its_gpus():
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--gpu=H100"], "torch_wide, one call of cuDNN on [v | z] (not measured)"),
-        (["--gpu=H100", "--model.attention_backend=triton"], "triton, as model.attention_backend says (not measured)"),
+        (["--gpu=H100"], "torch_wide, one call of cuDNN on [v | z]"),
+        (["--gpu=H100", "--model.attention_backend=triton"], "triton, as model.attention_backend says"),
         (["--gpu=A100-80GB"], "triton, "),
     ],
 )
