@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from megatron_tape import command_line
 from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.config.parse import read_settings, settings_parser
-from megatron_tape.config.sections import build, nested
+from megatron_tape.config.sections import build
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
@@ -156,16 +156,15 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     given = read_settings(parser, sections, argv)
     options = given.options
     refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a directory of transformers")
-    named = {key.partition(".")[0] for key in given.values}
-    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if name in named]
+    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if name in given.values]
     choices = f"choose some of {', '.join(TASKS)}"
     refuse(not names, "no task", "is named", choices)
     for name in names:
         refuse(name not in TASKS, name, "is not a task", choices)
-    values = {key: value for key, value in given.values.items() if key.partition(".")[0] in names}
+    values = {name: given.values.get(name, {}) for name in names}
     with given.placing_errors():
         fix = "give --TASK.setting value, or --config FILE.yaml"
-        settings = build(sections, dict.fromkeys(names, {}) | nested(values), fix=fix)
+        settings = build(sections, values, fix=fix)
         tasks = [TASKS[name](getattr(settings, name)) for name in names]
         for task in tasks if not options.trust_remote_code else ():
             task.refuse_code()

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -14,13 +14,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from megatron_tape.command_line import Parser
 from megatron_tape.config.datasets import with_datasets
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.sections import apart, build, flatten, merge, nested, settings_of, unknown_key
+from megatron_tape.config.sections import build, merge, nested, settings_of, unknown_key
 from megatron_tape.config.values import UNIONS, PathSettingError, PathText, accept, describe, shown
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.strict_yaml import parse_value, read_recipe
 
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
-"""Returns the settings given, by dotted keys, together with others that follow from them; may raise ConfigError."""
+"""Returns the settings given, nested, together with others that follow from them; may raise ConfigError."""
+_SECTION = dict[str, Any]
+"""The type of a section before it is built."""
 
 
 def read_run_config(
@@ -42,12 +44,13 @@ def read_run_config(
     )
     given = read_settings(parser, RunConfig, argv)
     name = Path(given.files[-1]).stem if given.files else "unnamed"
-    given.values["logging.directory"] = given.values.get("logging.directory") or f"runs/{name}"
+    directory = given.values.get("logging", {}).get("directory") or f"runs/{name}"
+    given.values = merge(RunConfig, given.values, {"logging": {"directory": directory}})
     fix = f"add to {' or '.join(given.files)}, or give --section.key value"
     if not given.files:
         fix = "give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
     with given.placing_errors():
-        config = build(RunConfig, nested(complete(given.values)), fix=fix)
+        config = build(RunConfig, complete(given.values), fix=fix)
         _ = config.data.source
         config = with_directories(with_datasets(config), name)
         check(config)
@@ -66,13 +69,13 @@ def with_directories(config: RunConfig, name: str) -> RunConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Given:
     """What a command line gives."""
 
     options: argparse.Namespace
     values: dict[str, Any] = field(default_factory=dict)
-    """Settings by dotted keys."""
+    """Nested settings."""
     places: dict[str, str] = field(default_factory=dict)
     """In which file and line settings were given, if they were in one."""
     files: list[str] = field(default_factory=list)
@@ -88,14 +91,10 @@ class Given:
     def read(self, section: type, file: str, kinds: dict[str, Any]) -> None:
         """Add the settings of a recipe."""
         self.files.append(file)
-        nested, places = read_recipe(file)
+        given, places = read_recipe(file)
         self.places.update(places)
         with self.placing_errors():
-            values = flatten([section], nested)
-            for key in values:
-                if key not in kinds:
-                    raise _unknown_key(key, kinds)
-            merge(section, self.values, {key: _checked(key, value, kinds[key]) for key, value in values.items()})
+            self.values = merge(section, self.values, _checked("", given, kinds))
 
     def _place(self, key: str) -> str:
         while key.count(".") > 1 and key not in self.places:  # an item of a list, or a part of a mapping
@@ -117,11 +116,11 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
             for _, text in group:
                 given.read(section, accept("--config", text, PathText), kinds)
             continue
-        values: dict[str, Any] = {}
-        for key, text in group:
-            values |= apart(section, key, _from_text(key, text, kinds[key]))
-        merge(section, given.values, values)
-        given.places.update(dict.fromkeys(values, ""))
+        options_given = {key: _from_text(key, text, kinds) for key, text in group}
+        given.values = merge(section, given.values, nested(options_given))
+        for key in options_given:
+            within = [place for place in given.places if place.startswith(f"{key}.")]
+            given.places.update(dict.fromkeys([key, *within], ""))
     return given
 
 
@@ -131,7 +130,7 @@ def _kinds(section: type) -> dict[str, Any]:
     for setting in settings_of(section):
         kind = setting.kind
         if setting.sections:
-            kind = dict[str, Any] | None if type(None) in get_args(kind) else dict[str, Any]
+            kind = _SECTION | None if type(None) in get_args(kind) else _SECTION
         known = kinds.setdefault(setting.key, kind)
         if known != kind:
             literals = get_origin(known) is get_origin(kind) is Literal
@@ -139,13 +138,18 @@ def _kinds(section: type) -> dict[str, Any]:
     return kinds
 
 
-def _checked(key: str, value: Any, kind: Any) -> Any:
-    """Return a value as its setting's type has it. A list of sections is checked when they are built."""
+def _checked(name: str, value: Any, kinds: dict[str, Any]) -> Any:
+    """Return a value as the type of the setting `name` has it. A list of sections is checked when they are built."""
+    if name and name not in kinds:
+        raise _unknown_key(name, kinds)
+    kind = kinds.get(name, _SECTION)
+    if kind in (_SECTION, _SECTION | None) and isinstance(value, dict):
+        return {key: _checked(f"{name}.{key}" if name else str(key), item, kinds) for key, item in value.items()}
     of_sections = isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-    return value if of_sections else accept(key, value, kind)
+    return value if of_sections else accept(name, value, kind)
 
 
-def _from_text(key: str, text: str, kind: Any) -> Any:
+def _from_text(key: str, text: str, kinds: dict[str, Any]) -> Any:
     """Return what the text of an option means: YAML of the right type, or else the text as it stands."""
     # YAML would end text at a #, or take its quotes and spaces away.
     try:
@@ -154,16 +158,17 @@ def _from_text(key: str, text: str, kind: Any) -> Any:
         reading = text
     readings = [reading, text] if not isinstance(reading, str) else [text]
     # Without braces, what YAML takes for a mapping may be a path with a colon.
-    if isinstance(reading, dict) and text.lstrip().startswith("{") and _takes(kind, dict):
+    if isinstance(reading, dict) and text.lstrip().startswith("{") and _takes(kinds[key], dict):
         readings = readings[:1]
-    for value in readings:
+    for value in readings[1:]:
         try:
-            return _checked(key, value, kind)
+            return _checked(key, readings[0], kinds)
         except PathSettingError:
             raise  # as text, a list would be one path
         except ConfigError:
-            continue
-    return accept(key, readings[0], kind)
+            with suppress(ConfigError):
+                return _checked(key, value, kinds)
+    return _checked(key, readings[0], kinds)
 
 
 def _takes(kind: Any, origin: type) -> bool:

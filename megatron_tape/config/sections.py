@@ -129,53 +129,28 @@ def _checked(key: str, value: Any, kind: Any, missing: list[str]) -> Any:
     return built
 
 
-def flatten(sections: Iterable[type], given: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return settings by dotted keys from nested mappings by the keys of one of these sections, itself `name`."""
-    values: dict[str, Any] = {}
-    sections = list(sections)
-    for key, value in given.items():
-        dotted = f"{name}.{key}" if name else key
-        items = ((section, item) for section in sections for item in dataclasses.fields(section))
-        inner = [one for section, item in items if _key(item) == key for one in choices(section, item).values()]
-        value = as_dict(value) if inner and dataclasses.is_dataclass(value) else value
-        if inner and isinstance(value, dict) and value:
-            values |= flatten(inner, value, dotted)
-        else:
-            values[dotted] = value
-    return values
+def merge(section: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested `values` of a section with those that are `given` later.
 
-
-def merge(section: type, values: dict[str, Any], given: Mapping[str, Any], name: str = "") -> None:
-    """Change `values` of settings, by their keys, to those that are `given` later.
-
-    A section that is set to null loses its keys. Where another section is chosen, keys that it does not have go, too.
+    A section within it keeps what is not given, unless null is. Where another one is chosen, it keeps the keys that
+    both have if a key beside it chooses, and none if one within it does.
     """
-    _drop_others(section, values, given, name)
-    for key, value in given.items():
-        within = [other for other in values if other.startswith(f"{key}.")]
-        if value is None:
-            for other in within:
-                del values[other]
-        outer = key
-        while outer := outer.rpartition(".")[0]:
-            if values.get(outer, 0) in (None, {}):
-                del values[outer]
-        if value != {} or not within:
-            values[key] = value
-
-
-def _drop_others(section: type, values: dict[str, Any], given: Mapping[str, Any], name: str) -> None:
+    merged = {**values, **given}
     for item in dataclasses.fields(section):
-        key, inner = _dotted(name, item), choices(section, item)
-        if "" in inner:
-            _drop_others(inner[""], values, given, key)
+        key, inner, sibling = _key(item), choices(section, item), item.metadata.get("chosen_by")
+        old, new = values.get(key), given.get(key, {})
+        if not inner or not isinstance(old, dict) or not isinstance(new, dict):
             continue
-        chooser, default = _chooser(section, item, key)
-        if (chosen := given.get(chooser)) in inner and chosen != values.get(chooser, default):
-            kept = dataclasses.fields(inner[chosen]) if "among" in item.metadata else ()
-            keys = {_dotted(key, field) for field in kept}
-            for other in [other for other in values if other.startswith(f"{key}.") and other not in keys]:
-                del values[other]
+        if "" in inner:
+            merged[key] = merge(inner[""], old, new)
+            continue
+        if sibling is None and new.get("task", old.get("task")) != old.get("task"):
+            old = {}
+        elif given.get(sibling) in inner:
+            kept = {_key(field) for field in dataclasses.fields(inner[given[sibling]])}
+            old = {name: value for name, value in old.items() if name in kept}
+        merged[key] = old | new
+    return merged
 
 
 def as_dict(section: Any) -> dict[str, Any]:
@@ -189,30 +164,24 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def apart(section: type, key: str, value: Any, name: str = "") -> dict[str, Any]:
-    """Return a setting, or what is in a section itself `key`, by dotted keys."""
-    return flatten([section], nested({key.removeprefix(f"{name}."): value}), name)
-
-
-def nested(values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return settings that are given by dotted keys, all of them in the section `name`, as nested mappings."""
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that are given by dotted keys as nested mappings; later ones override earlier ones."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        *outer, last = key.removeprefix(f"{name}.").split(".")
-        inner = functools.reduce(lambda section, part: section.setdefault(part, {}), outer, found)
-        if value != {} or last not in inner:
-            inner[last] = value
+        *outer, last = key.split(".")
+        inner = found
+        for part in outer:
+            if not isinstance(inner.get(part), dict):
+                inner[part] = {}
+            inner = inner[part]
+        value, old = _plain(value), inner.get(last)
+        inner[last] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
     return found
 
 
-def with_values(section: Section, values: Mapping[str, Any], name: str = "") -> Section:
-    """Return a section, itself `name`, with other values of these settings, by their keys. Raises as `build` does."""
-    kind = type(section)
-    whole, changes = flatten([kind], as_dict(section), name), {}
-    for key, value in values.items():
-        changes |= apart(kind, key, value, name)
-    merge(kind, whole, changes, name)
-    return build(kind, nested(whole, name), name)
+def with_values(section: Section, values: Mapping[str, Any], name: str) -> Section:
+    """Return a section, itself `name`, with other values of these settings, by dotted keys. Raises as `build` does."""
+    return build(type(section), merge(type(section), as_dict(section), nested(values)[name]), name)
 
 
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:

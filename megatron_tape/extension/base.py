@@ -19,7 +19,7 @@ from megatron_tape.checkpoint.kept_tokenizer import (
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.config.sections import as_dict, flatten, settings_of
+from megatron_tape.config.sections import as_dict, default_of, merge
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
@@ -36,10 +36,8 @@ from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.position import ENCODINGS, model_config
 
 KEY = "extension.from"
-_REQUIRED = {
-    setting.key
-    for setting in settings_of(ModelConfig, "model")
-    if setting.default is dataclasses.MISSING and not setting.sections
+_REQUIRED = {item.name for item in dataclasses.fields(ModelConfig) if default_of(item) is dataclasses.MISSING} - {
+    "position"
 }
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -91,50 +89,43 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
     themselves. Nothing is read if every setting of the model is given, as in a run's config.yaml. Raises ConfigError.
     """
+    model, extension = values.get("model", {}), values.get("extension", {})
+    given, encoding = extension.get("from"), model.get("position_encoding")
     if base is not None:
-        given = values.get(KEY)
         problem = f"is {given}, but the chain extends what it pretrains"
         refuse(given not in (None, str(base.path)), KEY, problem, "remove it")
-        values = {**values, KEY: str(base.path)}
+        given = str(base.path)
     refuse(
-        values.get(KEY) is None
-        and not values.keys() >= _REQUIRED
-        and any(key.startswith("extension.") for key in values),
+        given is None and not model.keys() >= _REQUIRED and bool(extension),
         KEY,
         "is not set",
         "give pretrain.extend_context a model: a run, a checkpoint, or a directory in the format of transformers",
     )
-    if values.get(KEY) is None or values.keys() >= _keys_of_model(values.get("model.position_encoding", "")):
-        return dict(values)
+    if given is None:
+        return values
+    whole = model.keys() >= {item.name for item in dataclasses.fields(ModelConfig)}
+    if whole and encoding in ENCODINGS and model["position"].keys() >= _keys_of_position(encoding):
+        return values | {"extension": extension | {"from": given}}
     try:
-        base = base or find_base(values[KEY], values.get("logging.directory"))
+        base = base or find_base(given, values.get("logging", {}).get("directory"))
     except ConfigError:
-        if values.keys() >= _REQUIRED:  # perhaps the run has begun; one that has not is refused later
-            return dict(values)
+        if model.keys() >= _REQUIRED:  # perhaps the run has begun; one that has not is refused later
+            return values
         raise
-    encoding = values.get("model.position_encoding", base.model.position_encoding)
-    inherited = _inherited(base.model, encoding)
+    inherited = _inherited(base.model, encoding or base.model.position_encoding)
     scaled = getattr(base.model.position, "rope_scaling_factor", 1) != 1
-    if values.get("model.position.rope_scaling_type", "linear") != "linear" and not scaled:
-        inherited["model.position.rope_original_seq_length"] = base.model.seq_length
-    tensor_size = values.get("parallel.tensor_model_parallel_size", 1)
+    if model.get("position", {}).get("rope_scaling_type", "linear") != "linear" and not scaled:
+        inherited["position"]["rope_original_seq_length"] = base.model.seq_length
+    tensor_size = values.get("parallel", {}).get("tensor_model_parallel_size", 1)
     if base.state is None and tensor_size > 0:
-        inherited["model.vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
-    named = values[KEY] if base.is_import_of_run else str(base.path)
-    return inherited | values | {KEY: named}
-
-
-def _keys_of_model(encoding: str) -> set[str]:
-    """Return the keys of every setting that a model with this positional encoding has."""
-    own = {f"model.{item.name}" for item in dataclasses.fields(ModelConfig) if item.name != "position"}
-    return own | {f"model.{key}" for key in _keys_of_position(encoding)}
+        inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
+    named = given if base.is_import_of_run else str(base.path)
+    return values | {"model": merge(ModelConfig, inherited, model), "extension": extension | {"from": named}}
 
 
 def _keys_of_position(encoding: str) -> set[str]:
-    """Return the keys, within `model`, of a positional encoding's settings; none for one that does not exist."""
-    if encoding not in ENCODINGS:
-        return set()
-    return {f"position.{item.name}" for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
+    """Return the settings of a positional encoding; none for one that does not exist."""
+    return {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)} if encoding in ENCODINGS else set()
 
 
 def find_base(given: str, run: str | None = None) -> Base:
@@ -210,14 +201,12 @@ def _from_checkpoint(path: Path) -> Base:
 
 def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     """Return the settings that an extension with this positional encoding has from its base unless it gives others."""
-    inherited = flatten([ModelConfig], as_dict(base), "model")
-    own, before = _keys_of_model(encoding), base.position_encoding
-    others = {"model.attention_backend"}
-    if encoding != before:
-        others |= {"model.position_encoding"}
-    if before in ENCODINGS[encoding].drops:
-        others.add("model.layers_without_positions")  # then all of them are
-    return {key: value for key, value in inherited.items() if key in own - others}
+    own, before = _keys_of_position(encoding), base.position_encoding
+    others = {"attention_backend", *(["position_encoding"] if encoding != before else [])}
+    if encoding in ENCODINGS and before in ENCODINGS[encoding].drops:
+        others.add("layers_without_positions")  # then all of them are
+    inherited = {key: value for key, value in as_dict(base).items() if key not in others}
+    return inherited | {"position": {key: value for key, value in inherited["position"].items() if key in own}}
 
 
 def begins_with_base(config: RunConfig) -> bool:
@@ -236,10 +225,10 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
     extended = {f"position.{key}" for key in ENCODINGS[now].extended_by}
-    free = {*FREE_IN_A_MODEL, *_keys_of_position("rope"), *extended}
+    free = {*FREE_IN_A_MODEL, *(f"position.{key}" for key in _keys_of_position("rope")), *extended}
     dropped = was in ENCODINGS[now].drops
     if added or dropped:
-        free |= {"position_encoding", *_keys_of_position(now)}
+        free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
     if dropped:
         free.add("layers_without_positions")
     if getattr(base.model.position, "increments", "fixed") != "fixed":

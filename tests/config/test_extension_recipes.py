@@ -11,8 +11,7 @@ from plans import RECIPES, recipe
 from megatron_tape.checkpoint.saved_settings import ORDER_KEYS
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import ENCODINGS, RunConfig, config_dict
-from megatron_tape.config.sections import flatten
+from megatron_tape.config.schema import ENCODINGS, config_dict
 from megatron_tape.extension.base import check_base
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.shapes import whole_shapes
@@ -83,10 +82,18 @@ def methods(extend):
     return {name: extend(name, LLAMA2_7B) for name in METHODS}
 
 
+def by_keys(settings, name=""):
+    """Settings by dotted keys."""
+    found = {}
+    for key, value in settings.items():
+        inner = isinstance(value, dict) and value
+        found |= by_keys(value, f"{name}{key}.") if inner else {f"{name}{key}": value}
+    return found
+
+
 def flat(config):
     kept = ("extension.from", "logging.directory", "checkpoint.directory")
-    values = flatten([RunConfig], config_dict(config))
-    return {key: value for key, value in values.items() if key not in kept}
+    return {key: value for key, value in by_keys(config_dict(config)).items() if key not in kept}
 
 
 def test_every_recipe_is_tested():

@@ -515,33 +515,25 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
 
 def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
     model = make(model__position_encoding="rope").model
-    scaled = {
-        "model.position.rope_scaling_type": "yarn",
-        "model.position.rope_scaling_factor": 2.0,
-        "extension.from": "somewhere",
-    }
-    found = with_base_settings(scaled, Base(Path("somewhere"), model, None))
-    assert found["model.position.rope_original_seq_length"] == model.seq_length
-    given = scaled | {"model.position.rope_original_seq_length": 7}
-    assert (
-        with_base_settings(given, Base(Path("somewhere"), model, None))["model.position.rope_original_seq_length"] == 7
-    )
+    base, position = Base(Path("somewhere"), model, None), {"rope_scaling_type": "yarn", "rope_scaling_factor": 2.0}
+    for given, expected in ({}, model.seq_length), ({"rope_original_seq_length": 7}, 7):
+        found = with_base_settings({"model": {"position": position | given}, "extension": {"from": "somewhere"}}, base)
+        assert found["model"]["position"]["rope_original_seq_length"] == expected
 
 
 def test_a_recipe_with_a_whole_model_inherits_what_it_does_not_name():
     model = make(model__position_encoding="rope", model__position__rope_theta=5e5, model__norm_epsilon=1e-3).model
     required = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size")
-    given = {f"model.{key}": getattr(model, key) for key in required} | {"extension.from": "somewhere"}
-    found = with_base_settings(given | {"model.seq_length": 64}, Base(Path("somewhere"), model, None))
-    assert (found["model.position.rope_theta"], found["model.norm_epsilon"], found["model.seq_length"]) == (
-        5e5,
-        1e-3,
-        64,
-    )
-    whole = {f"model.{key}": value for key, value in as_dict(model).items()} | {"extension.from": "gone"}
+    given = {key: getattr(model, key) for key in required}
+    extension = {"extension": {"from": "somewhere"}}
+    found = with_base_settings(
+        {"model": given | {"seq_length": 64}, **extension}, Base(Path("somewhere"), model, None)
+    )["model"]
+    assert (found["position"]["rope_theta"], found["norm_epsilon"], found["seq_length"]) == (5e5, 1e-3, 64)
+    whole = {"model": as_dict(model), **extension}
     assert with_base_settings(whole) == whole
-    of_an_older_version = {key: value for key, value in whole.items() if key != "model.norm_epsilon"}
-    assert with_base_settings(of_an_older_version) == of_an_older_version  # its run may need the base no longer
+    older = {key: value for key, value in whole["model"].items() if key != "norm_epsilon"}
+    assert with_base_settings(whole | {"model": older}) == whole | {"model": older}  # its run may need no base
 
 
 def test_yarn_without_a_factor_is_refused():
