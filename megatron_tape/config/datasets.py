@@ -1,7 +1,9 @@
 """Patterns in `data.prefix` and `data.stages`, such as data/web-*, and the datasets that they match."""
 
+import fnmatch
 import glob
 import os
+import re
 from dataclasses import replace
 
 from megatron_tape.config.data import blend
@@ -9,6 +11,8 @@ from megatron_tape.config.schema import RunConfig
 
 _ENDINGS = (".bin", ".idx", ".bin.partial", ".idx.partial")
 """Of complete and of incomplete datasets. A pattern matches both, so that incomplete ones are refused, not left out."""
+_PART = re.compile(r"(.*-)[0-9]{5}(-of-([0-9]{5}))", re.DOTALL)
+"""What a part of `tools/preprocess_data.py --part` is called."""
 
 
 def is_pattern(prefix: str) -> bool:
@@ -17,10 +21,16 @@ def is_pattern(prefix: str) -> bool:
 
 
 def matching(prefix: str) -> list[str]:
-    """Return the prefixes of the datasets that a pattern matches, sorted; the prefix itself if there are none."""
+    """Return the prefixes of the datasets that a pattern matches, sorted; the prefix itself if there are none.
+
+    Beside a part of several, it also matches those that do not exist, which are then refused.
+    """
     if not is_pattern(prefix) or any(os.path.exists(prefix + ending) for ending in _ENDINGS):
         return [prefix]
     found = {path.removesuffix(end) for end in _ENDINGS for path in glob.glob(prefix + end, recursive=True)}
+    for begin, end, count in {part.groups() for part in map(_PART.fullmatch, found) if part}:
+        parts = (f"{begin}{number:05}{end}" for number in range(int(count)))
+        found |= {part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), os.path.basename(prefix))}
     return sorted(found) or [prefix]
 
 

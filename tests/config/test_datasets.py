@@ -65,3 +65,13 @@ def test_incomplete_datasets_and_patterns_without_any_are_refused(datasets, endi
         with pytest.raises(ConfigError, match=problem) as caught:
             check_data_files(config)
         assert caught.value.key == "data.prefix"
+
+
+def test_a_part_that_does_not_exist_is_refused_unless_the_pattern_leaves_it_out(datasets):
+    for number in (0, 2):
+        for ending in (".idx", ".bin"):
+            (datasets / f"part-{number:05}-of-00003{ending}").touch()
+    assert resolved("part-0000[02]-of-*") == ["part-00000-of-00003", "part-00002-of-00003"]
+    config = parse_run_config(["--config", RECIPE, "--data.prefix=./part-*", "--data.tokenizer=null"])
+    with pytest.raises(ConfigError, match="part-00001-of-00003.idx does not exist"):
+        check_data_files(config)
