@@ -180,7 +180,7 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
         write_record(new / FINGERPRINTS, _fingerprints(new), durable=False)
         for path in (*new.iterdir(), new):
             sync_directory(path)
-        if damaged is not None:
+        if damaged is not None and _damaged(directory) is not None:  # no other job has replaced it meanwhile
             os.rename(directory, temporary / "old")
         try:
             os.rename(new, directory)

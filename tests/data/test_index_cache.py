@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import pickle
+import shutil
 import time
 from pathlib import Path
 
@@ -154,13 +155,18 @@ def test_a_whole_cache_need_not_be_writable_and_a_damaged_one_is_refused(tokens,
         tokens(BLEND)
 
 
-def test_what_another_job_has_built_meanwhile_is_kept(tokens, monkeypatch, tmp_path):
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_another_job_has_built_meanwhile_is_kept(tokens, monkeypatch, tmp_path, damaged):
     expected = tokens(PLAIN)
     (directory,) = tokens.cache.iterdir()
     write, other = index_cache.write_record, directory.rename(tmp_path / "other")
+    if damaged:
+        shutil.copytree(other, directory)
+        _truncate(next(directory.glob("*.npy")))
 
     def meanwhile(*arguments, **options):
         write(*arguments, **options)
+        shutil.rmtree(directory, ignore_errors=True)
         other.rename(directory)
 
     monkeypatch.setattr(index_cache, "write_record", meanwhile)
