@@ -6,6 +6,7 @@
 #
 # Programs that have finished say so and change nothing, so that an interrupted demo continues where it stopped. A
 # number trains each model for so many steps only.
+cd "$(dirname "$0")/.." || exit
 . pretrain/demo_common.sh
 D=runs/demo
 steps=${1:+--train.steps $1 --schedule.warmup_steps $(($1 / 10))}

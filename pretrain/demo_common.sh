@@ -2,7 +2,8 @@
 set -euo pipefail
 
 # At most two processes: on the GPUs, or on the CPU's cores, which they share.
-gpus=$(cut -d, -f1-2 <<<"${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}")
+find_gpus() { nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | grep -x '[0-9]*' | paste -sd,; }
+gpus=$(cut -d, -f1-2 <<<"${CUDA_VISIBLE_DEVICES-$(find_gpus)}")
 cores=$(getconf _NPROCESSORS_ONLN)
 if [ -n "$gpus" ]; then
   export CUDA_VISIBLE_DEVICES=$gpus
