@@ -1,6 +1,8 @@
-"""Show what indexed datasets hold and check that their files are intact; the exit code is 2 if they are not.
+"""Show what indexed datasets hold and check that their files are intact.
 
-python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
+    python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
+
+The exit status is 2 if they are not.
 """
 
 import argparse

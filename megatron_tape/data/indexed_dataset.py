@@ -191,9 +191,8 @@ class IndexedDatasetReader:
     """A dataset on disk, memory-mapped.
 
     Its length is the number of documents. `lengths`, `pointers` and `document_indices` are the arrays of the index,
-    `multimodal` says whether it also has
-    sequence modes. Raises FileError when a file is missing or the index cannot be read at all; `problems` finds
-    everything else.
+    `multimodal` says whether it also has sequence modes. Raises FileError when a file is missing or the index cannot be
+    read at all; `problems` finds everything else.
     """
 
     def __init__(self, prefix: str | Path):
