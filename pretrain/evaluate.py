@@ -156,12 +156,12 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     given = read_settings(parser, sections, argv)
     options = given.options
     refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a directory of transformers")
-    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if name in given.values]
+    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if given.values.get(name) is not None]
     choices = f"choose some of {', '.join(TASKS)}"
     refuse(not names, "no task", "is named", choices)
     for name in names:
         refuse(name not in TASKS, name, "is not a task", choices)
-    values = {name: given.values.get(name, {}) for name in names}
+    values = {name: given.values.get(name) or {} for name in names}
     with given.placing_errors():
         fix = "give --TASK.setting value, or --config FILE.yaml"
         settings = build(sections, values, fix=fix)

@@ -97,8 +97,9 @@ class Given:
             self.values = merge(section, self.values, _checked("", given, kinds))
 
     def _place(self, key: str) -> str:
-        while key.count(".") > 1 and key not in self.places:  # an item of a list, or a part of a mapping
-            key = re.sub(r"(\[\d+\])?\.[^.]*$", "", key)
+        # What an item of a list, or a part of a mapping, is in.
+        while key not in self.places and (whole := re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)):
+            key = whole[1]
         return self.places.get(key, "")
 
 
@@ -109,7 +110,9 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
     if unknown:
         name = unknown[0].partition("=")[0]
         refuse(not name.startswith("--"), name, "is not expected here", "give settings as --section.key value")
-        raise _unknown_key(name.removeprefix("--"), kinds)
+        key = name.removeprefix("--")
+        refuse(key in kinds, key, "is a section", f"give its settings as --{key}.key value")
+        raise _unknown_key(key, kinds)
     given = Given(options)
     for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
         if is_file:
@@ -145,7 +148,7 @@ def _checked(name: str, value: Any, kinds: dict[str, Any]) -> Any:
     kind = kinds.get(name, _SECTION)
     if kind in (_SECTION, _SECTION | None) and isinstance(value, dict):
         return {key: _checked(f"{name}.{key}" if name else str(key), item, kinds) for key, item in value.items()}
-    of_sections = isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    of_sections = isinstance(value, list) and any(isinstance(item, dict) for item in value)
     return value if of_sections else accept(name, value, kind)
 
 
@@ -179,8 +182,11 @@ def _takes(kind: Any, origin: type) -> bool:
 
 
 def _unknown_key(key: str, kinds: Mapping[str, Any]) -> ConfigError:
-    if key.startswith("evaluation.") and key.count(".") == 1:
-        tasks = [known.removeprefix("evaluation.") for known in kinds if re.fullmatch(r"evaluation\.\w+", known)]
+    whole, _, part = key.rpartition(".")
+    if kinds.get(whole, _SECTION) not in (_SECTION, _SECTION | None) and _takes(kinds[whole], dict):
+        return ConfigError(key, "is an unknown key", f"give {whole} a mapping, such as {{{part}: ...}}")
+    tasks = [known.removeprefix("evaluation.") for known in kinds if re.fullmatch(r"evaluation\.\w+", known)]
+    if tasks and key.startswith("evaluation.") and key.split(".")[1] not in tasks:
         others = "python -m pretrain.evaluate does the other tasks, such as those that generate text"
         fix = f"a run evaluates {', '.join(tasks)} while it trains, and {others}"
         return ConfigError(key, "is an unknown key", fix)

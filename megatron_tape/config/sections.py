@@ -84,7 +84,12 @@ def _build(section: type, given: Mapping[str, Any], name: str, missing: list[str
             continue
         if inner and not (value is None and type(None) in get_args(kind)):
             value = {} if value is MISSING else accept(key, value, dict[str, Any])
-            value = _build(_chosen(section, item, key, given, value), value, key, missing)
+            chosen = _chosen(section, item, key, given, value)
+            elsewhere = _keys_of(*inner.values()) - _keys_of(chosen)
+            problem = f"is an unknown key with this {_chooser(section, item, key)[0]}"
+            for other in value:
+                refuse(other in elsewhere, f"{key}.{other}", problem, "remove it, or choose another")
+            value = _build(chosen, value, key, missing)
         elif value is MISSING:
             missing.append(key)
         elif not inner:
@@ -102,7 +107,7 @@ def _chosen(section: type, item: dataclasses.Field, key: str, outer: Mapping[str
     if "" in inner:
         return inner[""]
     name = (value if chooser.startswith(f"{key}.") else outer).get(chooser.rpartition(".")[2], default)
-    if name in inner:
+    if isinstance(name, str) and name in inner:
         return inner[name]
     close = difflib.get_close_matches(str(name).lower(), inner, n=1)
     fix = f"{f'did you mean {close[0]}? There are' if close else 'choose one of'} {', '.join(inner)}"
@@ -147,8 +152,7 @@ def merge(section: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
         if sibling is None and new.get("task", old.get("task")) != old.get("task"):
             old = {}
         elif given.get(sibling) in inner:
-            kept = {_key(field) for field in dataclasses.fields(inner[given[sibling]])}
-            old = {name: value for name, value in old.items() if name in kept}
+            old = {name: value for name, value in old.items() if name in _keys_of(inner[given[sibling]])}
         merged[key] = old | new
     return merged
 
@@ -186,7 +190,7 @@ def with_values(section: Section, values: Mapping[str, Any], name: str) -> Secti
 
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a key that does not exist, with the `known` one that has its name or is most similar."""
-    known = list(dict.fromkeys(known))
+    known = [other for other in dict.fromkeys(known) if not key.startswith(f"{other}.")]
     section, _, name = key.rpartition(".")
     beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     close = [f"{section}.{other}" for other in difflib.get_close_matches(name, beside, n=1) if section]
@@ -203,6 +207,10 @@ def default_of(item: dataclasses.Field) -> Any:
 def _key(item: dataclasses.Field) -> str:
     """Return the key of a field in recipes: Python's keywords have an underscore as fields."""
     return item.name.removesuffix("_")
+
+
+def _keys_of(*sections: type) -> set[str]:
+    return {_key(item) for section in sections for item in dataclasses.fields(section)}
 
 
 def _dotted(name: str, item: dataclasses.Field) -> str:

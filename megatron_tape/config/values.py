@@ -104,6 +104,8 @@ def describe(kind: Any) -> str:
         return "a mapping of names to numbers"
     if origin is list and int in (arguments[0], *get_args(arguments[0])):
         return "a list of whole numbers, such as [1024, 2048]"
+    if dataclasses.is_dataclass(kind):
+        return "a mapping"
     return {list: "a list", dict: "a mapping"}.get(origin or kind) or _WORDS.get(kind, "a value")
 
 

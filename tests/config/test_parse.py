@@ -120,6 +120,11 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--print-config"], "print-config is an unknown key; did you mean print_config?"),
         (["--train.evaluations=[1]"], "train.evaluations[0] is 1; set it to text"),
         (["--train.spike.action=skip"], "train.spike.action is an unknown key; did you mean train.spikes.action?"),
+        (["--train=3"], "train is a section; give its settings as --train.key value"),
+        (["--optimizer.weight_decay_of.position=0"], "; give optimizer.weight_decay_of a mapping, such as {position: "),
+        (["--evaluation.passkey.every=3"], "evaluation.passkey.every is an unknown key; a run evaluates perplexity, "),
+        (["--data.stages=[3]"], "data.stages[0] is 3; set it to a mapping"),
+        (["--data.stages=[{prefix: a, share: 0.1}, 3]"], "data.stages[1] is 3; set it to a mapping"),
         (["--train.spikes.actoin=skip"], "is an unknown key; did you mean train.spikes.action?"),
         (["--train.spikes=skip"], "train.spikes is 'skip'; set it to a mapping or null"),
         (["--train.spikes.action=stop"], "train.spikes.action is 'stop'; choose one of warn, skip, rewind"),
@@ -174,6 +179,8 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
             b"model:\n  position:\n    incremens: signed",
             ":3: model.position.incremens is an unknown key; did you mean ",
         ),
+        (b"train:\n  evaluations: [1]", ":2: train.evaluations[0] is 1; set it to text"),
+        (b"train:\n  profile:\n    ranks: [x]", ":3: train.profile.ranks[0] is 'x'; set it to a whole number"),
         (b"model:\n  position:\n    mlp_size: wide", ":3: model.position.mlp_size is 'wide'; "),
         (b"train: {steps: 3}\n---\ntrain: {steps: 4}", ":2 cannot be read: but found another document"),
         (b"\nmodel: {num_layers: \xff}", ":2 is not UTF-8 text"),
@@ -251,7 +258,7 @@ def test_another_encoding_keeps_the_settings_that_it_has(parse):
 def test_a_setting_of_another_encoding_is_refused(parse, capsys):
     given = MODEL | {"position_encoding": "nope", "position": {"increments": "signed"}}
     assert "recipe.yaml:" in (error := refusal(capsys, parse, model=given))
-    assert "model.position.increments is an unknown key" in error
+    assert "model.position.increments is an unknown key with this model.position_encoding" in error
     assert "model.position.increments is" in refusal(
         capsys, parse, "--model.position_encoding=xpos", "--model.position.increments=signed"
     )

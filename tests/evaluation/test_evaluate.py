@@ -189,6 +189,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["toy", "--model", "{llama}", "--output", "{llama}/config.json"], "config.json is not a writable directory"),
         (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),
         (["toy", "--model", "{llama}", "--toy.unit", "1"], "toy.unit is an unknown key; did you mean toy.units?"),
+        (["--model", "{llama}", "--toy", "null"], "toy is a section"),
         (["toy", "--model", "{adapter}"], "is an adapter"),
         (["toy", "--model", "{pickle}"], "no .safetensors files"),
         (["toy", "--model", "{code}"], "pass --trust-remote-code"),
