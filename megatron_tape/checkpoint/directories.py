@@ -92,8 +92,8 @@ class State(TypedDict):
     config: dict[str, dict[str, Any]]
 
 
-class NewerFormat(CheckpointError):
-    """A checkpoint that a newer version of this project wrote; it may be complete, but this version cannot read it."""
+class OtherFormat(CheckpointError):
+    """A checkpoint that another version of this project wrote; it may be complete, but this version cannot read it."""
 
 
 def staging_directory(home: str | Path, step: int) -> Path:
@@ -147,23 +147,21 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
     Raises:
-        NewerFormat: if a newer version wrote it.
+        OtherFormat: if another version wrote it.
         ValueError: if it is malformed (CheckpointError and what `read_record` raises), or its step is not the one in
             the directory's name.
     """
     path = Path(path)
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise NewerFormat(
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        age = "a newer" if version > FORMAT_VERSION else "an earlier"
+        raise OtherFormat(
             str(path),
-            f"was written by a newer version of this project (checkpoint format {version}; this one reads "
+            f"was written by {age} version of this project (checkpoint format {version}; this one reads "
             f"{FORMAT_VERSION})",
-            "update this one, or move that checkpoint away",
+            "use that version, or move the checkpoint away",
         )
     manifest = read_record(path / MANIFEST, Manifest)
-    if version != FORMAT_VERSION:
-        problem = f"has format version {version}, and this version of the project reads {FORMAT_VERSION}"
-        raise CheckpointError(MANIFEST, problem)
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
         raise CheckpointError(MANIFEST, f"says step {manifest['step']}")
@@ -193,7 +191,7 @@ def problems(path: str | Path, deep: bool = True) -> list[str]:
     """Return, file by file, why a checkpoint is not complete; empty if it is. Only `deep` reads the files' bytes."""
     try:
         return _problems(Path(path), deep)
-    except (NewerFormat, OSError) as error:
+    except (OtherFormat, OSError) as error:
         return [str(error)]
 
 
@@ -207,7 +205,7 @@ def newest_whole(
     """Return the path of the newest complete checkpoint; `warn` is called for each broken one that is skipped.
 
     `deep` reads every byte; otherwise the right file sizes are enough. Those in `but` are skipped without a word.
-    Raises NewerFormat rather than skip a checkpoint that a newer version wrote: a run that continues from an older one
+    Raises OtherFormat rather than skip a checkpoint that another version wrote: a run that continues from an older one
     would replace it. If `strict`, also raises CheckpointError rather than skip one that a failing disk does not let us
     judge.
     """
@@ -279,7 +277,7 @@ def _name(step: int) -> str:
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
-    """Raises NewerFormat, or OSError if the disk fails; a file that is missing is a problem."""
+    """Raises OtherFormat, or OSError if the disk fails; a file that is missing is a problem."""
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
     try:
@@ -288,7 +286,7 @@ def _problems(path: Path, deep: bool) -> list[str]:
         found = [problem for problem in listed if problem]
         if not found and STATE in manifest["files"] and (step := read_state(path)["step"]) != manifest["step"]:
             found.append(f"{STATE} says step {step}, and {MANIFEST} says {manifest['step']}")
-    except NewerFormat:
+    except OtherFormat:
         raise
     except (ValueError, FileNotFoundError) as error:
         return [str(error)]

@@ -147,7 +147,7 @@ class Attempt:
 
         `facts` (JSON: job, nodes, ...) are stored in `attempt.json` with the step of the newest checkpoint. Once this
         returns, no earlier attempt can publish a checkpoint any more. Raises CheckpointError, before it changes
-        anything, if a newer version of this project wrote the newest checkpoint, or if no number is left.
+        anything, if another version of this project wrote the newest checkpoint, or if no number is left.
         """
         attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
         checkpointed_step(root)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megatron_tape.checkpoint.directories import FORMAT_VERSION
 from megatron_tape.command_line import status_of
 from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt
@@ -132,7 +133,7 @@ def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
     path = run / "attempts" / "000001" / "attempt.json"
     write_record(path, json.loads(path.read_text()) | {"checkpoint_directory": str(before)})
     (run / "checkpoints" / "step-00000010").mkdir()
-    write_record(run / "checkpoints" / "step-00000010" / "manifest.json", {"format_version": 3})
+    write_record(run / "checkpoints" / "step-00000010" / "manifest.json", {"format_version": FORMAT_VERSION + 1})
     status.main([str(run)])
     found = capsys.readouterr().out
     assert str(run / "checkpoints" / "step-00000010") in found and str(before) not in found
@@ -145,7 +146,7 @@ def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
 def test_a_checkpoint_of_a_newer_version_is_shown_as_such(run, capsys):
     path = run / "checkpoints" / "step-00000010"
     path.mkdir()
-    write_record(path / "manifest.json", {"format_version": 3})
+    write_record(path / "manifest.json", {"format_version": FORMAT_VERSION + 1})
     assert status.main([str(run)]) == 0
     assert "written by a newer version of this project" in capsys.readouterr().out
 
