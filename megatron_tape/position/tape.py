@@ -224,7 +224,7 @@ class TapePosition(RotaryPosition):
             fits = fits_fused(*sizes)
             if self.fused and not fits:
                 logger.warning(
-                    "the fused position update has no room for %d groups of %d heads; plain torch computes the update",
+                    "the fused position update has no room for %d groups and %d heads; plain torch computes it",
                     *sizes,
                 )
             self._update = fused_update if self.fused and fits else compact_update

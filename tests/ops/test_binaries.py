@@ -8,6 +8,8 @@ import sys
 import pytest
 from ops_interpreter import SHARED_MEMORY
 
+from megatron_tape.ops.position_update import MAX_GROUPS, MAX_HEADS
+
 FEW = [(128, 86, 0), (64, 90, 1)]
 ALL = [(dim, capability) for dim in (64, 128) for capability in SHARED_MEMORY]
 RECIPES = [(64, 12, 12), (128, 16, 16), (128, 32, 8)]
@@ -32,6 +34,11 @@ def test_kernels_compile_for_gpus_that_are_not_here(cases):
     assert len({kernel["name"] for _, kernel in found}) == 8
     for capability, kernel in found:
         assert kernel["shared"] <= SHARED_MEMORY[capability] * 1024, kernel
+
+
+def test_the_largest_position_update_that_is_fused_fits_into_the_least_shared_memory():
+    for kernel in compile_apart(f"ops.binaries(lambda: ops.launch_update({MAX_GROUPS}, {MAX_HEADS}, 128, 512), 86)"):
+        assert kernel["shared"] <= SHARED_MEMORY[86] * 1024, kernel
 
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -27,6 +27,9 @@ TOKENS = 4
 COLUMNS = 64
 """Maximum number of a token's columns in registers; with more, fewer programs run at the same time."""
 
+MIXING_BYTES = 8192
+"""Maximum bytes of A beside so many columns; with more, shared memory has room for half as many."""
+
 
 @triton.jit
 def _matrix(pointer, rows, columns, row_stride, R: tl.constexpr, C: tl.constexpr):
@@ -152,9 +155,10 @@ def _launch(kernel, z: Tensor, u: Tensor, M: Tensor, mixing: Tensor, *tensors: T
     (N, G, D), H, tokens = z.shape, u.shape[-2], _tokens(z)
     leading = (u.shape[1], u.stride(0), u.stride(1)) if u.dim() == 4 else (1, u.stride(0), 0)
     block_g, block_h, block_d = (max(16, triton.next_power_of_2(n)) for n in (G, H, D))
+    columns = COLUMNS if block_g * block_h * u.element_size() <= MIXING_BYTES else COLUMNS // 2
     kernel[(triton.cdiv(N, tokens),)](
         z, u, M, mixing, *tensors, N, tokens, *leading, u.stride(-2),
-        G, H, D, block_g, block_h, min(block_d, COLUMNS), mixing.dim() == 2,
+        G, H, D, block_g, block_h, min(block_d, columns), mixing.dim() == 2,
         num_warps=min(8, max(1, block_g * max(block_g, block_h) // 512)),
     )  # fmt: skip
 
