@@ -10,7 +10,7 @@ from models import build, random_tokens, small_model
 
 from megatron_tape.config.data import DataConfig
 from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, ParallelConfig, RunConfig
-from megatron_tape.config.train import TrainConfig
+from megatron_tape.config.train import AverageSettings, TrainConfig
 from megatron_tape.parallel.deepspeed_patches import average_and_scatter
 from megatron_tape.training.engine import Engine
 
@@ -87,7 +87,7 @@ def trial(tp, stage, what, precision="fp32"):
     return outcome.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
 
 
-MOVING = {"kind": "ema", "decay": 0.5}
+MOVING = AverageSettings(kind="ema", decay=0.5)
 LEFT_OUT = [
     (1, "fp32", "adamw", "loss"),
     (1, "fp32", "adamw", "spike"),

@@ -68,7 +68,7 @@ def test_memory_and_collectives_of_many_configurations_are_those_estimated(many,
     [
         ("frequencies_on_the_cpu", "position/rope.py:"),
         ("labels_on_the_cpu", "and cpu! at megatron_tape/ops/linear_cross_entropy.py:"),
-        ("a_wrong_type", "same dtype"),
+        ("a_wrong_type", "position_update.py:"),
         (WAITS, "waits for the GPU in the forward pass: item at tests/rehearsal_cases.py:"),
         (WAITS, "copy to the GPU at tests/rehearsal_cases.py:"),
     ],
