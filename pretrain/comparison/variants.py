@@ -74,8 +74,9 @@ def _parse(text: str) -> Variant:
 def _check_key(key: str, encoding: str, text: str) -> None:
     sections = {"model": ModelConfig, **_LEARNING}
     known = {setting.key for name, section in sections.items() for setting in settings_of(section, name)}
+    known -= {"model.position_encoding"}
     owners = [name for name in ENCODINGS if key in _own(name)]
-    if (not owners and _dotted(key, encoding) not in known) or key == "position_encoding":
+    if not owners and _dotted(key, encoding) not in known:
         short = [other.removeprefix("model.").removeprefix("position.") for other in known]
         close = difflib.get_close_matches(key, short, n=1)
         fix = f"did you mean {close[0]}?" if close else "remove it"
