@@ -93,7 +93,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     given, encoding = extension.get("from"), model.get("position_encoding")
     if base is not None:
         problem = f"is {given}, but the chain extends what it pretrains"
-        refuse(given not in (None, str(base.path)), KEY, problem, "remove it")
+        refuse(given not in (None, str(base.path)), KEY, problem, "remove it, or set it to null")
         given = str(base.path)
     refuse(
         given is None and not model.keys() >= _REQUIRED and bool(extension),
