@@ -102,8 +102,8 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
     now = json.loads(json.dumps(config_dict(config)["extension"]))
     keys = ["trains", *LORA_KEYS] if "lora" in saved["trains"] and "lora" in now["trains"] else ["trains"]
     found = [key for key in keys if _in_order(saved[key]) != _in_order(now[key])]
-    # A run that is named as the model to extend stands for its newest checkpoint, which may be another one by now;
-    # earlier versions saved the run's name.
+    # A run that is named as the model to extend stands for its newest checkpoint, which may be another one by now. Its
+    # name was saved if all settings of the model were given.
     a, b = (Path(value).resolve() for value in (saved["from"], now["from"]))
     of_one_run = a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")
     if not of_one_run and not b.is_relative_to(a):
