@@ -155,7 +155,7 @@ def _data(data: dict) -> str:
     if data["prefix"] is None and data.get("examples") is not None:
         return f"examples of {Path(data['examples']['path']).name}"
     if data["prefix"] is None:
-        return ", ".join(f"{key} {value}" for key, value in data["generator"].items())
+        return ", ".join(f"{key} {value}" for key, value in data["generator"].items() if value is not None)
     stages = "".join(
         f"; then, for {x['share']:.0%} of the tokens, {_names(x['prefix'])}" for x in data.get("stages") or ()
     )
