@@ -7,7 +7,7 @@ from megatron_tape.synthetic.recall import Recall
 from megatron_tape.synthetic.selective_copy import SelectiveCopy
 
 GENERATORS: dict[str, type[Generator]] = {task.task: task for task in (Addition, SelectiveCopy, GridNavigation, Recall)}
-"""Add the class of a new file here."""
+"""Add the class of a new file here, and to the type of `config.data.DataConfig.generator`."""
 
 __all__ = [
     "EVALUATION",
