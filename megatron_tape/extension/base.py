@@ -113,9 +113,9 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
             return values
         raise
     inherited = _inherited(base.model, encoding or base.model.position_encoding)
-    scaled = getattr(base.model.position, "rope_scaling_factor", 1) != 1
-    if model.get("position", {}).get("rope_scaling_type", "linear") != "linear" and not scaled:
-        inherited["position"]["rope_original_seq_length"] = base.model.seq_length
+    position, given_type = inherited["position"], model.get("position", {}).get("rope_scaling_type", "linear")
+    if given_type != "linear" and position.get("rope_scaling_factor") == 1:  # of an encoding that scales
+        position["rope_original_seq_length"] = base.model.seq_length
     tensor_size = values.get("parallel", {}).get("tensor_model_parallel_size", 1)
     if base.state is None and tensor_size > 0:
         inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
