@@ -46,7 +46,7 @@ class Plan:
     def encoding(self) -> PositionEncoding:
         return encoding_of(self.model)
 
-    @property
+    @cached_property
     def costs(self) -> tuple[Costs, ...]:
         """What the encoding takes in each layer of the model."""
         return _costs(self.model, self.batch)
