@@ -15,10 +15,10 @@ from exported_models import OWN_CLASSES, PLAIN_ROPE, make
 PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
 # The demo's model; the widths of SmolLM2-135M; every other setting of TAPE; and a Llama.
 SMOLLM2 = dict(num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9, num_query_groups=3)
-SMOLLM2 |= dict(position_mlp_size=36, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
+SMOLLM2 |= dict(mlp_size=36, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
 DEMO = dict(num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=6)
-DEMO |= dict(position_mlp_size=24, seq_length=256)
-OTHER = dict(kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention", position_state_precision="bf16")
+DEMO |= dict(mlp_size=24, seq_length=256)
+OTHER = dict(kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention", state_precision="bf16")
 OTHER |= dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, seq_length=256)
 MODELS = {"demo": (OWN_CLASSES, DEMO), "smollm2": (OWN_CLASSES, SMOLLM2), "other_settings": (OWN_CLASSES, OTHER)}
 MODELS |= {"rope": (PLAIN_ROPE, DEMO)}
