@@ -2,7 +2,8 @@
 
 Only one process writes. A resumed run continues its own files: records past the step it resumes from are dropped first,
 and an earlier attempt that is still alive elsewhere can no longer write to them, so they read like one uninterrupted
-run. A full disk does not stop training: rows wait in memory until they can be written, and TensorBoard is given up.
+run. A full disk does not stop training: rows wait in memory until they can be written, and TensorBoard shows nothing
+between then and the first `sync` after there is room again.
 Importing this imports no torch.
 """
 
@@ -94,12 +95,9 @@ class MetricsWriter:
         _rewrite(path, _rows_up_to(path, resume_step), staging)
         self._rows = _RecordFile(path)
         self._events = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # A fresh start does not keep step 0's configuration either.
-            purge_step = resume_step + 1 if resume_step > 0 else 0
-            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step, flush_secs=5)
+        self._tensorboard, self._warned = directory / "tensorboard" if tensorboard else None, False
+        # A fresh start does not keep step 0's configuration either.
+        self._open_events(resume_step + 1 if resume_step > 0 else 0)
 
     def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
         """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
@@ -144,15 +142,24 @@ class MetricsWriter:
     def sync(self) -> None:
         """Flush all records, and rows to the disk: a later checkpoint must not be ahead of them."""
         self._rows.sync()
+        if self._events is None:
+            with suppress(OSError):
+                self._open_events(self._last_step + 1)
         self._show("flush")
 
     def close(self) -> None:
         """Close the files; rows that still cannot be written are lost, with a warning."""
         self._rows.close()
         self._show("close")
-        self._events = None
+        self._events = self._tensorboard = None
         if self._wandb is not None:
             self._wandb.close()
+
+    def _open_events(self, purge_step: int) -> None:
+        if self._tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self._tensorboard), purge_step=purge_step, flush_secs=5)
 
     def _show(self, method: str, *arguments: Any) -> None:
         """Call a method of TensorBoard's writer, whose thread ends if the disk is full; go on without it then."""
@@ -161,7 +168,9 @@ class MetricsWriter:
                 getattr(self._events, method)(*arguments)
             except OSError as error:
                 self._events = None
-                logger.warning("warning: TensorBoard shows no more of this attempt (%s); metrics.jsonl does", error)
+                if not self._warned:
+                    logger.warning("warning: TensorBoard shows nothing until there is room again (%s)", error)
+                self._warned = True
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         formats = {

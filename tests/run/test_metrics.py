@@ -247,7 +247,24 @@ def test_tensorboard_is_given_up_with_a_warning_where_its_file_cannot_be_written
         writer.log(step, SCALARS)
         writer.sync()
     writer.close()
-    assert caplog.text.count("TensorBoard shows no more") == 1 and steps(tmp_path) == [1, 2, 3]
+    assert caplog.text.count("TensorBoard shows nothing until") == 1 and steps(tmp_path) == [1, 2, 3]
+
+
+def test_tensorboard_goes_on_at_the_first_sync_after_there_is_room_again(tmp_path, monkeypatch, caplog):
+    writer = MetricsWriter(tmp_path, 100)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(RecordWriter, "write", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        full_disk.setattr(threading, "excepthook", lambda _: None)
+        for step in (1, 2, 3):
+            writer.log(step, SCALARS)
+            writer.sync()
+    assert "TensorBoard shows nothing until" in caplog.text
+    for step in (4, 5, 6):
+        writer.log(step, SCALARS)
+        writer.sync()
+    writer.close()
+    shown = [step for step, _ in curve(tmp_path)]
+    assert shown[-1] == 6 and shown == sorted(set(shown))
 
 
 def test_a_running_tensorboard_forgets_the_steps_past_a_resume(tmp_path):
