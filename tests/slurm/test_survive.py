@@ -21,7 +21,7 @@ IN_BACKGROUND = {"checkpoint.asynchronous": "true"}
 
 
 def check_equal(run, whole, attempts=None, gap=False):
-    """Check that a run left the same rows, last checkpoint and TensorBoard curve as the whole one; it may have a gap."""
+    """Check that a run left the same rows, last checkpoint and TensorBoard curve as the whole one, or a gap."""
     assert rows(run) == rows(whole / "runs/tiny")
     assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
