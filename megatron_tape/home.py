@@ -69,7 +69,7 @@ def provide_caches() -> None:
     directory = private_directory(f"megatron-tape-caches-{os.getuid()}")
     os.environ.update({name: os.path.join(directory, name.lower()) for name in names})
     if names != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
-        place = home if "TRITON_CACHE_DIR" in names else models
+        place = models if _is_writable(home) else home
         print(
             f"{place} cannot be written: libraries keep {', '.join(names)} in {directory}", file=sys.stderr, flush=True
         )
