@@ -32,7 +32,7 @@ from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory
 from benchmarks.shapes import SHAPES, run_config
 from benchmarks.step_comparison import EQUAL
 from benchmarks.timing import reason
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import ModelConfig, RunConfig, replaced
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.export.remote_code import write_code

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.environment import add_record_arguments, positive, quieten_libraries
 from benchmarks.shapes import ENCODINGS, RIVALS, SHAPES, Shape, run_config
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.launcher import rank_and_size

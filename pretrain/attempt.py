@@ -35,7 +35,7 @@ from megatron_tape.config.schema import RunConfig, replaced, to_yaml
 from megatron_tape.config.values import PathText, accept
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
-from megatron_tape.extension.base import Base
+from megatron_tape.extension.base_model import Base
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.io.versions import commit

@@ -9,7 +9,7 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config.data import is_positive
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError, refuse

@@ -12,7 +12,7 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.restoring import load_weights
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.parallel.partitions import allocate

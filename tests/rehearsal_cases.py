@@ -141,7 +141,7 @@ def described(outcome):
 
 def main(which, recipe):
     from megatron_tape.checks.arguments import parse_run_config
-    from megatron_tape.checks.settings import validate
+    from megatron_tape.checks.combinations import validate
     from pretrain import rehearse as command
 
     processes = 4 if which == "quick" else 8

@@ -15,7 +15,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets, check_same_data
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.evaluation.during_training import check_tasks
-from megatron_tape.extension.base import (
+from megatron_tape.extension.base_model import (
     Base,
     begins_with_base,
     check_base,

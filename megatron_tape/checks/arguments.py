@@ -2,10 +2,10 @@
 
 import functools
 
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config import parse
 from megatron_tape.config.schema import RunConfig, to_yaml
-from megatron_tape.extension.base import Base, with_base_settings
+from megatron_tape.extension.base_model import Base, with_base_settings
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 

@@ -13,7 +13,7 @@ from megatron_tape.checkpoint.directories import read_state
 from megatron_tape.checkpoint.locate import IMPORTED
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, UserError
-from megatron_tape.extension.base import KEY, Base, find_base
+from megatron_tape.extension.base_model import KEY, Base, find_base
 from megatron_tape.huggingface.imports.new_checkpoint import find_tokenizer, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_directory

@@ -25,7 +25,7 @@ from megatron_tape.ops.swiglu import swiglu
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
-from megatron_tape.position.base import NO_MEMORY
+from megatron_tape.position.encoding import NO_MEMORY
 
 megatron_patches.split_with_torch()
 

@@ -5,7 +5,8 @@ that names the encoding is checked.
 """
 
 from megatron_tape.position.alibi import AlibiPosition
-from megatron_tape.position.base import (
+from megatron_tape.position.cope import CopePosition
+from megatron_tape.position.encoding import (
     Costs,
     EncodingSettings,
     Memory,
@@ -14,7 +15,6 @@ from megatron_tape.position.base import (
     PositionEncoding,
     Positions,
 )
-from megatron_tape.position.cope import CopePosition
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
 from megatron_tape.position.nope import NoPosition

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.base import Costs, PositionEncoding, Positions
+from megatron_tape.position.encoding import Costs, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position.base import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
 
 
 @dataclass(frozen=True, kw_only=True)

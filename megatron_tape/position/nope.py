@@ -1,6 +1,6 @@
 """No positional encoding: only causal attention conveys the order."""
 
-from megatron_tape.position.base import PositionEncoding
+from megatron_tape.position.encoding import PositionEncoding
 
 
 class NoPosition(PositionEncoding):

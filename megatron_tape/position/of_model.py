@@ -9,7 +9,7 @@ from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.sections import build
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import PositionEncoding
+from megatron_tape.position.encoding import PositionEncoding
 from megatron_tape.position.some_layers import in_some_layers
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_tape.position.base import Costs, Parameter, Positions
+from megatron_tape.position.encoding import Costs, Parameter, Positions
 from megatron_tape.position.fox import FoxPosition, FoxSettings
 from megatron_tape.position.path import PathPosition, PathSettings
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron_tape.config.encodings import ENCODINGS
-from megatron_tape.position.base import PositionEncoding
+from megatron_tape.position.encoding import PositionEncoding
 
 
 def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import Costs, Parameter, Positions
+from megatron_tape.position.encoding import Costs, Parameter, Positions
 from megatron_tape.position.rope import RotaryPosition, ScaledSettings
 
 if TYPE_CHECKING:

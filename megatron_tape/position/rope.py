@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position.base import Costs, EncodingSettings, Memory, Parameter, PositionEncoding
+from megatron_tape.position.encoding import Costs, EncodingSettings, Memory, Parameter, PositionEncoding
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import PositionEncoding
+from megatron_tape.position.encoding import PositionEncoding
 
 if TYPE_CHECKING:
     from torch import Tensor

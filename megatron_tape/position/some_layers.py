@@ -5,7 +5,7 @@ Such layers attend as `nope` does and hand the state on as it is. RoPE with one 
 
 import functools
 
-from megatron_tape.position.base import Costs, PositionEncoding, Positions
+from megatron_tape.position.encoding import Costs, PositionEncoding, Positions
 
 
 class _SomeLayers:

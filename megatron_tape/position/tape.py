@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import AVERAGE, ROTATION
-from megatron_tape.position.base import Costs, Parameter, Positions
+from megatron_tape.position.encoding import Costs, Parameter, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Synthetic tasks, one file each, behind `Generator`; `data.generator` and the evaluations choose by name."""
 
 from megatron_tape.synthetic.addition import Addition
-from megatron_tape.synthetic.base import EVALUATION, TRAINING, VALIDATION, Generator, random_of
+from megatron_tape.synthetic.generator import EVALUATION, TRAINING, VALIDATION, Generator, random_of
 from megatron_tape.synthetic.grid_navigation import GridNavigation
 from megatron_tape.synthetic.recall import Recall
 from megatron_tape.synthetic.selective_copy import SelectiveCopy

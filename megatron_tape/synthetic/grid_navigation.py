@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_tape.errors import refuse
-from megatron_tape.synthetic.base import Generator
+from megatron_tape.synthetic.generator import Generator
 
 
 @dataclass(frozen=True, kw_only=True)

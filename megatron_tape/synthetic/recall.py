@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_tape.errors import refuse
-from megatron_tape.synthetic.base import Generator
+from megatron_tape.synthetic.generator import Generator
 
 _GAP_POWER = 0.01
 """Zoology's: a slot x (from 0) is asked in with a probability proportional to (x + 1) ** (this - 1), so that most keys

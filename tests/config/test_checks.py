@@ -3,9 +3,9 @@
 import pytest
 from configurations import make
 
-from megatron_tape.checks import Level, check, settings
+from megatron_tape.checks import Level, check, combinations
+from megatron_tape.checks.combinations import validate
 from megatron_tape.checks.layout import PROCESSES
-from megatron_tape.checks.settings import validate
 from megatron_tape.config.data import blend, split_shares
 from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
@@ -357,9 +357,9 @@ def test_stages_are_refused_where_only_some_are_sent_a_state(monkeypatch):
 
 def test_weights_and_biases_is_refused_without_its_package(monkeypatch):
     given = {"logging__wandb": {"project": "tape"}}
-    monkeypatch.setattr(settings, "installed", lambda: True)
+    monkeypatch.setattr(combinations, "installed", lambda: True)
     validate(make(**given), 1)
-    monkeypatch.setattr(settings, "installed", lambda: False)
+    monkeypatch.setattr(combinations, "installed", lambda: False)
     with pytest.raises(ConfigError, match="run pip install wandb==") as refused:
         validate(make(**given), 1)
     assert refused.value.key == "logging.wandb"

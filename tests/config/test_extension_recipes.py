@@ -10,9 +10,9 @@ from plans import RECIPES, recipe
 
 from megatron_tape.checkpoint.saved_settings import ORDER_KEYS
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import ENCODINGS, config_dict
-from megatron_tape.extension.base import check_base
+from megatron_tape.extension.base_model import check_base
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.shapes import whole_shapes
 from megatron_tape.position import encoding_of

@@ -8,7 +8,7 @@ import yaml
 from configurations import MINIMAL, MODEL, make, model_config
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.config import schema
 from megatron_tape.config.data import blend

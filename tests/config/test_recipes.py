@@ -11,7 +11,7 @@ from configurations import with_values
 from plans import RECIPES, recipe
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import config_dict
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.planning.flops import flops_per_token

@@ -10,7 +10,7 @@ from datasets_for_tests import write_all, write_tokenizer
 from evaluation.loss_cases import write_jsonl
 from training_cases import RECIPE, option, rows
 
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config.evaluation import EvaluationConfig
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.evaluation import tasks

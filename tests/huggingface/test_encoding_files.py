@@ -152,7 +152,7 @@ def test_what_only_type_checkers_read_and_kernels_stay_behind():
     files = encoding_files(ENCODINGS["tape"])
     assert "ops_position_update_tape.py" in files and not any("kernels" in name for name in files)
     assert "raise NotImplementedError(" in files["ops_position_update_tape.py"]
-    assert "if TYPE_CHECKING:\n    pass\n" in files["position_base_tape.py"]
+    assert "if TYPE_CHECKING:\n    pass\n" in files["position_encoding_tape.py"]
 
 
 def test_a_model_is_evaluated_with_the_losses_of_its_training(exports, tmp_path, capsys):

@@ -19,7 +19,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import POINTWISE, choice, flex, sdpa
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.packing import Packing
-from megatron_tape.position.base import NO_MEMORY
+from megatron_tape.position.encoding import NO_MEMORY
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 16
 CPU = torch.device("cpu")

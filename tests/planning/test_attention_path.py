@@ -65,7 +65,7 @@ def test_recipes_take_one_call_on_an_h100_if_their_heads_are_narrow(name):
 def test_a_searched_or_changed_plan_keeps_the_generation_of_its_gpus():
     from collections import Counter
 
-    from megatron_tape.checks.settings import validate
+    from megatron_tape.checks.combinations import validate
     from megatron_tape.planning.search import candidates, smaller
 
     plan = dataclasses.replace(of_recipe(8), generation=OTHER_GPU)

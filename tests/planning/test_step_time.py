@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from plans import GIB, of_recipe
 
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.ops.backends.table import HOPPER
 from megatron_tape.planning.communication import (
     ALL_GATHER,

@@ -13,7 +13,7 @@ from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import gates_as_bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position import encoding_of
-from megatron_tape.position.base import NO_MEMORY
+from megatron_tape.position.encoding import NO_MEMORY
 
 TOKENS, HEADS, GROUPS, DIM, HIDDEN = 23, 4, 2, 8, 32
 CHANGES = {"cope": {"cope_max_position": 4}, "fox": {}}

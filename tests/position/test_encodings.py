@@ -7,14 +7,14 @@ from plans import on_cpu, saved_bytes
 from torch.nn.functional import linear
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.model.settings import validate_model
+from megatron_tape.model.validation import validate_model
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import MicroBatch, encoding_of
 from megatron_tape.position.alibi import alibi_slopes
-from megatron_tape.position.base import NO_MEMORY
+from megatron_tape.position.encoding import NO_MEMORY
 
 BATCH = MicroBatch(16, 16, 4, 1)
 # With settings that make each of their branches count in 16 tokens.

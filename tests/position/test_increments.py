@@ -14,13 +14,13 @@ from plans import middle_model, on_cpu, saved_bytes
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.export import to_transformers as export
-from megatron_tape.model.settings import validate_model
+from megatron_tape.model.validation import validate_model
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN, ENCODINGS, encoding_of
-from megatron_tape.position.base import NO_MEMORY
+from megatron_tape.position.encoding import NO_MEMORY
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])

@@ -10,7 +10,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, through_reflections
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position import encoding_of
-from megatron_tape.position.base import NO_MEMORY, Memory
+from megatron_tape.position.encoding import NO_MEMORY, Memory
 from megatron_tape.position.path import short_convolution
 
 NAMES = ["path", "path_fox"]

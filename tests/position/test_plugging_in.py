@@ -11,7 +11,7 @@ from toy_encodings import TOYS, registered
 
 from megatron_tape.checks.layout import has_whole_parameters
 from megatron_tape.errors import ConfigError
-from megatron_tape.model.settings import validate_model
+from megatron_tape.model.validation import validate_model
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import ENCODINGS, MicroBatch, NoPosition, PositionEncoding, encoding_of, register

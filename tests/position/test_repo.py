@@ -6,7 +6,7 @@ from models import build, move_positions, random_tokens, small_model
 from torch.nn.functional import linear, silu
 
 from megatron_tape.ops.attention import attention
-from megatron_tape.position.base import NO_MEMORY
+from megatron_tape.position.encoding import NO_MEMORY
 
 B, S, H, G, D, C, W = 2, 19, 4, 2, 8, 32, 5
 

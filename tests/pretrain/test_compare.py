@@ -17,7 +17,7 @@ from datasets_for_tests import write_all
 from launch import start_python
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, UserError
 from megatron_tape.evaluation.comparison_file import changed_settings, read_comparison, write_comparison

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from training_cases import AVERAGE, RECIPE, option
 
 from megatron_tape.checkpoint.locate import find_checkpoint
-from megatron_tape.checks.settings import validate
+from megatron_tape.checks.combinations import validate
 from megatron_tape.config.data import DataConfig
 from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, RunConfig
 from megatron_tape.config.train import AverageSettings, TrainConfig

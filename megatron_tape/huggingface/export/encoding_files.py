@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.errors import FileError, UserError
-from megatron_tape.position.base import PositionEncoding
+from megatron_tape.position.encoding import PositionEncoding
 
 _PACKAGE = __name__.partition(".")[0]
 _ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ _KERNELS = f"{_PACKAGE}.ops.kernels"
 """These stay behind: an exported encoding computes in plain torch."""
 _ENTRY = '''"""The positional encoding {name}, by the names that modeling_encoded_tape uses."""
 
-from .{base} import Memory
+from .{interface} import Memory
 from .{module} import {encoding} as Encoding
 from .{some_layers} import in_some_layers
 
@@ -49,16 +49,16 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     Raises UserError for an import that cannot travel.
     """
     own = _module_of(encoding)
-    base, some_layers = (_of_package(f"{_PACKAGE}.position.{name}") for name in ("base", "some_layers"))
-    assert base is not None and some_layers is not None
+    interface, some_layers = (_of_package(f"{_PACKAGE}.position.{name}") for name in ("encoding", "some_layers"))
+    assert interface is not None and some_layers is not None
     found: dict[str, str] = {}
-    waiting = [own, base, some_layers]
+    waiting = [own, interface, some_layers]
     while waiting:
         module = waiting.pop()
         if f"{module.flat}.py" not in found:
             found[f"{module.flat}.py"], needed = _flattened(module)
             waiting += needed
-    names = {"base": base.flat, "some_layers": some_layers.flat, "module": own.flat}
+    names = {"interface": interface.flat, "some_layers": some_layers.flat, "module": own.flat}
     entry = _ENTRY.format(name=encoding.name, encoding=encoding.__qualname__, **names)
     return {"encoding_tape.py": entry} | dict(sorted(found.items()))
 

@@ -20,8 +20,8 @@ from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.io.records import check_shape
 from megatron_tape.model.names import AVERAGE, WRAPPED
-from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import parameter_shapes
+from megatron_tape.model.validation import validate_model
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
 from megatron_tape.position import model_config
 

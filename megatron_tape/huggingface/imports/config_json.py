@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.records import check_shape, read_record
-from megatron_tape.model.settings import validate_model
+from megatron_tape.model.validation import validate_model
 from megatron_tape.position import ENCODINGS, model_config
 from megatron_tape.position.rope import yarn_attention_factor
 

@@ -21,7 +21,7 @@ from megatron_tape.huggingface.imports.new_checkpoint import advise, write_impor
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_files
 from megatron_tape.io.files import refuse_existing
 from megatron_tape.model.reference import from_released
-from megatron_tape.model.settings import validate_model
+from megatron_tape.model.validation import validate_model
 from megatron_tape.position import ENCODINGS, model_config
 from megatron_tape.position.fire import FireSettings
 

@@ -31,8 +31,8 @@ from megatron_tape.huggingface.imports.config_json import (
 from megatron_tape.huggingface.imports.weight_files import PickledWeights, check_directory
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import kind_of
-from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import parameter_shapes
+from megatron_tape.model.validation import validate_model
 from megatron_tape.position import ENCODINGS, model_config
 
 KEY = "extension.from"

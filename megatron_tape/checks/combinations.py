@@ -14,8 +14,8 @@ from megatron_tape.config.values import clashes, shown
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.names import KINDS, TRAINABLE
-from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
+from megatron_tape.model.validation import validate_model
 from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.run.weights_and_biases import INSTALL, installed
