@@ -39,18 +39,18 @@ class DocumentSettings:
 class PerplexitySettings(DocumentSettings):
     """Losses of documents' tokens by context length."""
 
-    protocol: Literal["documents", "longlora", "yarn"] = "documents"
-    """documents: the same tokens are scored at every length, each once, within their document. longlora and yarn
-    measure what the tables of these two papers show; the notes in the results say what is wrong with that."""
+    protocol: Literal["documents", "longlora"] = "documents"
+    """documents: the same tokens are scored at every length, each once, within their document. longlora measures what
+    the tables of LongLoRA's and TAPE's papers show; a note in the results says what is wrong with that."""
     documents: int | None = None
     """At most so many documents of each name are used, the first ones that are long enough; null means 50, or all with
-    longlora and yarn."""
+    longlora."""
     stride: int = 256
     """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
     its context. With longlora, the distance of the windows' beginnings: a larger one is cheaper."""
     windows: int | None = None
-    """At most so many times stride tokens are scored of each document. With longlora and yarn, at most so many windows
-    (yarn 1 is what its --truncate does). null means 8, or all with longlora and yarn."""
+    """At most so many times stride tokens are scored of each document. With longlora, at most so many windows. null
+    means 8, or all with longlora."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,6 @@ class ContextGainSettings(DocumentSettings):
     """A key token's loss is lower by more than this, in nats, in the longest context than in the short one."""
     beta: float = -2.0
     """A key token's log-probability in the longest context is above this."""
-    key_tokens_from: PathText | None = None
-    """The results.json of another model, or its directory, whose key tokens are used, so that several models are
-    measured on the same ones; they need the same data and tokenizer. null means that the model chooses its own, which
-    favours it: they are tokens that it predicts well."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 
-from megatron_tape.evaluation import results
-from megatron_tape.evaluation.results import EvaluatedModel, TaskResult
+from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.task import ModelInfo
 
 
@@ -68,13 +67,6 @@ def result_of(summary, values=()):
         details=json.loads(json.dumps(summary.details)),
         notes=summary.notes, examples=dict(values), dtype="fp32", hardware="a CPU", versions={},
     )  # fmt: skip
-
-
-def write_results(directory, **tasks):
-    """Write the results of tasks as the runner does; return their file."""
-    model = EvaluatedModel("", "", parameters=1, trained_length=64, config={})
-    results.write_results(directory, results.Results("one", model, created=0.0, tasks=tasks))
-    return str(directory / results.NAME)
 
 
 def score(result, metric, length=None, group=None):

@@ -1,19 +1,18 @@
-"""Tasks of the harness by name: scores, truncation that shows, and differences to results before."""
+"""Tasks of the harness by name: scores, and truncation that shows."""
 
 import json
 import logging
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from evaluation.loss_cases import run, score, write_results
+from evaluation.loss_cases import run
 from harness_cases import bpe_tokenizer, info, random_llama
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval, LmEvalSettings, changes
+from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval, LmEvalSettings
 
 WORDS = "push pop heap item list sort key merge left right child parent".split()
 
@@ -122,75 +121,6 @@ def test_few_shot_examples_do_not_depend_on_what_ran_before(model, folder):
     LmEval(settings(folder, tasks=["write_word"], limit=2)).evaluate(task.units(model)[0], model)
     assert task.evaluate(task.units(model)[0], model) == first
     assert first["outcomes"][0]["fewshot"] == 2 and first["max_length"] == 500
-
-
-def outcome_of(values, error=0.1, metric="acc", digests=None, value=None, higher=True):
-    value = sum(values) / len(values) if value is None else value
-    return {
-        "name": "task", "version": "1", "fewshot": 0, "truncated": 0, "not_finite": [], "max_length": 64,
-        "metrics": {f"{metric},none": {"value": value, "error": error, "higher_is_better": higher}},
-        "documents": digests or [f"{i}" for i in range(len(values))], "values": {f"{metric},none": values},
-    }  # fmt: skip
-
-
-def test_changes_are_paired_by_document():
-    before, after = [0.0, 1.0] * 50, [1.0, 1.0] * 50
-    (row,) = changes({"task": outcome_of(before)}, {"task": outcome_of(after)})
-    assert row["paired"] and row["change"] == 0.5 and row["count"] == 100
-    assert 0.35 < row["low"] < 0.5 < row["high"] < 0.65
-    # Reordered documents and others between them change nothing.
-    digests = [f"{i}" for i in reversed(range(100))] + ["new"]
-    (other,) = changes({"task": outcome_of(before)}, {"task": outcome_of([*after[::-1], 0.0], digests=digests)})
-    assert {**other, "low": 0, "high": 0} == {**row, "low": 0, "high": 0}
-    (same,) = changes({"task": outcome_of(before)}, {"task": outcome_of(before)})
-    assert (same["change"], same["low"], same["high"]) == (0, 0, 0)
-
-
-def test_a_metric_that_is_no_mean_is_compared_by_its_standard_errors():
-    before = outcome_of([-1.0, -2.0], 3.0, "perplexity", value=10.0, higher=False)
-    after = outcome_of([-1.0, -1.0], 4.0, "perplexity", value=8.0, higher=False)
-    (row,) = changes({"task": before}, {"task": after})
-    assert not row["paired"] and row["better"] == "lower" and row["change"] == -2
-    assert row["high"] - row["low"] == pytest.approx(2 * 1.959964 * 5)
-    unknown = outcome_of([-1.0, -1.0], None, "perplexity", value=8.0, higher=False)
-    (row,) = changes({"task": before}, {"task": unknown})
-    assert (row["low"], row["high"]) == (None, None)
-    assert changes({"task": before}, {"other": after}) == []
-
-
-def test_results_before_are_read_and_a_planted_loss_is_named(model, folder, tmp_path):
-    result = evaluated(model, folder)
-    (outcome,) = result.examples["next_word"]["outcomes"]
-    outcome["values"]["acc,none"] = [1.0] * 24  # it was right everywhere before
-    outcome["metrics"]["acc,none"]["value"] = 1.0
-    write_results(tmp_path, lm_eval=replace(result, settings={"num_fewshot": None}))
-    assert LmEval(settings(folder, before=str(tmp_path))).inputs()[-1] == tmp_path / "results.json"
-    shown = evaluated(model, folder, before=str(tmp_path))
-    rows = {row["metric"]: row for row in shown.details["changes"]}
-    now = score(shown, "acc").value
-    assert rows["acc"]["before"] == 1 and rows["acc"]["change"] == now - 1 and rows["acc_norm"]["change"] == 0
-    assert f"Clearly worse: next_word acc ({now - 1:+.3f})." in shown.notes
-    assert not any(note.startswith("Clearly better") for note in shown.notes)
-    change = score(shown, "acc, change")
-    assert change.value == now - 1 and change.high < 0
-    assert [picture.name for picture in LmEval.draw({"after": shown})] == ["lm_eval", "lm_eval-changes"]
-
-    (tmp_path / "odd").mkdir()
-    for key, odd in (("metrics", {"acc,none": 1}), ("values", {"acc,none": ["1"]}), ("documents", 3), ("name", None)):
-        other = replace(result, settings={"num_fewshot": None}, examples={"x": {"outcomes": [{**outcome, key: odd}]}})
-        write_results(tmp_path / "odd", lm_eval=other)
-        with pytest.raises(ConfigError, match="whose results of lm_eval are not whole"):
-            LmEval(settings(folder, before=str(tmp_path / "odd"))).check(info())
-
-    with pytest.raises(ConfigError, match="whose num_fewshot is null and here is 2"):
-        LmEval(settings(folder, before=str(tmp_path), num_fewshot=2)).check(info())
-    with pytest.raises(ConfigError, match="has none of the tasks write_word; it has next_word"):
-        LmEval(settings(folder, before=str(tmp_path), tasks=["write_word"])).check(info())
-    long = replace(result, settings={"num_fewshot": None}, examples={"x" * 10**5: result.examples["next_word"]})
-    write_results(tmp_path / "odd", lm_eval=long)
-    with pytest.raises(ConfigError, match="has none of the tasks next_word") as caught:
-        LmEval(settings(folder, before=str(tmp_path / "odd"))).check(info())
-    assert len(str(caught.value)) < 1000
 
 
 def test_an_unknown_task_is_refused_with_what_was_meant(folder, monkeypatch):

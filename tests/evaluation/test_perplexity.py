@@ -160,42 +160,6 @@ def test_longlora_gives_the_figure_of_its_published_program(llama, tmp_path):
     assert found.low is None and "across documents" in result.notes[-1]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("marks", [True, False])
-@pytest.mark.parametrize("sliding_window", [12, 32])
-def test_yarn_gives_the_figure_of_its_published_program(llama, texts, monkeypatch, marks, sliding_window):
-    monkeypatch.setattr(llama, "bos", [0] if marks else [])
-    max_length = 32
-    max_tokenized_len = max_length - 1 if marks else max_length
-    losses = []
-    for text in TEXTS:
-        labels = torch.tensor([llama.encode(text)])
-        seq_len, prev_end_loc = labels.size(1), 0
-        for begin_loc in range(0, seq_len, sliding_window):
-            end_loc = min(begin_loc + max_tokenized_len, seq_len)
-            trg_len = end_loc - prev_end_loc
-            input_ids = labels[:, begin_loc:end_loc]
-            if marks:
-                input_ids = torch.cat([torch.tensor([[0]]), input_ids], dim=1)
-            target_ids = input_ids.clone()
-            target_ids[:, :-trg_len] = -100
-            losses.append(llama.model(input_ids, labels=target_ids).loss.item())
-            prev_end_loc = end_loc
-            if end_loc == seq_len:
-                break
-    result = run(Perplexity, llama, data=texts, protocol="yarn", lengths=[max_length], stride=sliding_window)
-    found = score(result, "loss", max_length, "texts (yarn)")
-    assert found.value == pytest.approx(np.mean(losses), abs=1e-6) and found.count == len(losses)
-    assert "mean of the windows' means" in result.notes[-1]
-
-
-def test_yarns_last_window_of_one_token_without_a_mark_has_no_loss(tmp_path):
-    texts = write_jsonl(tmp_path / "texts.jsonl", ["x" * 65])
-    result = run(Perplexity, ByteModel(uniform(9)), data=str(texts), protocol="yarn", lengths=[16, 32], stride=16)
-    assert score(result, "perplexity", 16, "texts (yarn)").value == pytest.approx(9)
-    assert score(result, "loss", 16, "texts (yarn)").count == 4
-
-
 def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
     write_dataset(tmp_path / "tokens", documents=9)
     with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:

@@ -50,7 +50,6 @@ def folder(tmp_path, monkeypatch):
     [
         ("perplexity", {"lengths": [16, 1]}, "lengths"),
         ("perplexity", {"stride": 0}, "stride"),
-        ("perplexity", {"stride": 64, "lengths": [32, 64], "protocol": "yarn"}, "stride"),
         ("perplexity", {"lengths": [64], "minimum_length": 32}, "minimum_length"),
         ("perplexity", {"data": {}}, "data"),
         ("perplexity", {"data": {"a/b": "texts.jsonl"}}, "data"),
@@ -63,7 +62,6 @@ def folder(tmp_path, monkeypatch):
         ("perplexity", {"split": "6,3,1"}, "split"),
         ("context_gain", {"lengths": [16, 64], "short": 16}, "short"),
         ("context_gain", {"lengths": [8]}, "short"),
-        ("context_gain", {"key_tokens_from": "qasper.jsonl"}, "key_tokens_from"),
         ("passkey", {"samples": 0}, "samples"),
         ("passkey", {"digits": 0}, "digits"),
         ("passkey", {"lengths": [160, 160]}, "lengths"),
@@ -80,7 +78,6 @@ def folder(tmp_path, monkeypatch):
         ("lm_eval", {"tasks": ["no.yaml"]}, "tasks"),
         ("lm_eval", {"include_path": "nowhere"}, "include_path"),
         ("lm_eval", {"limit": 0}, "limit"),
-        ("lm_eval", {"before": "nowhere"}, "before"),
         ("scrolls", {"generate": False, "loss": False}, "generate"),
         ("scrolls", {"examples": 0}, "examples"),
         ("scrolls", {"template": "Answer:"}, "template"),

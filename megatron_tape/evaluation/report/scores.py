@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from megatron_tape.evaluation.report import tables
 from megatron_tape.evaluation.report.tables import Cell, Table, number
-from megatron_tape.evaluation.results import NAME, Results, Score, TaskResult
+from megatron_tape.evaluation.results import Results, Score, TaskResult
 
-_OTHER_RESULTS = ("key_tokens_from", "before")
-"""Settings of tasks that name results of another model. Which tokens are key tokens is compared directly."""
-_NOT_COMPARED = ("data", "batch_size", "trained_length", *_OTHER_RESULTS)
+_NOT_COMPARED = ("data", "batch_size", "trained_length")
 """Settings of tasks that change no score; of data, the contents of the files are compared."""
 
 
@@ -76,8 +73,7 @@ def comparability(results: Sequence[Results], name: str) -> tuple[list[str], Cal
         (
             _differ(task.details.get("key_tokens") for task in tasks),
             lambda score: score.metric.startswith("key_"),
-            "The models were measured on different key tokens, and figures of these cannot be compared. Let one model "
-            f"choose for all ({name}.key_tokens_from).",
+            "Each model was measured on key tokens of its own, and figures of these cannot be compared.",
         ),
     )
     warnings = [warning for differs, _, warning in found if differs]
@@ -95,6 +91,4 @@ def _is_per_token(score: Score) -> bool:
 
 def _data_of(task: TaskResult) -> list[str]:
     """Return the digests of a task's data; where the files lay does not matter."""
-    given = [Path(path) for key in _OTHER_RESULTS if isinstance(path := task.settings.get(key), str)]
-    others = {str(path) for one in given for path in (one, one / NAME)}
-    return sorted(digest for path, digest in task.data.items() if path not in others)
+    return sorted(task.data.values())

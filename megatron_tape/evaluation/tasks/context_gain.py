@@ -7,26 +7,21 @@ context, and their log-probability in the longest is above `beta`.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_tape.config.evaluation import ContextGainSettings
-from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
+from megatron_tape.errors import refuse
+from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_length
 from megatron_tape.evaluation.statistics import bootstrap_ratio
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.tasks.document_task import DocumentTask, window_losses
 
 NATS = "nats per token"
-BIAS = (
-    ", the model that they measure, which favours it, as they are tokens that it predicts well; to compare models, let "
-    "one of them choose for all (context_gain.key_tokens_from)"
-)
+BIAS = "Key tokens were chosen by the model that they measure, which favours it: it predicts them well."
 DECIMALS = 5
 """Of the losses of single tokens in results."""
 
@@ -34,7 +29,7 @@ DECIMALS = 5
 class ContextGain(DocumentTask):
     """The gain of longer contexts, on all scored tokens and on key tokens.
 
-    The values: `losses` of a document's scored tokens at a length, and `tokens`, their digest.
+    The values: `losses` of a document's scored tokens at a length.
     """
 
     name = "context_gain"
@@ -50,62 +45,18 @@ class ContextGain(DocumentTask):
         short, *lengths = self.lengths(info)
         fix = f"set it to at least 2 and below the shortest of lengths, {min(lengths)}"
         refuse(not 2 <= short < min(lengths), (self.key("short"), self.key("lengths")), f"is {short}", fix)
-        self._key_tokens_of_another()
         super().check(info)
-
-    def inputs(self) -> list[Path]:
-        given = self.settings.key_tokens_from
-        return super().inputs() + ([] if given is None else [results_file(given)])
-
-    def _key_tokens_of_another(self) -> dict[str, Any] | None:
-        given, key = self.settings.key_tokens_from, self.key("key_tokens_from")
-        if given is None:
-            return None
-        try:
-            found = read_results(given).tasks.get(self.name)
-        except (FileError, OSError) as error:
-            raise ConfigError(key, f"is {given}, which cannot be read: {error}") from None
-        details = {} if found is None else found.details
-        whole = all(isinstance(details.get(key), dict) for key in ("key_tokens", "scored_tokens"))
-        refuse(not whole, key, f"is {given}, which has no results of {self.name}", "evaluate that model first")
-        return details
-
-    def units(self, model: LanguageModel) -> list[Unit]:
-        units = super().units(model)
-        self.other = self._key_tokens_of_another()
-        for key, work in self.work.items() if self.other is not None else ():
-            document, scored = key.rpartition("/")[0], sum(window.scored for window in work.windows)
-            chosen = self.other["key_tokens"].get(document)
-            same = self.other["scored_tokens"].get(document) == self._digest(key)
-            same = same and isinstance(chosen, list)
-            same = same and all(type(index) is int and 0 <= index < scored for index in chosen)
-            problem = f"is {self.settings.key_tokens_from}, which scored other tokens of {document}"
-            fix = "evaluate both models with the same data, settings and tokenizer"
-            refuse(not same, self.key("key_tokens_from"), problem, fix)
-        return units
-
-    def _digest(self, key: str) -> str:
-        work = self.work[key]
-        first, stop = work.scored
-        tokens = np.ascontiguousarray(work.document.tokens[first:stop], "<i8")
-        return hashlib.sha256(f"{first} ".encode() + tokens.tobytes()).hexdigest()[:16]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
         work = self.work[unit.key]
         losses = np.concatenate([window_losses(model, work.document, window, model.bos) for window in work.windows])
-        return {"tokens": self._digest(unit.key), "losses": np.round(losses, DECIMALS).tolist()}
+        return {"losses": np.round(losses, DECIMALS).tolist()}
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         short, *lengths = self.lengths(info)
         documents = list(dict.fromkeys(key.rpartition("/")[0] for key in values))
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
-        other = self._key_tokens_of_another()
-        if other is None:
-            keys = {
-                name: self._choose(losses[f"{name}/{short}"], losses[f"{name}/{lengths[-1]}"]) for name in documents
-            }
-        else:
-            keys = {name: np.array(other["key_tokens"][name], int) for name in documents}
+        keys = {name: self._choose(losses[f"{name}/{short}"], losses[f"{name}/{lengths[-1]}"]) for name in documents}
         scores, notes = [], []
         for source in dict.fromkeys(name.split("/")[0] for name in documents):
             of_source = [name for name in documents if name.split("/")[0] == source]
@@ -119,14 +70,11 @@ class ContextGain(DocumentTask):
                 f"{source}: gains are over a context of {short:,} tokens; {chosen:,} of {scored:,} tokens of "
                 f"{len(of_source):,} document{'s' if len(of_source) > 1 else ''} are key tokens."
             )
-        chooser = info.label if other is None else other.get("key_tokens_chosen_by", "another model")
-        notes.append(f"Key tokens were chosen by {chooser}{BIAS if other is None else ''}.")
+        notes.append(BIAS)
         details = {
             "scored": self.scored(),
             "short": short,
-            "key_tokens_chosen_by": chooser,
             "key_tokens": {name: found.tolist() for name, found in keys.items()},
-            "scored_tokens": {name: values[f"{name}/{short}"]["tokens"] for name in documents},
         }
         return Summary(scores, details, notes + self.notes_on_documents())
 

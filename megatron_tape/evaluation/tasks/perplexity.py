@@ -3,82 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from megatron_tape.config.evaluation import PerplexitySettings
-from megatron_tape.errors import FileError, refuse
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_length, by_position
 from megatron_tape.evaluation.statistics import Interval, bootstrap_ratio
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Unit
-from megatron_tape.evaluation.tasks.document_task import (
-    DocumentTask,
-    Window,
-    Work,
-    window_losses,
-)
+from megatron_tape.evaluation.tasks.document_task import DocumentTask, Window, Work, window_losses
 from megatron_tape.evaluation.tasks.text_sources import Document, Source
 
 NATS = "nats per token"
 POSITION_BINS = 64
 WINDOWS_PER_UNIT = 32
-NOTES = {
-    "longlora": (
-        "Protocol longlora: windows run across documents and begin in the middle of a text, without the token that "
-        "marks a beginning. All their positions are scored, so that a length's average context is half of it, and "
-        "tokens are counted several times. Longer windows differ in their tokens, too. The end of the data is not "
-        "scored. Good for comparison with tables measured in this way, and for nothing else."
-    ),
-    "yarn": (
-        "Protocol yarn: the mean of the windows' means. The first window of a document scores all its tokens, and "
-        "each later one only its last ones, but they count alike, so that a document's beginning hardly counts. "
-        "Longer contexts score other tokens. Good for comparison with tables measured in this way, and for nothing "
-        "else."
-    ),
-}
+LONGLORA_NOTE = (
+    "Protocol longlora: windows run across documents and begin in the middle of a text, without the token that marks a "
+    "beginning. All their positions are scored, so that a length's average context is half of it, and tokens are "
+    "counted several times. Longer windows differ in their tokens, too. The end of the data is not scored. Good for "
+    "comparison with tables measured in this way, and for nothing else."
+)
 
 
 class Perplexity(DocumentTask):
     """Nats per token, perplexity and bits per byte, with intervals over documents, and the loss by position.
 
     The values: `nats` and `tokens` of a document at a length, `bytes` if they are known, and `positions` at the longest
-    length, the sums of the losses of a document's first window over `POSITION_BINS` ranges of positions. With longlora
-    and yarn: `means`, of the windows.
+    length, the sums of the losses of a document's first window over `POSITION_BINS` ranges of positions. With longlora:
+    `means`, of the windows.
     """
 
     name = "perplexity"
     Settings = PerplexitySettings
 
     @property
-    def _protocol(self) -> str:
-        return self.settings.protocol
+    def _longlora(self) -> bool:
+        return self.settings.protocol == "longlora"
 
     @property
     def most_documents(self) -> int | None:
-        return self.settings.documents if self._protocol != "documents" else super().most_documents
+        return self.settings.documents if self._longlora else super().most_documents
 
     def longest(self, info: ModelInfo) -> int:
-        return super().longest(info) if self._protocol == "documents" else max(self.lengths(info))
+        return max(self.lengths(info)) if self._longlora else super().longest(info)
 
     def needed(self, info: ModelInfo) -> int:
-        if self._protocol == "documents":
-            return super().needed(info)
-        return 2 if self._protocol == "longlora" else (self.settings.minimum_length or 1) + 1
-
-    def check(self, info: ModelInfo) -> None:
-        stride, shortest = self.settings.stride, self.lengths(info)[0]
-        keys = self.key("stride"), self.key("lengths"), self.key("protocol")
-        problem = f"is {stride}, more than the shortest of lengths, {shortest}, with yarn"
-        too_far = self._protocol == "yarn" and stride > shortest
-        refuse(too_far, keys, problem, "lower it, or leave that length out")
-        super().check(info)
+        return 2 if self._longlora else super().needed(info)
 
     def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
         """Return the work of a source: each document at each length, or some windows of a length with longlora."""
-        if self._protocol != "longlora":
+        if not self._longlora:
             return super().plan(source, documents, model)
         tokens = np.concatenate([document.tokens for document in documents])
         stream = Document(source.name, tokens, documents[0].is_text)
@@ -93,21 +69,15 @@ class Perplexity(DocumentTask):
                 work[f"{source.name}/{first}/{length}"] = Work(stream, length, some)
         return work
 
-    def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
-        if self._protocol == "documents":
-            return super().windows(document, length, model)
-        windows = _yarn_windows(len(document.tokens), length, self.settings.stride, len(model.bos))
-        return list(windows)[: self.settings.windows]
-
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        work, marks = self.work[unit.key], [] if self._protocol == "longlora" else model.bos
-        if self._protocol != "documents":
-            found = (window_losses(model, work.document, window, marks) for window in work.windows)
+        work = self.work[unit.key]
+        if self._longlora:
+            found = (window_losses(model, work.document, window, []) for window in work.windows)
             return {"means": [float(losses.mean()) for losses in found]}
         value: dict[str, Any] = {"nats": 0.0, "tokens": sum(window.scored for window in work.windows)}
         for number, window in enumerate(work.windows):
             whole = number == 0 and work.length == max(self.lengths(model.info))
-            losses = window_losses(model, work.document, window, marks, whole=whole)
+            losses = window_losses(model, work.document, window, model.bos, whole=whole)
             value["nats"] += float(losses[-window.scored :].sum())
             if whole:
                 value["positions"] = [float(part.sum()) for part in _by_position(losses)]
@@ -116,15 +86,14 @@ class Perplexity(DocumentTask):
         return value
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        protocol = self._protocol
         scores, positions, notes, scored = [], {}, [], self.scored()
         by_source_and_length: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for key, value in values.items():
             name, _, length = key.split("/")
             by_source_and_length.setdefault((name, int(length)), []).append(value)
         for (name, length), found in by_source_and_length.items():
-            if protocol != "documents":
-                scores += _scores_of_means(found, length, f"{name} ({protocol})", protocol == "yarn")
+            if self._longlora:
+                scores += _scores_of_means(found, length, f"{name} (longlora)")
                 continue
             scores += _scores_of_documents(found, length, name)
             if length == max(self.lengths(info)):
@@ -134,7 +103,7 @@ class Perplexity(DocumentTask):
             if "positions" in found[0]:
                 positions[name] = _mean_by_position([value["positions"] for value in found], length)
         notes += self.notes_on_documents()
-        notes += [NOTES[protocol]] if protocol in NOTES else []
+        notes += [LONGLORA_NOTE] if self._longlora else []
         return Summary(scores, {"scored": scored} | ({"loss_by_position": positions} if positions else {}), notes)
 
     @classmethod
@@ -152,19 +121,6 @@ def _note_on_scored(name: str, values: list[dict[str, Any]]) -> str:
         f"{name}: {tokens:,} tokens{size} of {documents:,} document{'s' if documents > 1 else ''} are scored, the same "
         "ones at every length" + ("" if documents > 1 else "; one document gives no interval") + "."
     )
-
-
-def _yarn_windows(count: int, length: int, stride: int, marks: int) -> Iterator[Window]:
-    """Yield the windows of YaRN's program: whole windows every `stride` tokens that score what is new in them."""
-    done = 0
-    for start in range(0, count, stride):
-        stop = min(start + length - marks, count)
-        # Without a mark, the first token of a window is no label, and a last window of one token has none.
-        if scored := min(stop - done, stop - start - (0 if marks else 1)):
-            yield Window(start, stop, scored)
-        done = stop
-        if stop == count:
-            return
 
 
 def _text_bytes(model: LanguageModel, tokens: np.ndarray, start: int, stop: int) -> int:
@@ -199,11 +155,10 @@ def _scores_of_documents(values: list[dict[str, Any]], length: int, group: str) 
     return scores
 
 
-def _scores_of_means(values: list[dict[str, Any]], length: int, group: str, by_document: bool) -> list[Score]:
+def _scores_of_means(values: list[dict[str, Any]], length: int, group: str) -> list[Score]:
     sums, counts = [sum(value["means"]) for value in values], [len(value["means"]) for value in values]
-    interval = bootstrap_ratio(sums, counts) if by_document else (None, None)
     place = {"length": length, "group": group, "count": sum(counts), "counted": "window"}
-    return _losses(sum(sums) / sum(counts), interval, place)
+    return _losses(sum(sums) / sum(counts), (None, None), place)
 
 
 def _losses(loss: float, interval: Interval, place: dict[str, Any]) -> list[Score]:
