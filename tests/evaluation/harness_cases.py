@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.evaluation.task import ModelInfo
-from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, QUESTION, TASK
+from megatron_tape.evaluation.tasks.passkey import FILLER, QUESTION, TASK
 from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.huggingface.tokenizer_files import write_tokenizer
 

@@ -12,8 +12,14 @@ from harness_cases import Answering, bpe_tokenizer, finds_the_key, random_llama,
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import wilson
-from megatron_tape.evaluation.tasks.passkey import Passkey, PasskeySettings
-from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, ExactPrompts, is_right, published_prompt
+from megatron_tape.evaluation.tasks.passkey import (
+    FILLER,
+    ExactPrompts,
+    Passkey,
+    PasskeySettings,
+    is_right,
+    published_prompt,
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,15 @@ from harness_cases import BYTES, bpe_tokenizer, random_llama
 from transformers import GenerationConfig
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.tasks import scrolls_metrics
-from megatron_tape.evaluation.tasks.scrolls import Scrolls
-from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS
+from megatron_tape.evaluation.tasks import scrolls
+from megatron_tape.evaluation.tasks.scrolls import METRICS, Scrolls
 
 CHOICES = ("Entailment", "Contradiction", "Not mentioned")
 
 
 def official(metric, predictions, references):
-    parts = np.array([scrolls_metrics.score(metric, *pair) for pair in zip(predictions, references)]).mean(0)
-    return [*parts.tolist(), float(scrolls_metrics.combine(parts))]
+    parts = np.array([scrolls.score(metric, *pair) for pair in zip(predictions, references)]).mean(0)
+    return [*parts.tolist(), float(scrolls.combine(parts))]
 
 
 def test_scores_are_those_that_the_official_evaluator_documents():
@@ -52,7 +51,7 @@ def test_scores_are_those_that_the_official_evaluator_documents():
     ],
 )
 def test_scores_of_cases_worked_by_hand(metric, prediction, references, values):
-    assert scrolls_metrics.score(metric, prediction, references) == pytest.approx(values)
+    assert scrolls.score(metric, prediction, references) == pytest.approx(values)
 
 
 class Knowing(ByteModel):
@@ -106,7 +105,7 @@ def known(data):
 def test_a_model_that_knows_the_answers_scores_100(known):
     result = known["all"]
     for name, metric in METRICS.items():
-        found = score(result, scrolls_metrics.SHOWN[metric], group=name)
+        found = score(result, scrolls.SHOWN[metric], group=name)
         assert (found.value, found.low, found.high) == pytest.approx((100, 100, 100))
         assert (found.count, found.length, found.unit) == (6, 400, "%")
         assert score(result, "target_loss", group=name).value == 2.0
@@ -117,19 +116,9 @@ def test_a_model_that_knows_the_answers_scores_100(known):
 
 def test_a_planted_failure_shows_in_its_dataset_alone(known):
     result = known["not qmsum"]
-    values = {one.group: one.value for one in result.scores if one.metric in scrolls_metrics.SHOWN.values()}
+    values = {one.group: one.value for one in result.scores if one.metric in scrolls.SHOWN.values()}
     assert values.pop("qmsum") == 0 and list(values.values()) == pytest.approx([100] * 6)
     assert score(result, "scrolls_score").value == pytest.approx(600 / 7)
-
-
-def test_files_of_a_directory_without_a_metric_are_named(tmp_path):
-    for name in ("qasper", "mine", "other/validation"):
-        (tmp_path / f"{name}.jsonl").parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.jsonl").write_text('{"id": "1", "input": "It is 3", "output": "3"}\n')
-    (note,) = Scrolls(Scrolls.Settings(data=str(tmp_path))).left_out()
-    assert note.endswith(": mine, other.")
-    metrics = {"mine": "rouge", "other": "f1"}
-    assert Scrolls(Scrolls.Settings(data=str(tmp_path), metrics=metrics)).left_out() == []
 
 
 def test_a_constant_answer_scores_its_share(data):
@@ -154,7 +143,7 @@ def test_what_is_cut_and_what_does_not_end_is_counted(tmp_path):
     path = tmp_path / "own.jsonl"
     texts = [("short", "yes"), ("x" * 60, "a much longer answer")]
     path.write_text("".join(json.dumps({"input": text, "target": answer}) + "\n" for text, answer in texts))
-    settings = {"data": {"own": str(path)}, "metrics": {"own": "f1"}, "length": 40, "target_tokens": {"own": 8}}
+    settings = {"data": {"own": str(path)}, "metrics": {"own": "f1"}, "length": 40, "target_tokens": 8}
     result = run(Scrolls, Knowing(lambda prompt: "yes" if "short" in prompt else "y" * 50), **settings)
     assert result.notes == [
         "own: 1 of 2 inputs had to lose their end.",

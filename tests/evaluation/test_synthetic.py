@@ -14,8 +14,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.model_source import Source, check_trained_on, note_on_training
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.task import ModelInfo
-from megatron_tape.evaluation.tasks import GridNavigation, Recall, SelectiveCopy
-from megatron_tape.evaluation.tasks.addition_task import Addition
+from megatron_tape.evaluation.tasks import Addition, GridNavigation, Recall, SelectiveCopy
 from megatron_tape.evaluation.tasks.synthetic_tasks import right_answers
 from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.synthetic import Addition as Sums

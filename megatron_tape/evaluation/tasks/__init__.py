@@ -1,7 +1,6 @@
-"""The tasks that `pretrain.evaluate` and training runs know: each is a class in a file of its own, entered here."""
+"""The tasks that `pretrain.evaluate` and training runs know: each is a class that is entered here."""
 
 from megatron_tape.evaluation.task import Task
-from megatron_tape.evaluation.tasks.addition_task import Addition
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
 from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval
 from megatron_tape.evaluation.tasks.passkey import Passkey
@@ -9,7 +8,7 @@ from megatron_tape.evaluation.tasks.perplexity import Perplexity
 from megatron_tape.evaluation.tasks.position_states import PositionPictures
 from megatron_tape.evaluation.tasks.ruler import Ruler
 from megatron_tape.evaluation.tasks.scrolls import Scrolls
-from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, Recall, SelectiveCopy
+from megatron_tape.evaluation.tasks.synthetic_tasks import Addition, GridNavigation, Recall, SelectiveCopy
 
 _CLASSES = (Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls)
 _CLASSES += (Addition, SelectiveCopy, GridNavigation, Recall, PositionPictures)

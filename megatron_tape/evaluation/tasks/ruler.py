@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
-from typing_extensions import TypedDict
+from typing import Any, Literal
 
 from megatron_tape.config.values import PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
@@ -32,39 +29,6 @@ OFFLINE = tuple(task for task in TASKS if task not in ESSAYS and task not in QUE
 """Tasks that need no data."""
 THRESHOLD = 0.856
 """What Llama-2-7B-chat scored at 4K in RULER's paper; the longest length above it is a model's effective one."""
-
-
-class _Answer(TypedDict):
-    text: str
-
-
-class _Question(TypedDict):
-    question: str
-    is_impossible: bool
-    answers: list[_Answer]
-
-
-class _Paragraph(TypedDict):
-    context: str
-    qas: list[_Question]
-
-
-class _Article(TypedDict):
-    paragraphs: list[_Paragraph]
-
-
-class _Squad(TypedDict):
-    """What is read of SQuAD's file."""
-
-    data: list[_Article]
-
-
-class _Hotpot(TypedDict):
-    """What is read of a question of HotpotQA's file; a context is a title and its sentences."""
-
-    question: str
-    answer: str
-    context: list[Annotated[list[str | list[str]], Field(min_length=2, max_length=2)]]
 
 
 _CHECKED = 8192
@@ -126,7 +90,7 @@ class Ruler(Task):
             refuse(file is not None and not Path(file).is_file(), self.key(name), problem, "give one")
         if settings.haystack is not None:
             _check_text(Path(settings.haystack))
-        for name, shape in (("squad", _Squad), ("hotpotqa", list[_Hotpot])):
+        for name, shape in (("squad", dict[str, list[Any]]), ("hotpotqa", list[dict[str, Any]])):
             if getattr(settings, name) is not None:
                 read_record(getattr(settings, name), shape)
         self._lengths(info)
@@ -139,7 +103,7 @@ class Ruler(Task):
         return files
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        from megatron_tape.evaluation.tasks.ruler_samples import TooShort, make_samples, smallest_length
+        from megatron_tape.evaluation.tasks.ruler_samples import TooShort, make_samples
 
         lengths, sources, seed = self._lengths(model.info), self._sources(), self.settings.seed
         for task in self._tasks:
@@ -148,11 +112,7 @@ class Ruler(Task):
                 try:
                     make_samples(task, length, min(self.settings.samples, 10), model.tokenizer, seed, sources)
                 except TooShort as error:
-                    least = smallest_length(task, length, _CHECKED, model.tokenizer, seed, sources)
-                    at_least = f"works from about {least:,} tokens on" if least else f"does not work up to {_CHECKED:,}"
-                    problem = f"has {length:,}, where {task} cannot be made with this model's tokenizer ({error})"
-                    fix = f"it {at_least}, so leave out the length, or {task} in tasks"
-                    raise ConfigError((self.key("lengths"), self.key("tasks")), problem, fix) from None
+                    raise self._too_short(task, length, error) from None
         pairs = [(task, length) for length in lengths for task in self._tasks]
         return [Unit(f"{task}/{length}", cost=self.settings.samples * length) for task, length in pairs]
 
@@ -165,9 +125,7 @@ class Ruler(Task):
         try:
             samples = make_samples(task, length, settings.samples, model.tokenizer, settings.seed, self._sources())
         except TooShort as error:
-            problem = f"has {length:,}, where some of the {settings.samples} samples of {task} cannot be made ({error})"
-            keys = self.key("lengths"), self.key("tasks")
-            raise ConfigError(keys, problem, f"leave out the length, or {task} in tasks") from None
+            raise self._too_short(task, length, error) from None
         (outcome,) = run(model.harness(settings.batch_size, length), samples.tasks, seed=unit.key)
         return {
             "scores": list(map(float, outcome["values"][f"{length},none"])),
@@ -176,6 +134,11 @@ class Ruler(Task):
             "tokens": samples.tokens,
             "truncated": outcome["truncated"],
         }
+
+    def _too_short(self, task: str, length: int, error: Exception) -> ConfigError:
+        problem = f"has {length:,}, where {task} cannot be made with this model's tokenizer ({error})"
+        fix = f"take longer ones, or leave out {task} in tasks"
+        return ConfigError((self.key("lengths"), self.key("tasks")), problem, fix)
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         lengths, mean_name = self._lengths(info), self._mean_name()
@@ -236,31 +199,21 @@ class Ruler(Task):
     def _effective(self, lengths: list[int], curve: list[float], info: ModelInfo) -> tuple[list[Score], list[str]]:
         """Return up to which length the model works, by RULER's measure and its own, and the area under the curve."""
         name = self._mean_name()
-        reached, notes = _longest(lengths, curve, THRESHOLD, name)
-        found = [Score("effective length", reached, "higher", group=name, unit="tokens")]
+        found = [Score("effective length", _longest(lengths, curve, THRESHOLD), "higher", group=name, unit="tokens")]
         meaning = f"The effective length is the longest whose {name} is at least {THRESHOLD}, or 0"
         trained = self.settings.trained_length or info.trained_length
         own = curve[lengths.index(trained)] if trained in lengths else None
         if own:
-            longer = {length: score for length, score in zip(lengths, curve) if length >= trained}
-            reached, holes = _longest(list(longer), list(longer.values()), own, name)
-            found.append(Score("own effective length", reached, "higher", group=name, unit="tokens"))
-            notes += holes
+            found.append(
+                Score("own effective length", _longest(lengths, curve, own), "higher", group=name, unit="tokens")
+            )
             meaning += (
                 f"; the own effective length is the longest where it is at least {own:.3f}, the model's score at the "
                 f"{trained:,} tokens that it was trained on."
             )
-        elif own is not None:
-            meaning += f". There is no own effective length, as the model scores 0 at its trained length, {trained:,}."
         else:
-            unknown = (
-                f"({trained:,}) is not among the lengths" if trained else "is not known: give ruler.trained_length"
-            )
-            meaning += (
-                ". The longest at which the model is as good as at its trained length is not known, because that "
-                f"{unknown}."
-            )
-        notes.append(meaning)
+            meaning += "; an own one needs the trained length among the lengths, with a score above 0."
+        notes = [meaning]
         if len(lengths) > 1:
             steps = [math.log2(after / before) for before, after in zip(lengths, lengths[1:])]
             area = sum(step * (a + b) / 2 for step, a, b in zip(steps, curve, curve[1:])) / sum(steps)
@@ -304,24 +257,16 @@ def _share(metric: str, found: list[float], length: int, group: str = "") -> Sco
     return Score(metric, share, "higher", *interval, length, group, len(found))
 
 
-def _longest(lengths: Sequence[int], curve: Sequence[float], least: float, name: str) -> tuple[float, list[str]]:
-    """Return the longest length whose score is at least `least`, or 0, and a note on shorter ones where it is not."""
-    reached = max((length for length, score in zip(lengths, curve) if score >= least), default=0)
-    worse = [f"{length:,}" for length, score in zip(lengths, curve) if score < least and length < reached]
-    at = f"At {', '.join(worse)} tokens the {name} is below {least:.3f}"
-    return float(reached), [f"{at}, though at the longer length of {reached:,} it is not."] if worse else []
+def _longest(lengths: Sequence[int], curve: Sequence[float], least: float) -> float:
+    """Return the longest length whose score is at least `least`, or 0."""
+    return float(max((length for length, score in zip(lengths, curve) if score >= least), default=0))
 
 
 def _check_text(file: Path) -> None:
     """Raise FileError if a haystack is no text, or has hardly any."""
     try:
-        content = read_small(file, RECORD_BYTES)
+        words = read_small(file, RECORD_BYTES).decode().split()
     except ValueError as error:
-        raise FileError(str(file), f"cannot be used: {error}", "give a shorter text file") from None
-    try:
-        words = content.decode().split()
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise FileError(f"{file}:{line}", "is not UTF-8 text", "give a text file in UTF-8") from None
+        raise FileError(str(file), f"cannot be used: {error}", "give a text file in UTF-8") from None
     if len(words) < 500:
         raise FileError(str(file), f"has {len(words)} words", "give a text of at least 500")

@@ -95,17 +95,6 @@ def make_samples(
     raise TooShort("its prompts do not fit")
 
 
-def smallest_length(
-    task: str, above: int, most: int, tokenizer: Callable[..., Any], seed: int, sources: Sources
-) -> int | None:
-    """Return the smallest multiple of 64 above a length that a task has samples of, None if that is beyond `most`."""
-    for length in range(above // 64 * 64 + 64, most + 1, 64):
-        with contextlib.suppress(TooShort):
-            make_samples(task, length, 3, tokenizer, seed, sources)
-            return length
-    return None
-
-
 class _Measure:
     """Stands in for the tokenizer where the harness measures texts: counts `reserve` tokens more than there are."""
 

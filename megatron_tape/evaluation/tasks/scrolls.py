@@ -2,11 +2,18 @@
 
 The TAPE paper fine-tunes a model on one dataset before it is evaluated on that (docs/evaluation/scrolls.md). For models
 that were not fine-tuned there is a loss on the targets alone.
+
+A prediction is scored by F1, exact match or ROUGE without stemming: the highest over an example's references, in per
+cent. A dataset's score is the mean over its examples; of ROUGE, the geometric mean of those of ROUGE-1, -2 and -L.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,7 +28,22 @@ from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_group
 from megatron_tape.evaluation.statistics import bootstrap_ratio, percentiles
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
-from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
+
+METRICS = {
+    "qasper": "f1",
+    "contract_nli": "exact_match",
+    "narrative_qa": "f1",
+    "quality": "exact_match",
+    "qmsum": "rouge",
+    "summ_screen_fd": "rouge",
+    "gov_report": "rouge",
+}
+"""The datasets of SCROLLS, in the order of the TAPE paper's table."""
+PARTS = {"f1": ("f1",), "exact_match": ("exact_match",), "rouge": ("rouge1", "rouge2", "rougeL")}
+"""What is computed for every example, by metric."""
+SHOWN = {"f1": "f1", "exact_match": "exact_match", "rouge": "rouge_geometric_mean"}
+"""What a dataset's score is called, by metric."""
+
 
 TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
 """The longest answers, by metric, as in the TAPE paper's released code."""
@@ -47,9 +69,8 @@ class ScrollsSettings:
     """Use at most so many examples of each dataset, the first ones; null means all."""
     length: int | None = None
     """Tokens of context, those of the answer included; null means the length that the model was trained on."""
-    target_tokens: dict[str, int] | int | None = None
-    """The longest answer in tokens, for all datasets or by name; null means 200, or 1000 for summaries, but at most a
-    quarter of the length."""
+    target_tokens: int | None = None
+    """The longest answer in tokens; null means 200, or 1000 for summaries, but at most a quarter of the length."""
     template: str = TEMPLATE
     """What the model reads before its answer; it should be that of the fine-tuning. Inputs that are too long lose their
     end, as in SCROLLS' own baselines; what the template has behind them stays."""
@@ -92,8 +113,6 @@ class Scrolls(Task):
             tokens = self._target_tokens(name, length)
             fix = f"set it to between 1 and {length - 1}"
             refuse(not 1 <= tokens < length, key, f"of {name} is {tokens}", fix)
-        for name in settings.target_tokens if isinstance(settings.target_tokens, dict) else ():
-            refuse(name not in files, key, f"names {shown(name)}, of which there is no data", _choices(files))
         for name in files:
             self._read(name)
 
@@ -132,7 +151,6 @@ class Scrolls(Task):
 
     def _target_tokens(self, name: str, length: int) -> int:
         given = self.settings.target_tokens
-        given = given.get(name) if isinstance(given, dict) else given
         return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET) if given is None else given
 
     def _read(self, name: str) -> list[_Example]:
@@ -208,17 +226,7 @@ class Scrolls(Task):
             notes += self._notes(name, found)
         if len(resampled) > 1:
             scores.append(self._mean(scores, resampled, by_dataset, length))
-        return Summary(scores, details, notes + self.left_out())
-
-    def left_out(self) -> list[str]:
-        """Return a note on files in the directory that are datasets of which no metric is known."""
-        data, split = self.settings.data, self.settings.split
-        if not isinstance(data, str):
-            return []
-        found = {path.stem for form in ("*.zip", "*.jsonl") for path in Path(data).glob(form)}
-        found |= {path.parent.name for path in Path(data).glob(f"*/{split}.jsonl")}
-        others = ", ".join(sorted(found - {**METRICS, **self.settings.metrics}.keys()))
-        return [f"Left out, as scrolls.metrics names no metric of them: {others}."] if others else []
+        return Summary(scores, details, notes)
 
     @staticmethod
     def _mean(scores: list[Score], resampled: list[np.ndarray], by_dataset: dict[str, list], length: int) -> Score:
@@ -261,3 +269,49 @@ def _resample(parts: np.ndarray) -> np.ndarray:
     random = np.random.default_rng(0)
     means = [parts[random.integers(len(parts), size=len(parts))].mean(0) for _ in range(_SAMPLES)]
     return combine(np.array(means))
+
+
+def score(metric: str, prediction: str, references: Sequence[str]) -> list[float]:
+    """Return the `PARTS` of a metric for a prediction, each the highest over the references."""
+    every = [_FUNCTIONS[metric](prediction, reference) for reference in references]
+    return [100.0 * max(values) for values in zip(*every)]
+
+
+def combine(means: np.ndarray) -> np.ndarray:
+    """Return the score of a dataset (...) from the means over its examples of the parts (..., parts)."""
+    return means.prod(axis=-1) ** (1.0 / means.shape[-1])
+
+
+def normalize(text: str) -> str:
+    """Return a text as SQuAD compares it: lower case, without punctuation, articles and extra white space."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _f1(prediction: str, reference: str) -> tuple[float]:
+    predicted, wanted = normalize(prediction).split(), normalize(reference).split()
+    common = sum((Counter(predicted) & Counter(wanted)).values())
+    return (2 * common / (len(predicted) + len(wanted)) if common else 0.0,)
+
+
+def _exact_match(prediction: str, reference: str) -> tuple[float]:
+    return (float(normalize(prediction) == normalize(reference)),)
+
+
+def _rouge(prediction: str, reference: str) -> tuple[float, ...]:
+    scores = _scorer().score(reference, prediction)
+    return tuple(scores[part].fmeasure for part in PARTS["rouge"])
+
+
+@functools.cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(list(PARTS["rouge"]), use_stemmer=False)
+
+
+_FUNCTIONS: dict[str, Callable[[str, str], tuple[float, ...]]] = {
+    "f1": _f1,
+    "exact_match": _exact_match,
+    "rouge": _rouge,
+}

@@ -1,4 +1,4 @@
-"""The tasks on sequences of `synthetic`, and what they share with `addition`.
+"""The tasks on sequences of `synthetic`, by the names of the generators that training uses.
 
 They are for models that `data.generator` has trained on them. Answers are read from one forward pass over the whole
 sequence, right answers included. Each token is counted by whether it is the likeliest one after the right tokens before
@@ -14,16 +14,23 @@ from typing import Any
 import numpy as np
 
 from megatron_tape import synthetic
-from megatron_tape.config.evaluation import GridNavigationSettings, RecallSettings, SelectiveCopySettings
+from megatron_tape.config.evaluation import (
+    AdditionSettings,
+    GridNavigationSettings,
+    RecallSettings,
+    SelectiveCopySettings,
+)
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.score_pictures import by_group
+from megatron_tape.evaluation.score_pictures import by_group, share_maps
 from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.synthetic import EVALUATION, Generator, random_of
 
 LARGEST_SEED = 2**32 - 1
 SEQUENCES_PER_UNIT = 100
+MOST = 10**6
+"""Digits and samples of sums are below this, so that every sum has a number of its own."""
 
 
 def right_answers(
@@ -66,6 +73,87 @@ class SyntheticTask(Task):
             f"uses {generator.vocab_size} different tokens, but {info.label} knows {info.vocab_size}",
             "give the settings with which it was trained, or a model that was trained on this task",
         )
+
+
+class Addition(SyntheticTask):
+    """Exact match of sums, all digits reversed, by the lengths of their operands."""
+
+    name = "addition"
+    Settings = AdditionSettings
+
+    def check(self, info: ModelInfo) -> None:
+        self.refuse_below(digits=1, longest=1, step=1, samples=1, batch_size=1)
+        self.check_seed()
+        for name in ("digits", "longest", "samples"):
+            value = getattr(self.settings, name)
+            refuse(value is not None and value >= MOST, self.key(name), f"is {value}", f"set it to less than {MOST}")
+        step = self.settings.step
+        refuse(
+            not self.lengths,
+            self.key("step"),
+            f"is {step}, but the longest operand has {self.longest} digits",
+            "lower it",
+        )
+        self.check_generator(self.sums, info)
+
+    @property
+    def longest(self) -> int:
+        return self.settings.longest or 2 * self.settings.digits
+
+    @property
+    def sums(self) -> synthetic.Addition:
+        return synthetic.Addition(digits=self.longest, hints=self.settings.hints)
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(range(self.settings.step, self.longest + 1, self.settings.step))
+
+    def units(self, model: LanguageModel) -> list[Unit]:
+        # The work grows with the tokens: two operands, and a sum as long as the longer of them.
+        return [
+            Unit(str(first), sum(first + second + max(first, second) for second in self.lengths))
+            for first in self.lengths
+        ]
+
+    def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
+        """Return which sums are right, by the length of the second operand: `right`, a list of lists of 0 and 1."""
+        first, sums = int(unit.key), self.sums
+        right = []
+        for second in self.lengths:
+            numbers = [(first * MOST + second) * MOST + sample for sample in range(self.settings.samples)]
+            problems = [
+                sums.problem(random_of(self.settings.seed, EVALUATION, number), first, second) for number in numbers
+            ]
+            right.append([int(found.all()) for found in right_answers(model, problems, self.settings.batch_size)])
+        return {"right": right}
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        lengths, trained = np.array(self.lengths), self.settings.digits
+        right = np.array([values[str(first)]["right"] for first in self.lengths])
+        within = np.maximum(lengths[:, None], lengths) <= trained
+        groups = {
+            f"up to {self.longest} digits": np.ones_like(within),
+            f"up to {trained} digits": within,
+            f"beyond {trained} digits": ~within,
+        }
+        scores = []
+        for group, cells in groups.items():
+            if not cells.any() or (cells.all() and scores):
+                continue
+            correct, count = int(right[cells].sum()), right[cells].size
+            share = correct / count
+            scores.append(Score("exact match", share, "higher", *wilson(correct, count), group=group, count=count))
+        accuracy = right.mean(-1).tolist()
+        return Summary(scores, {"digits": trained, "lengths": self.lengths, "accuracy": accuracy})
+
+    @classmethod
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+        def names(result: TaskResult) -> tuple[list[int], list[int]]:
+            return (result.details["lengths"],) * 2
+
+        trained = " and ".join(dict.fromkeys(str(result.details["digits"]) for result in results.values()))
+        labels, title = ("digits of the first operand", "digits of the second"), f"Sums; trained up to {trained} digits"
+        return share_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels)
 
 
 class Variants(SyntheticTask):
