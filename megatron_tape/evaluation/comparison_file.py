@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
 from megatron_tape.evaluation.task import Task
 from megatron_tape.io.records import write_record
 
-FORMAT = 1
 NAME = "comparison.json"
 TRAINING = "training"
 """The task of scores that describe the training itself."""
@@ -64,7 +63,7 @@ class Comparison:
     baseline: str
     """The variant with which the others are compared."""
     runs: list[FinishedRun] = field(default_factory=list)
-    format: Whole = FORMAT
+    format: Literal[1] = 1
 
     @property
     def variants(self) -> list[str]:
@@ -103,11 +102,7 @@ def empty(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
 
 def read_comparison(path: str | Path) -> Comparison:
     """Read such a file. Raises FileError for another or a damaged file, and OSError."""
-    found = read_dataclass(path, Comparison)
-    if found.format != FORMAT:
-        problem = f"cannot be used: it has the format {found.format}, and this version reads {FORMAT}"
-        raise FileError(str(path), problem, "update this project")
-    return found
+    return read_dataclass(path, Comparison)
 
 
 def write_comparison(path: Path, comparison: Comparison) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.task import Picture
 from megatron_tape.io.files import write_whole
 from megatron_tape.text import CONTROLS
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#1670fa", "#df6e08", "#035736", "#7a2c81", "#aa4615", "#a583bb", "#3a8e69", "#147573")
-"""Colours of models, in order, which those who do not see red or green tell apart too; a test measures it."""
+"""Colours of models, in order, which those who do not see red or green tell apart too."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
 """Their markers, as many as no number of colours is a multiple of, so that more models look different."""
 LINES = ("-", "--", ":", "-.")
@@ -40,10 +39,8 @@ CELLS_WITH_TEXT = 144
 LONGEST_LABEL, LONGEST_AXIS_LABEL = 36, 48
 """Characters of a model's or panel's name, and of the label of an axis, that fit in their places."""
 _LONGEST_TEXT = 80
-MOST_MODELS = MOST_PANELS = 24
-"""Models that pictures show, and axes that one figure may have: laying out many takes minutes."""
-MOST_PICTURES = 50
-"""Tasks of a comparison, or metrics of runs, that pictures show."""
+MOST_PANELS = 24
+"""Axes that one figure may have: laying out many takes minutes."""
 # Lone surrogates and noncharacters are shown by neither pages nor pictures.
 _UNSHOWABLE = re.compile(f"[{CONTROLS}\ud800-\udfff\ufffe\uffff]")
 _ORDER: ContextVar[tuple[str, ...]] = ContextVar("order of models", default=())
@@ -160,11 +157,6 @@ def model_panels(labels: Iterable[str], **options: Any) -> tuple[Figure, list[Ax
     return figure, axes
 
 
-def score_curve(axes: Axes, style: Mapping[str, Any], x: Sequence[float], scores: Sequence[Score]) -> None:
-    """Draw the values of scores with their intervals as bars."""
-    curve(axes, style, x, *([getattr(score, key) for score in scores] for key in ("value", "low", "high")))
-
-
 def curve(
     axes: Axes,
     style: Mapping[str, Any],
@@ -278,11 +270,6 @@ def png(picture: Picture) -> bytes:
 def save(picture: Picture, path: str | Path) -> None:
     """Write a picture as a PNG file, whole or not at all. Raises OSError."""
     write_whole(path, [png(picture)])
-
-
-def limits(*of: tuple[int, int, str]) -> list[str]:
-    """Return a sentence for each limit that leaves something out: the most that is drawn, how many, and of what."""
-    return [f"Pictures show the first {most} of {count:,} {what}." for most, count, what in of if count > most]
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:

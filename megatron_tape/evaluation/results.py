@@ -19,12 +19,8 @@ from megatron_tape.errors import FileError
 from megatron_tape.io.records import RECORD_BYTES, parse_record, read_small, validator, write_record
 from megatron_tape.text import counted
 
-FORMAT = 1
 NAME = "results.json"
 _BYTES = 1 << 28
-MOST_MEMORY = 1_500_000_000
-"""Bytes that the values of a file may take, by estimate."""
-MOST_LEVELS = 64
 Number = Annotated[float, Strict()]
 Whole = Annotated[int, Strict()]
 """Of a file neither texts nor truth values are taken for numbers."""
@@ -125,24 +121,18 @@ class Results:
     created: Number
     """When the last task was finished, in seconds since 1970."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
-    format: Whole = FORMAT
+    format: Literal[1] = 1
 
 
 def results_file(path: str | Path) -> Path:
     """Return the file that is meant by itself or by the directory that holds it."""
     path = Path(path)
-    inside = path / NAME
-    # A directory of the file's name may be a mistake, or the one that holds it.
-    return inside if path.is_dir() and (path.name != NAME or inside.exists()) else path
+    return path / NAME if path.is_dir() else path
 
 
 def read_results(path: str | Path) -> Results:
     """Read a results file, or that of a directory. Raises OSError, or FileError for another or a damaged file."""
-    file = results_file(path)
-    results = read_dataclass(file, Results, _BYTES)
-    if results.format != FORMAT:
-        problem = f"cannot be used: it has the format {results.format}, and this version reads {FORMAT}"
-        raise FileError(str(file), problem, "update this project, or evaluate again")
+    results = read_dataclass(results_file(path), Results, _BYTES)
     tasks = {
         name: replace(task, scores=[replace(score, task=name) for score in task.scores])
         for name, task in results.tasks.items()
@@ -153,12 +143,7 @@ def read_results(path: str | Path) -> Results:
 def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> Any:
     """Read a JSON file as an object of a dataclass. Raises OSError, or FileError for another or a damaged file."""
     try:
-        content = read_small(file, limit)
-        # JSON such as [{},{},... takes 30 times its size in memory.
-        if len(content) + 70 * sum(map(content.count, (b"{", b"["))) + 32 * content.count(b",") > MOST_MEMORY:
-            raise ValueError("it holds too many values")
-        value = parse_record(content, dict[str, Any])
-        _check_depth(value)
+        value = parse_record(read_small(file, limit), dict[str, Any])
     except ValueError as error:
         raise FileError(str(file), f"cannot be used: {error}") from None
     try:
@@ -167,16 +152,6 @@ def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> A
         first = error.errors()[0]
         place = ".".join(str(part)[:40] for part in first["loc"]) or "it"
         raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError if a JSON value is nested more deeply than what reads it can follow."""
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        inside = (part for one in level for part in (one.values() if isinstance(one, dict) else one))
-        level = [part for part in inside if isinstance(part, (dict, list))]
-    if level:
-        raise ValueError("it is nested too deeply")
 
 
 def write_results(directory: Path, results: Results) -> None:

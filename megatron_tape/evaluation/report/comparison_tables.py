@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_tape.evaluation import figures
@@ -62,20 +62,19 @@ def _cells(row: Row, decimals: int | None) -> list[Cell]:
 def picture(found: Found, variants: Sequence[str]) -> list[Picture]:
     """Return a picture with a panel for each of the first metrics: a point for each seed and a line at the mean."""
     shown = ([metric for metric in found if metric.better != "neither"] or list(found))[: figures.MOST_PANELS]
-    labels = variants[: figures.MOST_MODELS]
+    labels = list(variants)
     figure, drawn = figures.panels(len(shown), 2, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
     looks, told = figures.styles(labels), []
     for axes, metric in zip(drawn, shown):
         title = ", ".join(cell.text for cell in tables.subject(metric) if cell.sort not in (None, ""))
-        drawn_rows = [row for row in found[metric] if row.variant in looks]
-        for row in drawn_rows:
+        for row in found[metric]:
             place, values, look = labels.index(row.variant), list(row.values.values()), looks[row.variant]
             axes.plot(values, [place] * len(values), **look | {"linestyle": "none", "alpha": 0.7})
             axes.plot([row.mean] * 2, [place - 0.35, place + 0.35], color=look["color"], linewidth=2)
         axes.set_yticks(range(len(labels)), [looks[label]["label"] for label in labels], fontsize=8)
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel(figures.plain(title, 60), fontsize=9)
-        told.append(f"{title}: {', '.join(f'{row.variant} {row.mean:.4g}' for row in drawn_rows)}")
+        told.append(f"{title}: {', '.join(f'{row.variant} {row.mean:.4g}' for row in found[metric])}")
     return [Picture("comparison", f"Means over the seeds. {'; '.join(told)}.", figure)]
 
 
@@ -102,15 +101,6 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     if missing:
         found.append(f"Not finished: {enumerated(missing)}.")
     return found
-
-
-def limits(tasks: Mapping[str, Found], variants: Sequence[str]) -> list[str]:
-    """Return a sentence for each limit that keeps something from being drawn."""
-    return figures.limits(
-        (figures.MOST_PICTURES, len(tasks), "tasks"),
-        (figures.MOST_MODELS, len(variants), "variants"),
-        (figures.MOST_PANELS, max(map(len, tasks.values()), default=0), "metrics of a task"),
-    )
 
 
 def warnings(comparison: Comparison) -> list[str]:

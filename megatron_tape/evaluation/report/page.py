@@ -6,29 +6,37 @@ What runs and results say is data, which is cleaned and escaped where it is show
 from __future__ import annotations
 
 import base64
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_tape.command_line import Progress
 from megatron_tape.errors import FileError
+from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import Comparison
-from megatron_tape.evaluation.figures import MOST_MODELS, MOST_PICTURES, clean, in_order, limits, png
+from megatron_tape.evaluation.figures import clean, in_order, png
 from megatron_tape.evaluation.report import comparison_tables
 from megatron_tape.evaluation.report.scores import comparability, score_table
-from megatron_tape.evaluation.report.tables import Table, enumerated
-from megatron_tape.evaluation.report.training import curves, runs_table
+from megatron_tape.evaluation.report.tables import Table, enumerated, number, table, text
 from megatron_tape.evaluation.results import NAME, Results, read_results
-from megatron_tape.evaluation.task import Drawing
+from megatron_tape.evaluation.task import Picture
 from megatron_tape.evaluation.tasks import TASKS, title_of
-from megatron_tape.run.curves import METRICS, SETTINGS, Run, read_run
+from megatron_tape.run.curves import DURING, METRICS, SETTINGS, Run, read_run
+
+_SHOWN_POINTS = 300
+"""Points of a curve; a longer one is drawn as means over consecutive points."""
+_NAMES = {"loss": "training loss", "validation_loss": "validation loss", "lr": "learning rate"}
+_LENGTH = re.compile("[0-9]{1,12}")
+Drawing = tuple[str, Callable[[], list[Picture]]]
+"""What pictures show, and what draws them."""
 
 
 @dataclass
@@ -98,8 +106,7 @@ def page(
     tasks = {name for one in results.values() for name in one.tasks}
     with in_order(dict.fromkeys([*runs, *results])):
         sections += [_task(results, name) for name in sorted(tasks, key=[*TASKS, *sorted(tasks)].index)]
-        drawings, left_out = curves(runs)
-        sections += [Section("Training", runs_table(runs), draw(drawings), notes=left_out)] if runs else []
+        sections += [Section("Training", runs_table(runs), draw(curves(runs)))] if runs else []
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, finalize=_shown, **options)
@@ -131,12 +138,11 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str]]:
 
 def _comparison(comparison: Comparison, missing: Sequence[str]) -> list[Section]:
     tasks, variants = comparison_tables.by_task(comparison), comparison.variants
-    notes = comparison_tables.notes(comparison, missing) + comparison_tables.limits(tasks, variants)
+    notes = comparison_tables.notes(comparison, missing)
     sections = [Section("Comparison", warnings=comparison_tables.warnings(comparison), notes=notes)]
-    for number, (task, found) in enumerate(tasks.items()):
-        drawings = [(task, partial(comparison_tables.picture, found, variants))][: number < MOST_PICTURES]
-        shown = comparison_tables.metrics_table(found, comparison.baseline)
-        sections.append(Section(title_of(task), shown, draw(drawings)))
+    for task, found in tasks.items():
+        pictures = draw([(task, partial(comparison_tables.picture, found, variants))])
+        sections.append(Section(title_of(task), comparison_tables.metrics_table(found, comparison.baseline), pictures))
     return sections
 
 
@@ -144,12 +150,57 @@ def _task(results: Mapping[str, Results], name: str) -> Section:
     results = {label: one for label, one in results.items() if name in one.tasks}
     tasks = {label: one.tasks[name] for label, one in results.items()}
     warnings, comparable = comparability(list(results.values()), name)
-    shown = dict(islice(tasks.items(), MOST_MODELS))
-    pictures = draw([(name, partial(TASKS[name].draw, shown))] if name in TASKS else [])
+    pictures = draw([(name, partial(TASKS[name].draw, tasks))] if name in TASKS else [])
     about: dict[str, list[str]] = {}
     for label, task in tasks.items():
         for note in task.notes:
             about.setdefault(note, []).append(label)
-    notes = limits((MOST_MODELS, len(tasks), "models"))
-    notes += [note if len(of) == len(tasks) else f"{enumerated(of)}: {note}" for note, of in about.items()]
+    notes = [note if len(of) == len(tasks) else f"{enumerated(of)}: {note}" for note, of in about.items()]
     return Section(title_of(name), score_table(tasks, comparable), pictures, warnings, notes)
+
+
+def runs_table(runs: Mapping[str, Run]) -> list[Table]:
+    """Return a table of how far each run is, how low its losses are, and how fast it was."""
+    rows = []
+    for label, run in runs.items():
+        validation, planned = run.curve("validation_loss").last, run.settings.get("train", {}).get("steps", "unknown")
+        losses = [number(run.curve("loss").recent, 4), number(validation and validation[1], 4)]
+        speeds = [number(run.curve(metric).median) for metric in ("tokens_per_second", "tflops_per_second")]
+        steps = [number(run.last.get("step"), 0, f"of {planned}"), number(run.last.get("tokens"), 0)]
+        rows.append([text(label), *steps, *losses, *speeds])
+    columns = ("run", "steps", "tokens", "training loss, last 5 %", "validation loss, last", "tokens/s", "TFLOP/s")
+    return table("Losses in nats per token, and medians of the speeds of all processes together", columns, rows)
+
+
+def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
+    """Yield the drawing of each metric that a run has logged twice, with a panel for each length."""
+    keys = sorted({key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1})
+    stems: dict[str, list[str]] = {key: [key] for key in _NAMES if key in keys}
+    for key in keys:
+        stem, _, length = key.rpartition("/")
+        if key.startswith(DURING):
+            stems.setdefault(stem if _LENGTH.fullmatch(length) else key, []).append(key)
+    for stem, of in stems.items():
+        name = _NAMES.get(stem, ", ".join(stem.removeprefix(DURING).split("/")))
+        yield name, partial(_draw_curves, runs, name, of)
+
+
+def _draw_curves(runs: Mapping[str, Run], name: str, keys: list[str]) -> list[Picture]:
+    figure, shown = figures.panels(len(keys), width=4.6)
+    looks, last = figures.styles(runs), []
+    for axes, key in zip(shown, keys):
+        length = key.rpartition("/")[2]
+        at = f" at {int(length):,} tokens" if _LENGTH.fullmatch(length) else ""
+        for label, run in runs.items():
+            if (curve := run.curve(key)).last is not None:
+                axes.plot(_thinned(curve.steps), _thinned(curve.values), **looks[label] | {"marker": ""})
+                last.append(f"{label} {curve.last[1]:.4g}{at}")
+        axes.set(xlabel="step", ylabel=figures.plain(name, figures.LONGEST_AXIS_LABEL))
+        axes.set_title(at.strip(), fontsize=10)
+    figures.legend(figure)
+    return [Picture("curve", f"{name.capitalize()} by step; at the end, {enumerated(last)}.", figure)]
+
+
+def _thinned(values: Sequence[float]) -> np.ndarray:
+    """Return at most `_SHOWN_POINTS` values, each the mean over consecutive ones."""
+    return np.array([part.mean() for part in np.array_split(np.asarray(values), min(len(values), _SHOWN_POINTS))])
