@@ -1,12 +1,11 @@
 """Rows of loading, computing and generating; see ecosystem.py."""
 
 import copy
-import inspect
 
 import torch
 import torch.nn.functional as F
-from ecosystem import NEW, Subject, equal_logits, equal_tokens, row
-from transformers import AutoConfig, AutoModel, DynamicCache, GenerationConfig, TextStreamer, pipeline
+from ecosystem import Subject, equal_logits, equal_tokens, row
+from transformers import AutoConfig, AutoModel, DynamicCache, TextStreamer, pipeline
 
 
 @row("from_pretrained: no key missing or unexpected; the tokenizer decodes what it encodes")
@@ -170,33 +169,6 @@ def early_exit(subject: Subject):
     model = subject.load()
     equal_tokens(subject.generate(subject.ids(24), model, assistant_early_exit=1), subject.greedy)
     equal_tokens(subject.generate(subject.ids(24), model), subject.greedy)
-
-
-def paging() -> dict:
-    """Return arguments that keep the paged cache of continuous batching small, where transformers takes them."""
-    try:
-        from transformers import ContinuousBatchingConfig
-    except ImportError:
-        return {}
-    size = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
-    settings = ContinuousBatchingConfig(**{size: 8}, num_blocks=48, max_batch_tokens=32)
-    return {"continuous_batching_config": settings}
-
-
-@row("continuous batching (generate_batch), requests of several lengths: the tokens of generate")
-def continuous_batching(subject: Subject):
-    requests = [subject.ids(count, start) for count, start in ((24, 0), (5, 40), (33, 50), (12, 20), (3, 70))]
-    expected = [subject.generate(ids)[0].tolist() for ids in requests]
-    config = GenerationConfig(do_sample=False, **subject.count())
-    answers = subject.load().generate_batch([ids[0].tolist() for ids in requests], generation_config=config, **paging())
-    assert [answer.generated_tokens for answer in answers.values()] == expected
-
-
-@row("generate over a paged cache (cache_implementation paged): the tokens of generate without a cache")
-def paged_cache(subject: Subject):
-    config = GenerationConfig(do_sample=False, **subject.count())
-    found = subject.load().generate(subject.ids(24), generation_config=config, cache_implementation="paged", **paging())
-    equal_tokens(found.flatten()[-NEW:], subject.greedy[0])
 
 
 @row("pipeline and TextStreamer: the text of generate")

@@ -27,19 +27,10 @@ SHORT = ([{"role": "system", "content": "code"}, {"role": "user", "content": "de
 
 @row("transformers serve, openai client: chat, streaming, two clients at once give generate's text", NEEDS, heavy=True)
 def serve(subject: Subject):
-    _serve(subject)
-
-
-@row("the same with --continuous-batching", NEEDS, heavy=True)
-def serve_continuous_batching(subject: Subject):
-    _serve(subject, "--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64")
-
-
-def _serve(subject: Subject, *options: str):
     # In a child process, Python may not have read transformers_tape.pth.
     script = ("import transformers_tape; " if subject.is_tape else "") + SERVE
     command = [sys.executable, "-c", script, "serve", copy_with_template(subject)]
-    with server([*command, "--device", "cpu", "--dtype", "float32", *options], subject.work) as url:
+    with server([*command, "--device", "cpu", "--dtype", "float32"], subject.work) as url:
         chat(subject, url)
 
 

@@ -223,6 +223,15 @@ def test_drawn_positions_beyond_the_trained_length_need_a_pass_without_a_cache(e
         assert_close(losses, torch.nn.functional.cross_entropy(logits, ids[0, 1:length], reduction="none"))
 
 
+@pytest.mark.parametrize("name", ["fire", OWN_CLASSES])
+def test_continuous_batching_is_refused(exported, name):
+    model = exported(name).loaded
+    for options in ({}, {"cache_implementation": "paged"}):
+        with pytest.raises(NotImplementedError, match="does not support continuous batching"):
+            generate = model.generate if options else model.generate_batch
+            generate(torch.tensor([[5, 6, 7]]) if options else [[5, 6, 7]], max_new_tokens=2, **options)
+
+
 def test_new_models_start_as_declared(exported):
     loaded = exported("toy_gate").loaded
     torch.manual_seed(0)
@@ -242,8 +251,6 @@ def test_what_these_models_cannot_do_is_refused_by_name(exported):
     foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
     with pytest.raises(NotImplementedError, match="filled without what the positional encoding remembers"):
         model(ids, past_key_values=foreign)
-    with pytest.raises(NotImplementedError, match="fire do not support continuous batching"):
-        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
     load = type(model).from_pretrained
     with pytest.raises(NotImplementedError, match="does not support transformers' tensor"):
         load(made.directory, tp_plan="auto")

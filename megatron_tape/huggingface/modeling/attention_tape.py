@@ -15,7 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_tape import TapeConfig
-from .paged_tape import update_paged
 
 ROWS, LONGEST, SCORES = 192, 2**21, 2**19
 """Queries of a block, times the heads of a group; how many scores they may have; and scores at a time per thread."""
@@ -63,9 +62,7 @@ class TapeAttention(nn.Module):
         if average_state:
             value = torch.cat([value, state.expand_as(value)], dim=-1)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if (paged := kwargs.pop("cache", None)) is not None:
-            key, value = update_paged(paged, key, value, self.layer_idx, kwargs)
-        elif past_key_values is not None:
+        if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
@@ -107,7 +104,7 @@ def refuse_servers(implementation: str | None) -> None:
         raise NotImplementedError(
             f"{implementation}'s attention for models of transformers keeps one key and one value of each token, and "
             "no position state; for vLLM, install the package transformers_tape beside it, whose plug-in serves TAPE "
-            "models; without it, use transformers serve or generate_batch"
+            "models; without it, use transformers serve or generate"
         )
 
 
@@ -119,15 +116,13 @@ def attend(
     query (B, H, S, D), key (B, G, T, D) and value (B, G, T, D or 2 D); the mask is in the form that the attention
     implementation of `module.config` expects. Without a mask, query i sees the first i + 1 keys.
     """
-    # The paged implementations differ in the cache, which has been updated, and expect the mask to be given.
-    implementation, D = module.config._attn_implementation.removeprefix("paged|"), query.shape[-1]
+    implementation, D = module.config._attn_implementation, query.shape[-1]
     refuse_servers(implementation)
     # A single query has so little to do that reading the keys once is faster than any kernel.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
         averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return averages.split(D, dim=-1), weights
     if implementation == "sdpa" and value.shape[-1] > D and _only_inference(module, query, key, value, **kwargs):
-        # Continuous batching says that attention is not causal, because its mask says all.
         causal = attention_mask is None and kwargs.get("is_causal") is not False
         if query.device.type == "cpu" and (causal or (attention_mask is not None and attention_mask.shape[1] == 1)):
             return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None

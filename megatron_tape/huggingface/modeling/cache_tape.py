@@ -1,5 +1,7 @@
 """Caches of TAPE models: which ones keep the position state with the values, and how the dynamic one grows."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
@@ -17,6 +19,14 @@ def check_cache(past_key_values: Cache | None) -> None:
             f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to keep the "
             f"position state with the values; use {' or '.join(cache.__name__ for cache in CACHES)}"
         )
+
+
+def refuse_paged() -> NoReturn:
+    """Raise NotImplementedError for continuous batching."""
+    raise NotImplementedError(
+        "this model does not support continuous batching, whose paged cache has no room for what the positions keep "
+        "of each token; use generate, or serve a TAPE model by vLLM"
+    )
 
 
 class GrowingLayer(DynamicLayer):

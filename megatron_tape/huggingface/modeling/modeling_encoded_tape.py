@@ -235,9 +235,9 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     def check_cached(self, length: int) -> None:
         self.encoding.check_cached(length)
 
-    def _check(self, past_key_values, arguments: dict) -> None:
+    def _check(self, past_key_values) -> None:
         implementation = self.config._attn_implementation
-        if arguments.get("cache") is not None or implementation not in _IMPLEMENTATIONS:
+        if implementation not in _IMPLEMENTATIONS:
             raise NotImplementedError(
                 f"models with the positional encoding {Encoding.name} do not support {implementation} attention; call "
                 f"model.set_attn_implementation('sdpa'), or 'eager', which returns attention maps"
@@ -279,12 +279,6 @@ class EncodedForCausalLM(EncodedPreTrainedModel, TapeForCausalLM):
     """The decoder with its language-model head."""
 
     model_class = EncodedModel
-
-    def init_continuous_batching(self, *args, **kwargs):
-        raise NotImplementedError(
-            f"models with the positional encoding {Encoding.name} do not support continuous batching, whose paged "
-            "cache cannot hold what an encoding remembers of earlier tokens; use generate"
-        )
 
 
 class EncodedForSequenceClassification(EncodedPreTrainedModel, TapeForSequenceClassification):

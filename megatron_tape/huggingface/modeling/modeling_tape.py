@@ -30,9 +30,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from .attention_tape import TapeAttention, refuse_servers
-from .cache_tape import check_cache, let_grow
+from .cache_tape import check_cache, let_grow, refuse_paged
 from .configuration_tape import TapeConfig
-from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager
 from .position_tape import TapePhases, TapePosition, warn_if_frozen
 
 logger = logging.get_logger(__name__)
@@ -140,9 +139,8 @@ class TapeModel(TapePreTrainedModel):
         self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.phases = TapePhases(config)
 
-    def _check(self, past_key_values: Cache | None, arguments: dict) -> None:
+    def _check(self, past_key_values: Cache | None) -> None:
         check_cache(past_key_values)
-        check_paged_cache(arguments.get("cache"), self.config, arguments)
 
     def _prepare_cache(self, past_key_values: Cache | None, hidden_states: Tensor) -> None:
         let_grow(past_key_values, hidden_states)
@@ -192,7 +190,9 @@ class TapeModel(TapePreTrainedModel):
                 f"{config._attn_implementation} attention does not compute the maps that output_attentions requests; "
                 'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
             )
-        self._check(past_key_values, kwargs)
+        if kwargs.get("cache") is not None:
+            refuse_paged()
+        self._check(past_key_values)
         if self.training and not self._positions_are_checked and torch.is_grad_enabled():
             if not torch.compiler.is_compiling():  # a graph cannot depend on the values of weights
                 self._positions_are_checked = True
@@ -209,9 +209,8 @@ class TapeModel(TapePreTrainedModel):
         self._prepare_cache(past_key_values, hidden_states)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         S = hidden_states.shape[1]
-        # A static cache keeps its length on the device; reading it would stall every step. In continuous batching, S
-        # counts the tokens of several requests.
-        known = isinstance(past_length, int) and not torch.compiler.is_compiling() and kwargs.get("cache") is None
+        # A static cache keeps its length on the device; reading it would stall every step.
+        known = isinstance(past_length, int) and not torch.compiler.is_compiling()
         if known and past_length + S > config.max_position_embeddings:
             logger.warning_once(
                 f"more tokens than the {config.max_position_embeddings} of max_position_embeddings: "
@@ -306,17 +305,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args, **kwargs):
-        check_continuous_batching()
-        implementation = self.config._attn_implementation
-        kept = getattr(self, "_cached_continuous_batching_manager", None)
-        manager = super().init_continuous_batching(*args, **kwargs)
-        if manager is not kept:
-            try:
-                prepare_manager(manager, self)
-            except NotImplementedError:
-                self.set_attn_implementation(implementation)
-                raise
-        return manager
+        refuse_paged()
 
 
 # The constructors of transformers' mixins ask AutoModel for the decoder, which does not know code from a repository.
