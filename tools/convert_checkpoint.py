@@ -125,10 +125,7 @@ def add_export(add: Callable) -> None:
 
 def add_import(add: Callable) -> None:
     """Add the options of from-hf."""
-    model = (
-        "directory with config.json, weights and tokenizer, as transformers saves them; or a GGUF file, or a directory "
-        "with one"
-    )
+    model = "directory with config.json, weights and tokenizer, as transformers saves them; or a GGUF file"
     add("--model", required=True, metavar="DIR", help=model)
     name = (
         "the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL lies "

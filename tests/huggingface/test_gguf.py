@@ -1,7 +1,6 @@
 """from-hf of GGUF files: the same models as those they were made from, and nothing that would compute another one."""
 
 import json
-import shutil
 
 import gguf
 import numpy as np
@@ -9,16 +8,69 @@ import pytest
 import sentencepiece
 import torch
 from conversions import change_config, convert, refused
-from gguf_files import write_gguf
+from datasets_for_tests import write_tokenizer
+from safetensors.torch import load_file
 from test_import import IDS, training_logits, write_source
 from transformers import AutoModelForCausalLM
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
-from megatron_tape.huggingface.imports import from_gguf
 
 TEXT = "Is it 1999? def main():\n\treturn  42.5 # don't, größer"
+
+F32 = gguf.GGMLQuantizationType.F32
+
+
+def permuted(weights, heads):
+    """llama.cpp's order of the rows of queries and keys, as its own converter writes them."""
+    return weights.reshape(heads, 2, -1, weights.shape[-1]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
+    """Write the model of transformers in `source` as llama.cpp's converter does.
+
+    `change` may change the tensors, a dictionary by name; `more` are further settings of the architecture.
+    """
+    config = json.loads((source / "config.json").read_text())
+    arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    heads, groups, layers = (config[f"num_{x}"] for x in ("attention_heads", "key_value_heads", "hidden_layers"))
+    rope = config["rope_parameters"]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name("a model")
+    writer.add_block_count(layers)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(groups)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if (dim := config.get("head_dim")) is not None:
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
+        writer.add_rope_dimension_count(more.pop("rope__dimension_count", dim))
+    for key, value in more.items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](f"{arch}.{key.replace('__', '.')}", value)
+    names, tensors = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], layers), {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        base, suffix = name.rsplit(".", 1)
+        weights = tensor.float().numpy()
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            weights = permuted(weights, heads if "q_proj" in name else groups)
+        tensors[f"{names.get_name(base)}.{suffix}"] = weights
+    if change is not None:
+        change(tensors)
+    for name, weights in tensors.items():
+        blocks = kind if weights.ndim == 2 and weights.shape[-1] % 32 == 0 else F32
+        writer.add_tensor(name, gguf.quantize(weights, blocks), raw_dtype=blocks)
+    if tokenizer is not None:
+        tokenizer(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def imported(tmp_path, model, *arguments):
@@ -27,7 +79,7 @@ def imported(tmp_path, model, *arguments):
     return done.stderr
 
 
-@pytest.mark.parametrize("kind", ["llama2_gqa", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama2_gqa", "qwen2", "qwen3"])
 def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
     expected = write_source(tmp_path / "source", kind)
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", vocab_size=90)
@@ -41,17 +93,18 @@ def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):
     (tmp_path / "folder").mkdir()
     write_gguf(tmp_path / "folder" / "model.gguf", tmp_path / "source", gguf.GGMLQuantizationType.Q8_0, vocab_size=90)
     (tmp_path / "folder" / "README.md").write_text("---\nlicense: mit\n---\n")
-    assert "holds F32, Q8_0; the checkpoint gets the fp32" in imported(tmp_path, tmp_path / "folder")
+    file = tmp_path / "folder" / "model.gguf"
+    assert "holds F32, Q8_0; the checkpoint gets the fp32" in imported(tmp_path, file)
     reader = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", gguf_file="model.gguf", dtype=torch.float32)
     with torch.no_grad():
         expected = reader(IDS).logits
     assert (expected - plain).abs().max() > 1e-3
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
     progress = open_weights(tmp_path / "imported").state["progress"]
-    assert progress["card"] == {"license": "mit"} and progress["origin"].endswith("folder (GGUF, F32, Q8_0)")
+    assert progress["card"] == {"license": "mit"} and progress["origin"].endswith("model.gguf (GGUF, F32, Q8_0)")
 
 
-def byte_level(tmp_path, split):
+def byte_level(split):
     """A tokenizer that splits text as Qwen2's does, as a function that adds it to a GGUF file, and its ids of TEXT."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -83,7 +136,7 @@ def test_the_tokenizer_comes_along_and_gives_the_same_ids(tmp_path):
     from transformers import AutoTokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    add, ids, size = byte_level(tmp_path, GGUF_PRE_TOKENIZER_SPLITS["qwen2"])
+    add, ids, size = byte_level(GGUF_PRE_TOKENIZER_SPLITS["qwen2"])
     write_source(tmp_path / "source", "qwen2", vocab_size=size)
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
     imported(tmp_path, tmp_path / "model.gguf")
@@ -126,8 +179,6 @@ def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text_or_none(tmp_pa
 
 
 def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_beside(tmp_path):
-    from datasets_for_tests import write_tokenizer
-
     write_source(tmp_path / "source")
     change_config(tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
 
@@ -136,27 +187,14 @@ def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_be
         writer.add_tokenizer_pre("smollm")
         writer.add_token_list([f"t{index}" for index in range(90)])
 
-    (tmp_path / "folder").mkdir()
-    path = tmp_path / "folder" / "model.gguf"
-    write_gguf(path, tmp_path / "source", tokenizer=add)
-    messages = imported(tmp_path, path)
-    assert (
-        "of the kind gpt2, smollm, which transformers cannot convert" in messages
-        and "imported has no tokenizer" in messages
-    )
-    assert not (tmp_path / "imported" / "tokenizer").exists()
-    shutil.rmtree(tmp_path / "imported")
-    write_tokenizer(tmp_path / "folder" / "tokenizer.json")
-    imported(tmp_path, tmp_path / "folder")
-    assert (tmp_path / "imported" / "tokenizer" / "tokenizer.json").is_file()
-
-
-def drop(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def add(name, shape):
-    return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
+    command = ["from-hf", "--model", tmp_path / "model.gguf", "--output"]
+    done = convert(*command, tmp_path / "without")
+    assert done.returncode == 0 and "of the kind gpt2, smollm, which transformers cannot convert" in done.stderr
+    assert not (tmp_path / "without" / "tokenizer").exists()
+    write_tokenizer(tmp_path / "tokenizer.json")
+    assert convert(*command, tmp_path / "with").returncode == 0
+    assert (tmp_path / "with" / "tokenizer" / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -164,52 +202,29 @@ def add(name, shape):
     [
         (None, {"rope__scaling__type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
         (None, {"rope__dimension_count": 4}, "rope.dimension_count is 4"),
-        (None, {"attention__sliding_window": 16}, "attention.sliding_window is 16"),
-        (None, {"expert_count": 8}, "expert_count is 8"),
         (None, {"logit_scale": 2.0}, "llama.logit_scale is 2.0"),
-        (None, {"scale" * 10**4: "x" * 10**5}, "llama.scalescale"),
-        (None, {"rope__scaling__type": "x" * 10**5}, "rope.scaling.type is 'xxx"),
-        (None, {"rope__scaling__factor": 4.0}, "rope.scaling.factor is 4.0"),
-        (add("rope_freqs.weight", 4), {}, "has (4,) as rope_freqs.weight"),
-        (add("blk.0.attn_q.bias", 32), {}, "blk.0.attn_q.bias"),
-        (add("blk.1.ffn_gate_exps.weight", (2, 48, 32)), {}, "ffn_gate_exps"),
-        (drop("blk.2.ffn_up.weight"), {}, "has no tensor as blk.2.ffn_up.weight"),
-        (drop("token_embd.weight"), {}, "has no tensor as token_embd.weight"),
-        (add("blk.0.attn_norm.weight", 31), {}, "has (31,) as blk.0.attn_norm.weight"),
+        (lambda tensors: tensors.update({"rope_freqs.weight": np.ones(4, np.float32)}), {}, "transformers reads"),
+        (lambda tensors: tensors.pop("blk.2.ffn_up.weight"), {}, "lacks the parameter model.layers.2.mlp.up_proj"),
         (None, {"block_count": 10**9}, "tensors for 1000000000 layers"),
-        (None, {"embedding_length": 10**9}, "where a model with its settings has"),
+        (None, {"embedding_length": 64}, "cannot be read"),
     ],
-)  # fmt: skip
-def test_what_would_compute_something_else_is_refused_by_name(tmp_path, change, settings, refusal):
+)
+def test_what_would_compute_something_else_is_refused(tmp_path, change, settings, refusal):
     write_source(tmp_path / "source", "llama2_gqa")
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", change=change, **{"vocab_size": 90} | settings)
     done = convert("from-hf", "--model", tmp_path / "model.gguf", "--output", tmp_path / "no")
     assert done.returncode == 2 and refusal in done.stderr.splitlines()[-1], done.stderr[:1000]
-    assert len(done.stderr) < 1000
     assert not (tmp_path / "no").exists()
 
 
-def test_files_that_are_not_one_whole_model_are_refused(tmp_path, monkeypatch):
+def test_files_that_are_not_one_whole_model_are_refused(tmp_path):
     write_source(tmp_path / "source", "llama2_gqa")
     good = tmp_path / "model.gguf"
     write_gguf(good, tmp_path / "source")
     content = good.read_bytes()
     command = ["from-hf", "--output", tmp_path / "no", "--model"]
-    for damaged in (b"", content[:2000], content[:-3000], b"GGUF" + bytes(200), content[:24] + b"\xff" * 400):
+    for damaged in (b"", content[:2000], content[:-3000], content[:24] + b"\xff" * 400):
         good.write_bytes(damaged)
         refused(tmp_path, "cannot be read", *command, good)
     good.write_bytes(content.replace(b"llama", b"mamba"))
     refused(tmp_path, "architecture 'mamba'", *command, good)
-    good.write_bytes(content)
-    shutil.copy(good, tmp_path / "other.gguf")
-    refused(tmp_path, "several GGUF files", *command, tmp_path)
-    refused(tmp_path, "neither a directory nor a GGUF file", *command, tmp_path / "model.bin")
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    refused(tmp_path, "needs the package gguf", *command, good)
-
-
-def test_a_directory_with_safetensors_is_read_as_before(tmp_path):
-    write_source(tmp_path / "source")
-    (tmp_path / "source" / "model.gguf").write_bytes(b"not read")
-    assert from_gguf.find_gguf(tmp_path / "source") is None
-    assert "GGUF" not in imported(tmp_path, tmp_path / "source")

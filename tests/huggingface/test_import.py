@@ -156,13 +156,9 @@ def test_stretched_positions_are_those_of_transformers(tmp_path, kind):
     "changes, expected",
     [
         ({"beta_fast": 8, "beta_slow": 2.0, "truncate": False}, None),
-        ({"beta_fast": None, "beta_slow": None}, None),
         ({"factor": None}, None),
         ({"attention_factor": 1.05}, 1.05),
-        ({"attention_factor": 1.1386294361119891}, None),
         ({"mscale": 0.7, "mscale_all_dim": 1.0}, 0.9634748719862186),
-        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        ({"mscale": 0.7}, None),
     ],
 )  # fmt: skip
 def test_every_setting_of_yarn_is_read_as_transformers_reads_it(tmp_path, changes, expected):
@@ -203,16 +199,6 @@ def test_an_exported_tape_model_comes_back(tmp_path):
         import_model(tmp_path / "exported", tmp_path / "no", position_mlp_size=7)
 
 
-def test_the_tokenizer_is_copied(tmp_path):
-    write_source(tmp_path / "source")
-    write_tokenizer(tmp_path / "source" / "tokenizer.json")
-    import_model(tmp_path / "source", tmp_path / "imported")
-    export(tmp_path / "imported", tmp_path / "exported")
-    copies = [tmp_path / name / "tokenizer.json" for name in ("source", "imported/tokenizer", "exported")]
-    assert len({path.read_bytes() for path in copies}) == 1
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["vocab_size"] == 90
-
-
 def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
     write_source(tmp_path / "source")
     import_model(tmp_path / "source", tmp_path / "expected")
@@ -233,77 +219,32 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("llama1", {"model_type": "gemma"}, "model_type is 'gemma'"),
         ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama1", {"attention_bias": True}, "attention_bias"),
-        ("llama1", {"mlp_bias": True}, "mlp_bias"),
         ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ("llama1", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_parameters"),
-        ("llama1", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "has no factor"),
-        ("llama1", {"rope_parameters": YARN | {"beta_fast": 0.5}}, "model.position.rope_beta_slow 1.0 is not below"),
-        ("llama1", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "model.position.rope_theta 1.0 is not above 1"),
-        ("llama1", {"rope_parameters": YARN | {"attention_factor": -2}}, "model.position.rope_attention_factor is -2"),
-        ("llama1", {"rope_parameters": YARN | {"truncate": None}}, "model.position.rope_truncate is null"),
-        ("llama1", {"rope_parameters": YARN | {"factor": None, ORIGINAL: 0}}, "a number that no model can have"),
-        ("llama1", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling"),
-        ("llama1", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "has no factor"),
-        ("llama1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("mistral", {"sliding_window": 4096}, "sliding_window is 4096"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16"),
-        ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("llama1", {"layer_types": 3}, "wrong type"),
+        ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
+        ("llama1", {"head_dim": 8.0}, "model.kv_channels is 8.0"),
         ("llama1", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3"),
         ("llama1", {"num_hidden_layers": 2}, "holds model.layers.2"),
-        ("llama1", {"intermediate_size": 40}, "mlp"),
         ("llama1", {"vocab_size": 80}, "embed_tokens.weight the shape (90, 32)"),
-        ("llama1", {"is_causal": False}, "is_causal"),
         ("llama1", {"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ("llama1", {"tie_word_embeddings": "false"}, "model.tie_embeddings is 'false'"),
-        ("llama1", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling and rope_parameters differ"),
-        ("llama1", {"head_dim": 8.0}, "model.kv_channels is 8.0"),
-        ("llama1", {"model_type": []}, "model_type is []"),
-        ("llama1", {"layer_types": 3}, "wrong type"),
-        ("llama1", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}}, "config.json"),
-        ("mistral", {"sliding_window": 8, "use_sliding_window": False}, "sliding_window is 8"),
-        ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
         ("qwen2", {"model_type": "llama"}, "k_proj.bias"),
-        ("llama1", {"hidden_size": None}, "hidden_size"),
-        ("llama1", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters.full_attention in "),
-        ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "transformers does not read for qwen3"),
-        ("llama1", {"rope_scaling": {"full_attention": LINEAR}}, "rope_scaling.full_attention in "),
-        ("llama1", {"rope_parameters": {"full_attention": PLAIN, "factor": 2.0}}, "rope_parameters.full_attention in "),
-        ("llama1", {"rope_parameters": {"full_attention": None}}, "rope_parameters.full_attention is not a setting"),
+        ("llama1", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_parameters"),
+        ("llama1", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "has no factor"),
+        ("llama1", {"rope_parameters": YARN | {"beta_fast": 0.5}}, "model.position.rope_beta_slow 1.0 is not below"),
+        ("llama1", {"rope_parameters": YARN | {"factor": None, ORIGINAL: 0}}, "a number that no model can have"),
         ("llama1", {"rope_parameters": LINEAR | {"low_freq_factor": 1.0}}, "rope_parameters.low_freq_factor"),
-        ("llama1", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "rope_parameters.llama_4_scaling_beta"),
-        ("llama1", {"rope_parameters": None, "rope_scaling": PLAIN | {"faktor": 4.0}}, "rope_scaling.faktor"),
         ("llama1", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary"),
-        ("llama1", {"rope_parameters": LINEAR | {"factor": None}}, "has no factor"),
-        ("llama1", {"rope_parameters": LINEAR | {"factor": True}}, "rope_parameters.factor is True"),
-        ("llama1", {"rope_parameters": LINEAR | {"factor": [2.0] * 99}}, "rope_parameters.factor is a list"),
-        ("llama1", {"rope_parameters": PLAIN | {"rope_theta": True}}, "rope_parameters.rope_theta is True"),
-        ("llama1", {"rope_parameters": PLAIN | {"rope_theta": -1}}, "model.position.rope_theta is -1"),
-        ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta has different values"),
-        ("llama1", {"rope_parameters": LINEAR, "rope_scaling": OLDER}, "200.0, and 10000.0, which transformers takes"),
+        ("llama1", {"rope_parameters": LINEAR | {"factor": "x"}}, "rope_parameters.factor is 'x'"),
         ("llama1", {"rope_parameters": [PLAIN]}, "rope_parameters is a list"),
-        ("llama1", {"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type is"),
-        ("llama1", {"rope_parameters": YARN | {ORIGINAL: 16.0}}, f"rope_parameters.{ORIGINAL} is 16.0"),
-        ("llama1", {"use_sliding_window": "no", "sliding_window": 8}, "use_sliding_window is 'no'"),
-        ("llama1", {"mlp_bias": 0}, "mlp_bias is 0"),
-        ("llama1", {"layer_types": ["full_attention"]}, "layer_types"),
-        ("llama1", {"hidden_act": ["silu"] * 10**5}, "hidden_act is ['silu', "),
-        ("llama1", {"num_key_value_heads": True}, "model.num_query_groups is true"),
-        ("llama1", {"vocab_size": 10**12}, "model.vocab_size is 1000000000000"),
-        ("llama1", {"num_attention_heads": 10**9}, "model.num_attention_heads is 1000000000"),
-        ("smollm3", NO_LIST | {"num_hidden_layers": 10**8}, "model.num_layers is 100000000"),
+        ("llama1", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters.full_attention in "),
+        ("llama1", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling and rope_parameters differ"),
+        ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta has different values"),
         ("smollm3", NO_LIST | {"no_rope_layer_interval": 2.5}, "no_rope_layer_interval is 2.5"),
         ("smollm3", NO_LIST | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ("smollm3", NO_LIST | {"no_rope_layer_interval": -1}, "no_rope_layer_interval is -1"),
-        ("smollm3", NO_LIST | {"no_rope_layer_interval": 1}, "no_rope_layer_interval is 1"),
-        ("smollm3", NO_LIST | {"no_rope_layer_interval": True}, "no_rope_layer_interval is True"),
-        ("smollm3", NO_LIST | {"no_rope_layer_interval": "2"}, "no_rope_layer_interval is '2'"),
-        ("smollm3", NO_LIST | {"no_rope_layer_interval": 10**9}, "no_rope_layer_interval is 1000000000"),
-        ("smollm3", {"no_rope_layer_interval": 1e9}, "no_rope_layer_interval is 1000000000.0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
-        ("smollm3", {"no_rope_layers": [5, 5, 5]}, "no_rope_layers is [5, 5, 5]"),
-        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers is [1, 1, 1, 1]"),
-        ("smollm3", {"no_rope_layers": [1, "0", 1]}, "no_rope_layers[1] is '0'"),
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no_rope_layers is [0, 0, 0]"),
     ],
 )  # fmt: skip
@@ -314,18 +255,17 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refu
 
 
 @pytest.mark.parametrize(
-    "change, theta",
+    "kind, change",
     [
-        ({"rope_parameters": LINEAR, "rope_scaling": OLDER, "rope_theta": 200.0}, 200.0),
-        ({"rope_parameters": OLDER, "rope_scaling": LINEAR}, 200.0),
-        ({"rope_parameters": OLDER, "rope_scaling": OLDER}, 10000.0),
+        ("llama_linear", {"rope_parameters": LINEAR, "rope_scaling": OLDER, "rope_theta": 200.0}),
+        ("llama_linear", {"rope_parameters": OLDER, "rope_scaling": OLDER}),
+        ("llama3_tied", {ORIGINAL: 32}),
     ],
 )
-def test_theta_is_read_where_transformers_reads_it(tmp_path, change, theta):
-    write_source(tmp_path / "source", "llama_linear")
+def test_rotary_settings_are_read_where_transformers_reads_them(tmp_path, kind, change):
+    write_source(tmp_path / "source", kind)
     change_config(tmp_path / "source", change)
     import_model(tmp_path / "source", tmp_path / "imported")
-    assert open_weights(tmp_path / "imported").model.position.rope_theta == theta
     expected = loaded_logits(tmp_path / "source")
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
 
@@ -339,24 +279,12 @@ def test_defaults_are_those_of_transformers():
         assert config.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_the_length_before_scaling_is_read_where_transformers_reads_it(tmp_path):
-    write_source(tmp_path / "source", "llama3_tied")
-    change_config(tmp_path / "source", {ORIGINAL: 32})
-    import_model(tmp_path / "source", tmp_path / "imported")
-    expected = loaded_logits(tmp_path / "source")
-    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
     "name, change",
     [
         ("model.layers.0.self_attn.q_proj.weight", lambda x: x.to(torch.int8)),
         ("model.layers.0.self_attn.k_proj.weight", lambda x: x.repeat(2, 1)),
-        ("model.layers.1.mlp.up_proj.weight", lambda x: x[:, :-1]),
-        ("model.norm.weight", lambda x: x[0]),
-        ("model.embed_tokens.weight", lambda x: x.sum()),
         ("model.layers.2.mlp.down_proj.weight", lambda x: x.index_fill(0, torch.tensor([5]), float("nan"))),
-        ("lm_head.weight", lambda x: x.index_fill(1, torch.tensor([3]), float("-inf"))),
     ],
 )
 def test_a_weight_of_another_shape_or_type_or_not_finite_is_named(tmp_path, name, change):
@@ -398,12 +326,9 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     is_refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
     is_refused("not a complete safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
     is_refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))
-    is_refused("nested too deeply", lambda folder: (folder / "config.json").write_text("[" * 100_000))
-    is_refused("larger than", lambda folder: os.truncate(folder / "config.json", 65 << 20))
     is_refused("config.json is not a file", lambda folder: (folder / "config.json").unlink())
     index = "model.safetensors.index.json"
     is_refused("not an index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
-    is_refused("nested too deeply", lambda folder: (folder / index).write_text("[" * 100_000))
     is_refused("in none of its files", lambda folder: shutil.copy(folder / shards[0].name, folder / shards[1].name))
     is_refused("holds none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
     with pytest.raises(FileError, match="hf download"):
@@ -414,7 +339,7 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
-def test_a_chat_model_keeps_its_stops_settings_and_templates(tmp_path, place):
+def test_a_chat_model_keeps_its_tokenizer_stops_settings_and_templates(tmp_path, place):
     source = tmp_path / "source"
     write_source(source)
     write_tokenizer(source / "tokenizer.json")
@@ -432,7 +357,7 @@ def test_a_chat_model_keeps_its_stops_settings_and_templates(tmp_path, place):
     exported = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
     assert {key: exported.get(key) for key in generation} == generation
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == [63, 57]
-    for name in ("chat_template.jinja", "additional_chat_templates/tool.jinja"):
+    for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
         assert (tmp_path / "exported" / name).read_bytes() == (source / name).read_bytes()
     assert "split_special_tokens" not in (tmp_path / "exported" / "tokenizer_config.json").read_text()
 
@@ -468,7 +393,7 @@ def test_what_cannot_be_written_or_fit_is_known_before_the_weights_are_read(tmp_
         import_model(tmp_path / "source", tmp_path / "imported")
 
 
-@pytest.mark.parametrize("name", ["..", "../x", "a/b", "", "\n", "\ud800", "\0", "x" * 300, "/etc/passwd"])
+@pytest.mark.parametrize("name", ["..", "a/b", "", "\0", "/etc/passwd"])
 def test_an_index_of_weights_names_files_next_to_it_alone(tmp_path, name):
     write_source(tmp_path / "source")
     (tmp_path / "source" / "model.safetensors").unlink()

@@ -1,7 +1,7 @@
 """Read a model in a GGUF file, as llama.cpp uses them, with transformers' own loader.
 
-transformers ignores settings and tensors that it does not know. A file with such ones is refused by name before any
-weights are read.
+transformers ignores settings and tensors that it does not know. A file with such ones is refused before any weights are
+read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_tape import command_line
 from megatron_tape.data.tokenizer import TOKENIZER_JSON
 from megatron_tape.errors import FileError, UserError
-from megatron_tape.huggingface.imports.source_card import CardFacts, licence_and_languages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,21 +36,6 @@ _ONLY = {
 _FIX = "import the model from its safetensors files"
 
 
-def find_gguf(source: Path) -> Path | None:
-    """Return the GGUF file that `source` is, or that a directory without other weights holds; None without one.
-
-    Raises FileError if there are several.
-    """
-    if source.is_file():
-        return source if source.suffix == SUFFIX else None
-    found = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
-    if not found or any(source.glob("*.safetensors")) or any(source.glob("pytorch_model*")):
-        return None
-    if len(found) > 1:
-        raise FileError(str(source), "holds several GGUF files", f"give one of them, such as --model {found[0]}")
-    return found[0]
-
-
 class GgufFile:
     """A GGUF file. transformers reads it through a link in the empty `directory`, without other files next to it.
 
@@ -66,13 +50,13 @@ class GgufFile:
         except ImportError as error:
             problem = f"needs the package {error.name}, which is not installed"
             raise FileError(str(path), problem, "run: pip install transformers accelerate gguf") from None
-        self.path, self._link = path, directory / f"model{SUFFIX}"
-        self._link.symlink_to(path.resolve())
-        self._loaded = {"pretrained_model_name_or_path": directory, "gguf_file": self._link.name}
+        self.path = path
+        (directory / f"model{SUFFIX}").symlink_to(path.resolve())
+        self._loaded = {"pretrained_model_name_or_path": directory, "gguf_file": f"model{SUFFIX}"}
         with self._readable():
             reader = gguf.GGUFReader(path)  # maps the file, and fails for a tensor that is not wholly in it
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
-            self._shapes = {tensor.name: tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors}
+            self._tensors = {tensor.name for tensor in reader.tensors}
             kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
         self.quantization = ", ".join(sorted(kinds))
         """The dtypes of the matrices, such as `Q4_K, Q6_K`."""
@@ -84,16 +68,17 @@ class GgufFile:
     def settings(self) -> dict[str, Any]:
         """Return the contents of a `config.json` for the model in the file.
 
-        Raises UserError or KeyError if the file has other settings or tensors than those that transformers reads.
+        Raises UserError or KeyError if the file has other settings or more tensors than those that transformers reads.
         """
-        from transformers import AutoConfig
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         prefix = f"{self._architecture}."
         given = {name.removeprefix(prefix): x for name, x in self._fields.items() if name.startswith(prefix)}
         head_dim = given["embedding_length"] // given["attention.head_count"]
         head_dim = given.get("attention.key_length", given.get("rope.dimension_count", head_dim))
-        of_heads = [f"attention.{name}_length" for name in ("key", "value")] + ["rope.dimension_count"]
-        only = _ONLY | dict.fromkeys(of_heads, head_dim)
+        only = _ONLY | {"attention.key_length": head_dim, "attention.value_length": head_dim}
+        only["rope.dimension_count"] = head_dim
         for name, value in ({key: given[key] for key in _NEEDED} | given).items():
             known = name in (*_NEEDED, *_WITHOUT_EFFECT, "rope.freq_base")
             if not known and (name not in only or value != only[name]):
@@ -101,30 +86,14 @@ class GgufFile:
                 raise UserError(f"{prefix}{name:.100}", problem, _FIX)
         with self._readable():
             config = AutoConfig.from_pretrained(**self._loaded)
-            self._check_tensors(config)
+            if (layers := config.num_hidden_layers) > len(self._tensors):
+                raise FileError(str(self.path), f"holds {len(self._tensors)} tensors for {layers} layers", _FIX)
+            with torch.device("meta"):
+                parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+        if "rope_freqs.weight" in self._tensors or len(self._tensors) > len(parameters):
+            problem = f"holds {len(self._tensors)} tensors, of which transformers reads {len(parameters)}"
+            raise FileError(str(self.path), f"{problem}: the others, such as scaled positions, would be lost", _FIX)
         return config.to_dict()
-
-    def _check_tensors(self, config: Any) -> None:
-        """Raise FileError if the file's tensors are not those of the model of transformers that `config` describes."""
-        import gguf
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        layers = config.num_hidden_layers
-        if layers > len(self._shapes):
-            raise FileError(str(self.path), f"holds {len(self._shapes)} tensors for {layers} layers", _FIX)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self._architecture.upper()], layers)
-        of_model = {}
-        for name, parameter in model.named_parameters():
-            module, _, kind = name.rpartition(".")
-            of_model[f"{names.get_name(module)}.{kind}"] = tuple(parameter.shape)
-        for name in sorted(of_model.keys() | self._shapes.keys()):
-            if (expected := of_model.get(name)) != (found := self._shapes.get(name)):
-                has, needed = (shape or "no tensor" for shape in (found, expected))
-                problem = f"has {has!s:.100} as {name:.100}, where a model with its settings has {needed!s:.100}"
-                raise FileError(str(self.path), problem, _FIX)
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights in fp32, by Hugging Face's names."""
@@ -132,12 +101,12 @@ class GgufFile:
         from transformers import AutoModelForCausalLM
 
         with self._readable():
-            return AutoModelForCausalLM.from_pretrained(**self._loaded, dtype=torch.float32).state_dict()
-
-    def card(self) -> CardFacts:
-        names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
-        names["language"] = "languages"
-        return licence_and_languages({key: self._fields.get(f"general.{name}") for key, name in names.items()})
+            model, found = AutoModelForCausalLM.from_pretrained(
+                **self._loaded, dtype=torch.float32, output_loading_info=True
+            )
+        if missing := sorted(found["missing_keys"]):
+            raise FileError(str(self.path), f"lacks the parameter {missing[0]}", _FIX)
+        return model.state_dict()
 
     def write_tokenizer(self, directory: Path) -> bool:
         """Write the tokenizer into `directory` as transformers converts it; False, with a message, if it cannot.
@@ -152,8 +121,7 @@ class GgufFile:
         if not (kind == "llama" or (kind == "gpt2" and split in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"))):
             command_line.say(
                 f"the tokenizer in {self.path} is not imported (of the kind {kind!s:.100}, {split!s:.100}, which "
-                f"transformers cannot convert without changing tokens); put the model's {TOKENIZER_JSON} next to the "
-                "file, and give the directory"
+                f"transformers cannot convert without changing tokens); put the model's {TOKENIZER_JSON} next to it"
             )
             return False
         with self._readable("the tokenizer"):

@@ -16,7 +16,7 @@ from megatron_tape.huggingface.imports.config_json import (
     model_settings,
     read_settings,
 )
-from megatron_tape.huggingface.imports.from_gguf import GgufFile, find_gguf
+from megatron_tape.huggingface.imports.from_gguf import SUFFIX, GgufFile
 from megatron_tape.huggingface.imports.new_checkpoint import advise, find_tokenizer, with_new_tape, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import open_directory
@@ -42,27 +42,28 @@ def import_model(
     """
     source = Path(source)
     refuse_existing(output, fix="choose another output, or move it away")
-    path = find_gguf(source)
-    if path is None and not source.is_dir():
+    is_gguf = source.suffix == SUFFIX and source.is_file()
+    if not is_gguf and not source.is_dir():
         fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
         raise FileError(str(source), "is neither a directory nor a GGUF file", fix)
+    directory = source.parent if is_gguf else source
     with TemporaryDirectory() as converted:
-        gguf = None if path is None else GgufFile(path, Path(converted))
-        path = source / "config.json" if path is None else path
+        gguf = GgufFile(source, Path(converted)) if is_gguf else None
+        path = source if is_gguf else source / "config.json"
         with errors_of_settings(path):
             settings = read_settings(path) if gguf is None else gguf.settings()
             if position_encoding is None and settings.get("model_type") != ENCODED:
                 position_encoding = "tape"
             model = model_settings(settings, path, Changes(position_encoding, **changes))
         exported_here = settings["model_type"] in ("tape", ENCODED)
-        card = source_card(source, base_model, exported_here)
+        card = source_card(directory, base_model, exported_here)
         origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
-        tokenizer = find_tokenizer(source, model.unpadded_vocab_size)
+        tokenizer = find_tokenizer(directory, model.unpadded_vocab_size)
         if gguf is None:
             weights = open_directory(source, allow_pickle)
         else:
-            card, origin = gguf.card() | card, f"{origin} (GGUF, {gguf.quantization})"
-            command_line.say(f"{path} holds {gguf.quantization}; the checkpoint gets the fp32 numbers they stand for")
+            origin = f"{origin} (GGUF, {gguf.quantization})"
+            command_line.say(f"{source} holds {gguf.quantization}; the checkpoint gets the fp32 numbers they stand for")
             if tokenizer is None and gguf.write_tokenizer(Path(converted)):
                 tokenizer = find_tokenizer(Path(converted), model.unpadded_vocab_size)
             weights = gguf.weights()

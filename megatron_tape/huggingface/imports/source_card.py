@@ -42,12 +42,7 @@ def source_card(directory: Path, base_model: str | None = None, is_tape: bool = 
         raise UserError("--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME")
     given = _metadata(directory / CARD)
     name = base_model or _name_in_cache(directory) or (_text(given.get("base_model")) if is_tape else None)
-    return ({"base_model": name} if name else {}) | licence_and_languages(given)
-
-
-def licence_and_languages(given: dict[str, Any]) -> CardFacts:
-    """Return what of a model card's metadata is the licence or a language, where it has the right form."""
-    facts: CardFacts = {}
+    facts: CardFacts = {"base_model": name} if name else {}
     for key in ("license", "license_name", "license_link"):
         if text := _text(given.get(key)):
             facts[key] = text
