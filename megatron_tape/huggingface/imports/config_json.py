@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.records import check_shape, read_record
@@ -21,10 +19,8 @@ from megatron_tape.position.rope import yarn_attention_factor
 
 _CONFIG_BYTES = 8 << 20
 """The largest config.json that is read; those of models have some kilobytes."""
-_MOST_LAYERS = 10_000
-"""As many as `model.num_layers` may be."""
 _MOST_ADDED = 1 << 16
-"""The largest multiple that a vocabulary is padded to, and width of a new position MLP; more would take gigabytes."""
+"""The largest multiple that a vocabulary is padded to; more would take gigabytes."""
 ENCODED = "encoded_tape"
 """The kind of exports whose positional encoding lies in files of its own."""
 
@@ -77,41 +73,6 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 # The last one says how a model was trained.
 _ROPE_SHARED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
-
-
-class _Settings(TypedDict, total=False):
-    """Types of the keys that are read here, but for those that `validate_model` checks."""
-
-    use_sliding_window: bool
-    sliding_window: int | None
-    layer_types: list[str]
-    no_rope_layers: list[int]
-    no_rope_layer_interval: int
-    attention_bias: bool
-    mlp_bias: bool
-    is_causal: bool
-    partial_rotary_factor: float
-    rope_theta: float
-    rope_scaling: dict[str, Any]
-    rope_parameters: dict[str, Any]
-    original_max_position_embeddings: int
-
-
-class _Rope(TypedDict, total=False):
-    """Types of rotary settings; null means that a setting is not given."""
-
-    rope_type: str
-    rope_theta: float
-    partial_rotary_factor: float
-    original_max_position_embeddings: int
-    factor: float | None
-    low_freq_factor: float
-    high_freq_factor: float
-    attention_factor: float | None
-    beta_fast: float | None
-    beta_slow: float | None
-    mscale: float | None
-    mscale_all_dim: float | None
 
 
 _SIZES = (
@@ -206,7 +167,6 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     _check_changes(settings, path, encoding, changes)
     # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
-    _check_types(given, _Settings, path)
     settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
     _check_counterparts(settings, path)
@@ -234,22 +194,13 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     return model
 
 
-def _check_types(settings: dict[str, Any], shape: type, path: Path, place: str = "") -> None:
-    try:
-        check_shape(settings, shape, place)
-    except ValueError as error:
-        raise FileError(str(path), f"holds a setting of the wrong type: {error}", "correct it") from None
-
-
 def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str) -> UserError:
     """Return the error that a setting has no counterpart here, and which ones have."""
     return UserError(key, f"is {settings.get(key)!r:.200} in {path}, which cannot be imported", f"{accepted} can")
 
 
 def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
-    kind, width = settings["model_type"], changes.position_mlp_size
-    if width is not None and not 1 <= width <= _MOST_ADDED:
-        raise UserError("--position-mlp-size", f"is {width}", f"give 1 to {_MOST_ADDED:,}")
+    kind = settings["model_type"]
     if kind == "tape" and encoding != "tape":
         problem = f"describes a TAPE model, which cannot become {encoding}"
         raise FileError(str(path), problem, "import it as tape")
@@ -290,17 +241,13 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
     layers, every = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
-    if not 1 <= every <= _MOST_LAYERS:
-        raise cannot_import(settings, path, "no_rope_layer_interval", f"a number from 1 to {_MOST_LAYERS:,}")
+    key = "no_rope_layers" if settings.get("no_rope_layers") else "no_rope_layer_interval"
     if rotates := settings.get("no_rope_layers"):
         every = rotates.index(0) + 1 if 0 in rotates else layers + 1
         if len(rotates) != layers or any(rotate != (layer % every > 0) for layer, rotate in enumerate(rotates, 1)):
-            accepted = f"0 for every second, third or so on of {layers} layers, and 1 for the others"
-            raise cannot_import(settings, path, "no_rope_layers", accepted)
-        if every == 1:
-            raise cannot_import(settings, path, "no_rope_layers", "positions in some layers")
-    if every == 1:
-        raise cannot_import(settings, path, "no_rope_layer_interval", "2 or more")
+            every = 0
+    if every < 2:
+        raise cannot_import(settings, path, key, f"no positions in every second, third or so on of {layers} layers")
     return every if every <= layers else None
 
 
@@ -391,13 +338,11 @@ def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
         problem = f"is {kind!r:.100} in {path}, which cannot be imported"
         raise UserError(f"{key}.rope_type", problem, f"{', '.join(_ROPE_KEYS)} can")
     known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
-    without_effect = {name for names in _ROPE_KEYS.values() for name in names if rope.get(name) is None}
-    without_effect |= {"factor"} if rope.get("factor") == 1 else set()
-    found = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
-    if unknown := [name for name in found if name not in known and name not in without_effect]:
-        problem = f"is not a setting of {kind} in {path}, which cannot be imported"
-        raise UserError(f"{key}.{unknown[0][:40]}", problem, f"{kind} has {', '.join(known)}")
     nullable = ("factor", "truncate") if kind == "yarn" else ()
-    found = {name: value for name, value in found.items() if value is not None or name in nullable}
-    _check_types(found, _Rope, path, key)
+    found = {name: value for name, value in rope.items() if value is not None or name in nullable}
+    found = {name: value for name, value in found.items() if name not in ("type", "rope_type")}
+    for name, value in found.items():
+        if name not in known and (name, value) != ("factor", 1):
+            problem = f"is not a setting of {kind} in {path}, which cannot be imported"
+            raise UserError(f"{key}.{name[:40]}", problem, f"{kind} has {', '.join(known)}")
     return found | {"rope_type": kind} if rope else {}
