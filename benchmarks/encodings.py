@@ -26,13 +26,12 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.environment import Record, add_record_arguments, positive, quieten_libraries
+from benchmarks.environment import Record, add_record_arguments, quieten_libraries
 from benchmarks.generate import cached_seconds
-from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory
-from benchmarks.shapes import SHAPES, run_config
-from benchmarks.step_comparison import EQUAL
+from benchmarks.measured_model import EQUAL, SHAPES, MeasuredModel, dtype_of, free_memory, run_config
 from benchmarks.timing import reason
 from megatron_tape.checks.combinations import validate
+from megatron_tape.command_line import whole_number
 from megatron_tape.config.schema import ModelConfig, RunConfig, replaced
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.export.remote_code import write_code
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the options; the namespace is also what `benchmarks.shapes.run_config` reads."""
+    """Read the options."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.encodings",
@@ -96,24 +95,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     only = f"of: {'; '.join(others)} (default: all)"
     parser.add_argument("--only", nargs="+", choices=others, default=others, metavar="NAME", help=only)
     parser.add_argument("--shape", choices=SHAPES, default="155m-1k" if on_gpu else "cpu", help="default: %(default)s")
-    parser.add_argument("--repetitions", type=positive, default=7, help="pairs of steps (default: %(default)s)")
-    parser.add_argument("--context", type=positive, default=1024, help="tokens in the cache (default: %(default)s)")
-    parser.add_argument("--tokens", type=positive, default=24, help="tokens to decode (default: %(default)s)")
+    parser.add_argument("--repetitions", type=whole_number, default=7, help="pairs of steps (default: %(default)s)")
+    parser.add_argument("--context", type=whole_number, default=1024, help="tokens in the cache (default: %(default)s)")
+    parser.add_argument("--tokens", type=whole_number, default=24, help="tokens to decode (default: %(default)s)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16" if on_gpu else "fp32")
     parser.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), help="of the CPU (default: %(default)s)"
+        "--threads",
+        type=whole_number,
+        default=torch.get_num_threads(),
+        help="of the CPU (default: %(default)s)",
     )
     add_record_arguments(parser)
-    arguments = parser.parse_args(argv)
-    fixed = {"tensor_parallel": 1, "recompute": "none", "tape_backend": "auto", "rope_backend": "auto", "zero_stage": 1}
-    for name, value in fixed.items():
-        setattr(arguments, name, value)
-    return arguments
+    return parser.parse_args(argv)
 
 
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     """Return the run that is measured as `name`."""
-    config = run_config(BASELINE, SHAPES[arguments.shape], 1, arguments)
+    config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
     config = replaced(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
     validate(config, 1)
     return config

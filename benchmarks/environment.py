@@ -1,7 +1,4 @@
-"""The record of a measurement, with the machine, the packages and the code it was made with; imports no torch.
-
-python -m benchmarks.environment        prints what a record says of this machine
-"""
+"""The record of a measurement, with the machine, the packages and the code it was made with; imports no torch."""
 
 import argparse
 import json
@@ -16,9 +13,8 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.io.files import atomic_output
-from megatron_tape.io.versions import commit, cpu_name, toolchain, versions
+from megatron_tape.io.versions import ROOT, commit, cpu_name, toolchain, versions
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 PACKAGES = ("torch", "triton", "megatron-core", "deepspeed", "flash-attn", "numpy", "sentencepiece", "tokenizers")
@@ -86,14 +82,8 @@ class Record:
         with atomic_output(self.path, "w", overwrite=True) as file:
             file.write(json.dumps(self.origin | result, indent=1) + "\n")
         if not self.announced:
-            print(f"recorded in {shown(self.path)}", flush=True)
+            print(f"recorded in {self.path}", flush=True)
         self.announced = True
-
-
-def shown(path: Path) -> str:
-    """Return a path as the reader knows it: relative to the repository if it lies there."""
-    path = path.resolve()
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,24 +108,6 @@ def quieten_libraries(rank: int = 0) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def positive(text: str) -> int:
-    """Read a whole number above zero."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above zero")
-    return int(text)
-
-
-def minutes(text: str) -> float:
-    """Read a number of minutes above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above zero")
-    return value
-
-
 def _program() -> list[str]:
     """Name the program by its module or its path in the repository, as absolute paths mean nothing elsewhere."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -143,9 +115,3 @@ def _program() -> list[str]:
         return ["-m", spec.name]
     program = Path(sys.argv[0]).resolve()
     return [program.relative_to(ROOT).as_posix() if program.is_relative_to(ROOT) else program.name]
-
-
-if __name__ == "__main__":
-    import torch  # noqa: F401
-
-    print(json.dumps(describe()))

@@ -7,27 +7,25 @@ so that other load on the machine affects both alike. Every token is waited for,
 kernels counts. Without a cache, every token would cost what a prompt costs. No figure appears unless, in models of the
 same widths but at most `PARITY_LAYERS` layers, TAPE with its initial zero matrices gives Llama's logits and, after
 TAPE's matrices are moved away from zero, it gives those of eager attention, and both models generate the same tokens
-with either cache as without one. On a GPU a static cache is also measured with a compiled model, as transformers does.
+with either cache as without one.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
 
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
-from benchmarks.environment import Record, positive
-from benchmarks.timing import DTYPES, TimeLimit, add_time_arguments, device_here, reason, seconds
+from benchmarks.environment import Record
+from benchmarks.timing import DTYPES, add_time_arguments, device_here, seconds
+from megatron_tape.command_line import whole_number
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
 Models = dict[str, PreTrainedModel]
 CACHES = ("dynamic", "static")
 PARITY_LAYERS, PARITY_TOKENS = 4, 300
-COMPILING = 180.0
-"""Seconds without which compiling two models is not begun."""
 
 
 def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Models:
@@ -100,21 +98,15 @@ def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
     return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
 
 
-def cached_seconds(
-    models: Models, kind: str, prompt: torch.Tensor, steps: int, decoders: dict | None = None
-) -> dict[str, list[float]]:
-    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models take turns.
-
-    `decoders` compute the tokens after the prompt instead of the models, if given.
-    """
-    decoders = decoders or models
+def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) -> dict[str, list[float]]:
+    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models take turns."""
     caches = {name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()}
     for name, model in models.items():
         model(prompt, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
     taken = {name: [] for name in models}
     for step in range(steps):
         token = prompt[:, step % prompt.shape[1], None]
-        for name, decode in decoders.items():
+        for name, decode in models.items():
             call = lambda: decode(token, past_key_values=caches[name], use_cache=True)  # noqa: B023, E731
             taken[name].append(seconds(call, prompt.device))
     return taken
@@ -139,79 +131,50 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
     return {"seconds": median, "tape_over_llama": ratio, "timed": len(taken["tape"])}
 
 
-def measure(arguments: argparse.Namespace, limit: TimeLimit, record: Record) -> None:
+def measure(arguments: argparse.Namespace, record: Record) -> None:
     """Measure at every length, and print results as they come."""
-    limit.say("checking that the models agree")
     check_parity(arguments)
     print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
-    limit.say(f"building models of {arguments.layers} layers")
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
-    result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}}
-    result |= {"lengths": {}, "rejected": {}}
+    result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}, "lengths": {}}
     text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=device_here())
-    tasks: dict[str, Callable[[], None]] = {}
     for length in arguments.lengths:
-        tasks[f"{length} tokens"] = lambda n=length: at_length(models, text[:, :n], arguments, result)
-    if text.is_cuda:
-        short = text[:, : arguments.lengths[0]]
-        tasks["a compiled model"] = lambda: compiled(models, short, arguments.cached_tokens, result)
-    for name, task in tasks.items():
-        limit.say(name)
-        try:
-            if limit.over(COMPILING if name == "a compiled model" else 0.0):
-                raise TimeoutError("there was no time left")
-            task()
-        except Exception as error:  # memory may run out, and a compiler may raise anything
-            result["rejected"][name] = reason(error)
-            print(f"{name}: no figure: {result['rejected'][name]}", flush=True)
+        result["lengths"][length] = at_length(models, text[:, :length], arguments)
         record.write(result)
 
 
-def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace, result: dict) -> None:
-    """Measure a prompt, and tokens after it with both caches."""
+def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace) -> dict:
+    """Measure a prompt, and tokens after it with both caches; print and return the result."""
     length = prompt.shape[1]
     at = {kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4) for kind in CACHES}
     at["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), 1)
     for kind in CACHES:
-        show(f"{length} tokens, cache {kind}", at[kind])
+        rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in at[kind]["seconds"].items())
+        ratio = at[kind]["tape_over_llama"]
+        print(f"{length} tokens, cache {kind}: {rates} tokens/s; TAPE / Llama time {ratio:.3f}", flush=True)
     times = ", ".join(f"{name} {value:.3f} s" for name, value in at["prompt"]["seconds"].items())
     print(f"{length} tokens, prompt: {times}; TAPE / Llama time {at['prompt']['tape_over_llama']:.3f}", flush=True)
-    result["lengths"][length] = at
-
-
-def compiled(models: Models, prompt: torch.Tensor, steps: int, result: dict) -> None:
-    """Measure tokens with a static cache and CUDA graphs, where launching kernels costs nothing."""
-    torch._dynamo.reset()
-    # Otherwise torch would run the plain model beyond the limit.
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    decoders = {name: torch.compile(model, mode="reduce-overhead") for name, model in models.items()}
-    row = summarize(cached_seconds(models, "static", prompt, steps, decoders), 4)
-    result["compiled"] = {"length": prompt.shape[1], **row}
-    show(f"{prompt.shape[1]} tokens, cache static, compiled", row)
-
-
-def show(what: str, row: dict) -> None:
-    """Print what `summarize` returned."""
-    rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in row["seconds"].items())
-    print(f"{what}: {rates} tokens/s; TAPE / Llama time {row['tape_over_llama']:.3f}", flush=True)
+    return at
 
 
 def main() -> None:
     """Print rates and ratios; `--record` or `--output` also writes them to a file."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=positive, default=24 if on_gpu else 8)
-    parser.add_argument("--heads", type=positive, default=16 if on_gpu else 12)
-    parser.add_argument("--groups", type=positive, help="key/value heads, if fewer than heads")
-    parser.add_argument("--head-dim", type=positive, default=128 if on_gpu else 64)
-    parser.add_argument("--ffn", type=positive, default=5504 if on_gpu else None, help="default: %(default)s")
-    parser.add_argument("--vocab-size", type=positive, default=32000)
+    parser.add_argument("--layers", type=whole_number, default=24 if on_gpu else 8)
+    parser.add_argument("--heads", type=whole_number, default=16 if on_gpu else 12)
+    parser.add_argument("--groups", type=whole_number, help="key/value heads, if fewer than heads")
+    parser.add_argument("--head-dim", type=whole_number, default=128 if on_gpu else 64)
+    parser.add_argument("--ffn", type=whole_number, default=5504 if on_gpu else None, help="default: %(default)s")
+    parser.add_argument("--vocab-size", type=whole_number, default=32000)
     lengths = [1024, 4096, 8192] if on_gpu else [256, 1024, 4096]
-    parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, help="default: %(default)s")
-    parser.add_argument("--cached-tokens", type=positive, default=24, help="per length; the first 4 are not counted")
-    parser.add_argument("--passes", type=positive, default=5, help="over each prompt (default: %(default)s)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--lengths", type=whole_number, nargs="+", default=lengths, help="default: %(default)s")
+    parser.add_argument(
+        "--cached-tokens", type=whole_number, default=24, help="per length; the first 4 are not counted"
+    )
+    parser.add_argument("--passes", type=whole_number, default=5, help="over each prompt (default: %(default)s)")
+    parser.add_argument("--threads", type=whole_number, help="CPU threads (default: torch's own choice)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
@@ -220,7 +183,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with torch.no_grad():
-        measure(arguments, TimeLimit(arguments.minutes), Record("generate", arguments))
+        measure(arguments, Record("generate", arguments))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.environment import ROOT, Record, add_record_arguments, positive
+from benchmarks.environment import ROOT, Record, add_record_arguments
 from megatron_tape import command_line
+from megatron_tape.command_line import whole_number
 
 MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatron(*sys.argv[1:])"
 
@@ -27,8 +28,8 @@ MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatr
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=positive, nargs="+", default=[1, 2], help="default: 1 2")
-    parser.add_argument("--repetitions", type=positive, default=3, help="default: %(default)s")
+    parser.add_argument("--workers", type=whole_number, nargs="+", default=[1, 2], help="default: 1 2")
+    parser.add_argument("--repetitions", type=whole_number, default=3, help="default: %(default)s")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s")
     add_record_arguments(parser)
     arguments = parser.parse_args()

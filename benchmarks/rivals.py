@@ -1,12 +1,10 @@
 """What one would train instead: transformers' Llama, and Megatron-core's own GPTModel, for `benchmarks.train_step`.
 
-Llama has torch's SDPA; GPTModel has Megatron's local layers or, on a GPU where it is installed, Transformer Engine's.
-All train a RoPE model of the same sizes with torch's fused AdamW on fp32 weights, clip the gradient to a norm of 1, and
-in bf16 compute with a bf16 copy of the weights.
+Llama has torch's SDPA; GPTModel has Megatron's local layers. Both train a RoPE model of the same sizes with torch's
+fused AdamW on fp32 weights, clip the gradient to a norm of 1, and in bf16 compute with a bf16 copy of the weights.
 """
 
 import importlib.util
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +42,9 @@ class Llama(nn.Module):
 
 
 class Megatron(nn.Module):
-    """The loss of Megatron-core's GPTModel, with its local layers or Transformer Engine's."""
+    """The loss of Megatron-core's GPTModel, with its local layers."""
 
-    def __init__(
-        self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout, transformer_engine: bool = False
-    ):
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
         from megatron.core.transformer import TransformerConfig
 
@@ -73,11 +69,9 @@ class Megatron(nn.Module):
             masked_softmax_fusion=importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is not None,
             gradient_accumulation_fusion=False,
         )
-        local = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-        engine = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
         self.gpt = GPTModel(
             config=config,
-            transformer_layer_spec=engine() if transformer_engine else local,
+            transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"),
             vocab_size=model.vocab_size,
             max_sequence_length=S,
             position_embedding_type="rope",
@@ -85,11 +79,13 @@ class Megatron(nn.Module):
             pg_collection=layout.groups,
         ).to(layout.device)
         self.positions = torch.arange(S, device=layout.device)[None]
-        mask = torch.ones(S, S, dtype=torch.bool, device=layout.device).triu(1)[None, None]
-        self.mask = None if transformer_engine else mask
+        self.mask = torch.ones(S, S, dtype=torch.bool, device=layout.device).triu(1)[None, None]
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return self.gpt(tokens, self.positions.expand_as(tokens), self.mask, labels=labels).mean()
+
+
+RIVALS = {"transformers": Llama, "megatron": Megatron}
 
 
 class PlainEngine:
@@ -127,8 +123,7 @@ class Rival(MeasuredModel):
     def __init__(self, name: str, config: RunConfig, layout: ParallelLayout):
         self.name, self.config, self.layout = name, config, layout
         seed_everything(config.train.seed, layout)
-        build = Llama if name == "transformers" else partial(Megatron, transformer_engine=name == "transformer_engine")
-        self.model = build(config.model, dtype_of(config), layout)
+        self.model = RIVALS[name](config.model, dtype_of(config), layout)
         self.batches = random_batches(config, layout)
         self.engine = PlainEngine(self.model)
 

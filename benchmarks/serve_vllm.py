@@ -24,7 +24,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TapeConfig, TapeForCausalLM
 from vllm import LLM, SamplingParams
 
-from benchmarks.environment import Record, add_record_arguments, positive
+from benchmarks.environment import Record, add_record_arguments
+from megatron_tape.command_line import whole_number
 
 
 def write_models(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
@@ -94,16 +95,16 @@ def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespac
 def main() -> None:
     """Print rates and ratios; `--record` or `--output` also writes them to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=positive, default=30)
-    parser.add_argument("--heads", type=positive, default=9)
-    parser.add_argument("--groups", type=positive, default=3, help="key/value heads")
-    parser.add_argument("--head-dim", type=positive, default=64)
-    parser.add_argument("--ffn", type=positive, default=1536)
-    parser.add_argument("--vocab-size", type=positive, default=49152)
-    parser.add_argument("--requests", type=positive, nargs="+", default=[1, 8, 32], help="default: %(default)s")
-    parser.add_argument("--prompt", type=positive, default=128, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--tokens", type=positive, default=64, help="of each answer (default: %(default)s)")
-    parser.add_argument("--passes", type=positive, default=5, help="default: %(default)s")
+    parser.add_argument("--layers", type=whole_number, default=30)
+    parser.add_argument("--heads", type=whole_number, default=9)
+    parser.add_argument("--groups", type=whole_number, default=3, help="key/value heads")
+    parser.add_argument("--head-dim", type=whole_number, default=64)
+    parser.add_argument("--ffn", type=whole_number, default=1536)
+    parser.add_argument("--vocab-size", type=whole_number, default=49152)
+    parser.add_argument("--requests", type=whole_number, nargs="+", default=[1, 8, 32], help="default: %(default)s")
+    parser.add_argument("--prompt", type=whole_number, default=128, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=whole_number, default=64, help="of each answer (default: %(default)s)")
+    parser.add_argument("--passes", type=whole_number, default=5, help="default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="compile the models, as vLLM does by default")
     add_record_arguments(parser)
     arguments = parser.parse_args()

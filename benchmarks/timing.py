@@ -1,14 +1,13 @@
-"""What benchmarks share: their options, their limit of time, and how they measure the time of functions in turns."""
+"""What benchmarks share: their options, and how they measure the time of functions in turns."""
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.environment import add_record_arguments, minutes
+from benchmarks.environment import add_record_arguments
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -22,34 +21,13 @@ def device_here() -> torch.device:
 
 
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say in which precision, how long and how much to measure, and where to write the results."""
+    """Add the options that say in which precision and how much to measure, and where to write the results."""
     parser.add_argument(
         "--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32",
         help="default here: %(default)s",
     )  # fmt: skip
-    parser.add_argument(
-        "--minutes", type=minutes, default=8.0, help="begin nothing after this time (default: %(default)s)"
-    )
     parser.add_argument("--toy", action="store_true", help="the smallest sizes, to see whether everything runs")
     add_record_arguments(parser)
-
-
-class TimeLimit:
-    """The minutes that a benchmark has."""
-
-    def __init__(self, minutes: float):
-        self._started = time.monotonic()
-        self._deadline = self._started + 60 * minutes
-
-    def over(self, needed: float = 0.0) -> bool:
-        """Return whether nothing that takes `needed` seconds should begin."""
-        return time.monotonic() + needed > self._deadline
-
-    def say(self, line: str) -> None:
-        """Report progress, with the time that has passed and the time that is left."""
-        now = time.monotonic()
-        left = max(0.0, self._deadline - now) / 60
-        print(f"{now - self._started:6.1f} s, {left:.1f} min left: {line}", file=sys.stderr, flush=True)
 
 
 def reason(error: Exception) -> str:

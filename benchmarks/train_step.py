@@ -7,9 +7,8 @@
 A step is the training's own (`Engine.train_step`): all micro-batches, averaging over ranks, clipping, Adam. Loading
 data is not part of it; every step trains on the same random tokens. On one process, models of the same sizes in
 transformers and Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` names fewer or none. On a
-CPU steps of all alternate, and a ratio is the median of paired steps. A GPU holds one model at a time, and blocks of
-steps follow each other: TAPE, RoPE, the others, and back, so that a slow drift cancels, or not back with `--order
-once`. No figure appears unless RoPE and TAPE start with the same losses.
+CPU steps of all alternate, and a ratio is the median of paired steps. A GPU holds one model at a time. No figure
+appears unless RoPE and TAPE start with the same losses.
 
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
 half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
@@ -18,122 +17,278 @@ megatron_tape/planning/hardware.py. `mfu_of_rope_flops` divides RoPE's FLOPs by 
 does not need, and is the stricter figure for TAPE. `of_matmul` compares with a large matrix product measured here.
 
 On a GPU memory is what torch allocated at the peak, beside the estimate's. On a CPU it is added up from the tensors:
-weights, gradients, Adam's moments, and what the forward pass keeps. If memory does not suffice, the micro-batch is
-halved and the number of micro-batches doubled, for both models.
+weights, gradients, Adam's moments, and what the forward pass keeps.
 """
 
 import argparse
 import dataclasses
 import importlib.util
 import os
-import sys
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import Tensor
+from torch.profiler import profile
 
-from benchmarks.environment import add_record_arguments, positive, quieten_libraries
-from benchmarks.shapes import ENCODINGS, RIVALS, SHAPES, Shape, run_config
-from megatron_tape.checks.combinations import validate
-from megatron_tape.config.schema import ATTENTION_BACKENDS
-from megatron_tape.errors import ConfigError
+from benchmarks.environment import Record, add_record_arguments, quieten_libraries
+from benchmarks.measured_model import ENCODINGS, EQUAL, SHAPES, MeasuredModel, Shape, dtype_of, run_config
+from benchmarks.rivals import RIVALS, Rival
+from benchmarks.tables import step_table
+from benchmarks.timing import matmul_peak, reason
+from megatron_tape import command_line
+from megatron_tape.command_line import whole_number
+from megatron_tape.config.schema import ATTENTION_BACKENDS, RunConfig
+from megatron_tape.errors import refuse
+from megatron_tape.model.backend import verified_backend
 from megatron_tape.parallel.launcher import rank_and_size
+from megatron_tape.parallel.layout import ParallelLayout, abort_process_groups, initialize_distributed
+from megatron_tape.planning.flops import flops_per_token
+from megatron_tape.planning.hardware import peak_flops
+from megatron_tape.planning.parameters import parameter_count
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure and print a table; `--record` or `--output` also writes a record. Returns the exit status."""
-    on_gpu = torch.cuda.is_available()
-    arguments, shape = parse(argv, on_gpu)
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print a table; `--record` or `--output` also writes a record."""
+    arguments, shape = parse(argv)
     rank, world_size = rank_and_size()
-    try:
-        if missing := [name for name in ("megatron", "deepspeed") if importlib.util.find_spec(name) is None]:
-            raise ConfigError(" and ".join(missing), "cannot be imported", "install requirements.txt")
-        for encoding in ENCODINGS:
-            validate(run_config(encoding, shape, world_size, arguments), world_size)
-        rivals = rivals_here(arguments.against, world_size)
-    except ConfigError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    refuse(bool(arguments.against) and world_size > 1, "--against", "is for one process", "leave it out")
+    sizes = {"world_size": world_size, "tensor_parallel": arguments.tensor_parallel}
+    options = {"zero_stage": arguments.zero_stage, "recompute": arguments.recompute, "backend": arguments.backend}
+    configs = {name: run_config(name, shape, arguments.precision, **sizes, **options) for name in ENCODINGS}
     quieten_libraries(rank)
     if arguments.tensor_parallel > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
-    from benchmarks.step_comparison import Comparison
-    from benchmarks.step_results import table
-    from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
-
+    layout = initialize_distributed(arguments.tensor_parallel)
     try:
-        result = Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel), rivals).run()
-    except ConfigError as error:
-        abort_process_groups()
-        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        return 1
-    except Exception:
+        result = Comparison(arguments, shape, configs, layout).run()
+        layout.any_rank(False)  # a rank that ends closes connections that others may still be using
+    except BaseException:
         abort_process_groups()
         raise
     if rank == 0:
-        print("\n".join(table(result)), flush=True)
-    return 0
+        print("\n".join(step_table({arguments.shape: result})))
+        print(f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}")
+        if "fastest_rival" in result:
+            ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in result["ratios_to_fastest_rival"].items())
+            print(f"time, as a multiple of {result['fastest_rival']}'s: {ratios}", flush=True)
 
 
-def rivals_here(wanted: list[str] | None, processes: int) -> list[str]:
-    """Return the rivals that were asked for, by default all that can train here. Raises ConfigError if one cannot."""
-    found = []
-    for name in RIVALS if wanted is None else wanted:
-        why = "trains on one process" if processes > 1 else None
-        if name == "transformer_engine" and not torch.cuda.is_available():
-            why = "needs a GPU"
-        elif importlib.util.find_spec(name) is None:
-            why = "is not installed"
-        if why and wanted:
-            raise ConfigError("--against", f"names {name}, which {why}", "leave it out")
-        found += [] if why else [name]
-    return found
+class Comparison:
+    """All measurements of one shape. Every rank creates one; rank 0 prints and writes the record."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, shape: Shape, configs: dict[str, RunConfig], layout: ParallelLayout
+    ):
+        self.arguments, self.configs, self.layout = arguments, configs, layout
+        self.on_gpu = layout.device.type == "cuda"
+        self.record = Record("train_step", arguments) if layout.rank == 0 else None
+        gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
+        self.first_losses: dict[str, Tensor] = {}
+        self.result: dict = {
+            "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
+            "run": {
+                "precision": arguments.precision,
+                "zero_stage": arguments.zero_stage,
+                "recompute": arguments.recompute,
+                "processes": layout.world_size,
+                "tensor_parallel": layout.tensor_parallel_size,
+                "device": gpu or "cpu",
+                "tokens_per_step": configs["rope"].train.global_batch_size * shape.seq_length,
+            },
+            "peak_flops": peak_flops(gpu) if gpu and arguments.precision == "bf16" else None,
+            "matmul_flops": matmul_peak(dtype_of(configs["rope"]), layout.device),
+            "models": {},
+        }
+
+    def run(self) -> dict:
+        """Measure all models and return the results. Raises ConfigError if RoPE and TAPE do not start as one."""
+        self.say(f"a large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
+        rivals = [name for name in self.rivals() if self._trains(name)]
+        # TAPE, which needs the most memory, comes first where one model exists at a time.
+        groups = [(name,) for name in ("tape", "rope", *rivals)] if self.on_gpu else [(*ENCODINGS, *rivals)]
+        for group in groups:
+            with ExitStack() as stack:
+                models = {name: stack.enter_context(self._built(name)) for name in group}
+                if self.first_losses.keys() >= set(ENCODINGS) and "parity" not in self.result:
+                    self._check_parity()
+                self._measure(models)
+        return self.result
+
+    def rivals(self) -> list[str]:
+        """Return the rivals that were asked for, by default those that are installed, on one process."""
+        if self.arguments.against is not None:
+            return self.arguments.against
+        return [name for name in RIVALS if importlib.util.find_spec(name)] if self.layout.world_size == 1 else []
+
+    def say(self, text: str) -> None:
+        """Print a line of progress on rank 0."""
+        if self.layout.rank == 0:
+            print(text, flush=True)
+
+    def _measure(self, models: dict[str, MeasuredModel]) -> None:
+        """Take steps of these models in turn."""
+        warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
+        steps: dict[str, list] = {name: [] for name in models}
+        for repetition in range(total):
+            if repetition == warmup and self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            for name, measured in models.items():
+                steps[name].append(measured.step())
+            taken = ", ".join(f"{name} {of[-1].seconds:.4f} s" for name, of in steps.items())
+            self.say(f"step {repetition + 1} of {total}: {taken}")
+        for name, measured in models.items():
+            counted, model = steps[name][warmup:], measured.config.model
+            speed = self._speed(flops_per_token(model), statistics.median(step.seconds for step in counted))
+            self.result["models"][name] = {
+                **measured.description(),
+                **speed,
+                "seconds": [step.seconds for step in counted],
+                "losses": [step.loss for step in counted],
+                "memory": measured.memory(),
+                "parameters": parameter_count(model),
+            }
+        self._compare()
+        if self.arguments.profile:
+            for measured in models.values():
+                self._profile(measured)
+
+    def _speed(self, flops: int, seconds: float) -> dict:
+        """Return what a step of `seconds` makes of the machine; `flops` are those of a token."""
+        tokens = self.result["run"]["tokens_per_step"] / seconds
+        rate, peak = flops * tokens / self.layout.world_size, self.result["peak_flops"]
+        return {
+            "seconds_per_step": seconds,
+            "tokens_per_second": tokens,
+            "tflops": rate / 1e12,
+            "mfu": rate / peak if peak else None,
+            "of_matmul": rate / self.result["matmul_flops"],
+            "flops_per_token": flops,
+        }
+
+    def _compare(self) -> None:
+        """Add ratios of what has been measured so far, and write the record once parity has been checked."""
+        found = self.result["models"]
+        if found.keys() >= set(ENCODINGS):
+            rope, tape = (found[encoding] for encoding in ENCODINGS)
+            tape["mfu_of_rope_flops"] = tape["mfu"] and tape["mfu"] * rope["flops_per_token"] / tape["flops_per_token"]
+            self.result["ratio_time"] = self._ratio("tape", "rope")
+            self.result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
+        if rivals := [name for name in found if name not in ENCODINGS]:
+            fastest = min(rivals, key=lambda name: found[name]["seconds_per_step"])
+            self.result["fastest_rival"] = fastest
+            self.result["ratios_to_fastest_rival"] = {name: self._ratio(name, fastest) for name in found}
+        if self.record and "parity" in self.result:
+            self.record.write(self.result)
+
+    def _ratio(self, name: str, other: str) -> float:
+        """Divide the seconds of steps: of the same turn if they alternate, so that a busy machine delays both."""
+        ours, others = (self.result["models"][each] for each in (name, other))
+        if self.on_gpu:
+            return ours["seconds_per_step"] / others["seconds_per_step"]
+        return statistics.median(a / b for a, b in zip(ours["seconds"], others["seconds"]))
+
+    def _trains(self, rival: str) -> bool:
+        """Return whether a rival can take a step; if it cannot, note why."""
+        try:
+            with self._built(rival) as measured:
+                measured.step()
+        except Exception as error:  # of other people's code, or too little memory
+            self.result.setdefault("rejected_rivals", {})[rival] = reason(error)
+            self.say(f"WARNING: {rival} is not measured: {reason(error)}")
+            return False
+        return True
+
+    @contextmanager
+    def _built(self, name: str) -> Iterator[MeasuredModel]:
+        """Build a model; when the block ends, free its memory."""
+        started = time.perf_counter()
+        if name in ENCODINGS:
+            config = self.configs[name]
+            backend = verified_backend(config.model, self.layout, dtype_of(config), allow_slow=True)
+            measured = MeasuredModel(config, self.layout, backend)
+            self.first_losses[name] = measured.first_losses
+            if name == "rope":
+                self.plain_losses = measured.plain_losses
+        else:
+            measured = Rival(name, self.configs["rope"], self.layout)
+        seconds = time.perf_counter() - started
+        self.say(f"{name}: {parameter_count(measured.config.model):,} parameters, built in {seconds:.1f} s")
+        try:
+            yield measured
+        finally:
+            measured.release()
+
+    def _check_parity(self) -> None:
+        """Raise ConfigError if the models do not start out equal: with zero matrices, TAPE is RoPE.
+
+        In bf16 they may differ by twice of what rounding does to RoPE: its losses with another attention show that.
+        """
+        rope, tape = (self.first_losses[encoding] for encoding in ENCODINGS)
+        difference = _distance(tape, rope)
+        allowed = EQUAL if self.arguments.precision == "fp32" else 2 * _distance(self.plain_losses, rope)
+        self.result["parity"] = {"difference": difference, "allowed": allowed}
+        found = f"differ by {difference:.2g} before the first step (allowed: {allowed:.2g})"
+        refuse(not difference <= allowed, "losses of a token", f"{found}, so no figure is given")
+        self.say(f"losses of a token {found}")
+
+    def _profile(self, measured: MeasuredModel) -> None:
+        """Profile a step of TAPE and one of RoPE: print the longest kernels, and write a trace next to the record."""
+        if measured.name not in ENCODINGS:
+            return
+        with profile() as profiler:
+            measured.step()
+        order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+        self.say(profiler.key_averages().table(sort_by=order, row_limit=20))
+        if self.record and (path := self.record.path):
+            profiler.export_chrome_trace(str(path.with_name(f"{path.stem}-{measured.name}.trace.json.gz")))
 
 
-def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Shape]:
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a - b).square().mean().sqrt().item()
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
     """Read the options; those that were not given get the defaults of the device and the shape."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    on_gpu = torch.cuda.is_available()
+    parser = command_line.Parser(prog="python -m benchmarks.train_step", description=__doc__)
     add = parser.add_argument
     shape = "155m-1k" if on_gpu else "cpu"
     add("--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)")
-    add("--layers", type=positive, metavar="N", help="instead of the shape's")
-    add("--tokens", type=positive, metavar="N", help="of a sequence, instead of the shape's")
-    add("--micro-batch", type=positive, metavar="N", help="sequences; halved until they fit a GPU")
-    add("--accumulate", type=positive, metavar="N", help="micro-batches of a step on each rank")
-    add("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--layers", type=whole_number, metavar="N", help="instead of the shape's")
+    add("--tokens", type=whole_number, metavar="N", help="of a sequence, instead of the shape's")
+    add("--micro-batch", type=whole_number, metavar="N", help="sequences, instead of the shape's")
+    add("--accumulate", type=whole_number, metavar="N", help="micro-batches of a step on each rank")
+    precision = "bf16" if on_gpu else "fp32"
+    add("--precision", choices=("bf16", "fp32"), default=precision, help="default here: %(default)s")
     add("--zero-stage", type=int, choices=(1, 2, 3), default=1, help="default: %(default)s")
     add("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
-    add("--tensor-parallel", type=positive, default=1, metavar="T", help="default: %(default)s")
-    backends = [name for name in ATTENTION_BACKENDS if name != "naive"]
-    add("--tape-backend", choices=backends, default="auto", help="TAPE's attention (default: %(default)s)")
-    add("--rope-backend", choices=backends, default="auto", help="RoPE's attention (default: %(default)s)")
+    add("--tensor-parallel", type=whole_number, default=1, metavar="T", help="default: %(default)s")
+    add("--backend", choices=ATTENTION_BACKENDS, default="auto", help="of the attention (default: %(default)s)")
     add("--against", nargs="*", choices=RIVALS, metavar="NAME", help=f"of {', '.join(RIVALS)} (default: what is here)")
-    add("--order", choices=("blocks", "once", "alternate"), help="default: blocks; on a CPU alternate, except for toy")
-    add("--warmup", type=positive, metavar="N", help="steps before those that count, in every block")
-    add("--repetitions", type=positive, metavar="N", help="steps of a block, or pairs if they alternate")
+    add(
+        "--warmup",
+        type=whole_number,
+        default=2,
+        metavar="N",
+        help="steps that do not count (default: %(default)s)",
+    )
+    add(
+        "--repetitions",
+        type=whole_number,
+        default=7,
+        metavar="N",
+        help="steps of a model (default: %(default)s)",
+    )
     add("--profile", action="store_true", help="profile a step of each: longest kernels; beside a record, a trace")
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
     sizes = {"layers": arguments.layers, "seq_length": arguments.tokens}
     sizes |= {"micro_batch": arguments.micro_batch, "accumulate": arguments.accumulate}
-    changed = dataclasses.replace(SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size})
-    small = arguments.shape == "toy"
-    defaults = {
-        "precision": "bf16" if on_gpu else "fp32",
-        "order": "blocks" if on_gpu or small else "alternate",
-        "warmup": 1 if small else 2,
-        "repetitions": 2 if small else 7,
-    }
-    for name, default in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
-    if on_gpu and arguments.order == "alternate":
-        parser.error("--order alternate is for CPUs: the memory of a GPU is measured with one model at a time")
-    return arguments, changed
+    return arguments, dataclasses.replace(SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

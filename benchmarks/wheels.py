@@ -6,7 +6,6 @@ Run it in the project's environment (`make install`), on a machine with a networ
 installed here. The GPU machine must have torch, Triton and numpy; transformers is used where it is installed.
 """
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -53,30 +52,25 @@ CARRIED = (
 BUILT = ("deepspeed",)
 """Packages whose wheel is built here, as the index has only their source; none of their compiled parts is needed."""
 
-LARGEST = 40 * 2**20
-"""Bytes that all wheels together may have: what is sent to a machine is often limited."""
-
 GLIBC = (28, 27, 26, 24, 17, 12, 5)
 """Versions 2.N of glibc whose manylinux wheels are accepted; pip matches a platform's name exactly."""
 
 
-def collect(directory: Path, python: str) -> list[Path]:
-    """Fill `directory`, which must not exist yet, with a wheel of every package in `CARRIED`; return their paths.
-
-    `python` is the version of Python on the GPU machine, such as 3.12. Raises FileError if a package is not installed
-    here, if there is no wheel for that Python, or if the wheels have more than `LARGEST` bytes.
-    """
-    try:
-        wanted = {name: f"{name}=={importlib.metadata.version(name)}" for name in CARRIED}
-    except importlib.metadata.PackageNotFoundError as error:
-        raise FileError(error.name, "is not installed here", "run this in the project's environment") from None
+def main() -> None:
+    """Collect the wheels and print their size."""
+    parser = command_line.Parser(description=__doc__)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="directory to make, which must not exist yet")
+    parser.add_argument("--python", default="3.12", help="Python of the GPU machine (default: %(default)s)")
+    arguments = parser.parse_args()
+    wanted = {name: f"{name}=={importlib.metadata.version(name)}" for name in CARRIED}
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
     platforms += [f"{old}_{platform.machine()}" for old in ("manylinux2014", "manylinux2010", "manylinux1")]
-    target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
+    target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={arguments.python}"]
     target += [f"--platform={name}" for name in platforms]
-    with atomic_directory(directory) as partial:
+    with atomic_directory(arguments.directory) as partial:
         downloaded = [each for name, each in wanted.items() if name not in BUILT]
         _pip("download", "--no-deps", *target, "--dest", str(partial), *downloaded)
+        command_line.say("deepspeed is built from its source, which takes a minute ...")
         # Built in a folder of its own, as pip may find a wheel of an earlier build there.
         with tempfile.TemporaryDirectory() as folder:
             os.environ |= {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
@@ -84,32 +78,13 @@ def collect(directory: Path, python: str) -> list[Path]:
             for wheel in Path(folder).glob("*.whl"):
                 shutil.move(wheel, partial)
         size = sum(wheel.stat().st_size for wheel in partial.iterdir())
-        if size > LARGEST:
-            raise FileError(str(directory), f"would hold {size / 2**20:.1f} MiB, more than {LARGEST // 2**20}")
-    return sorted(directory.iterdir())
+    print(f"{size / 2**20:.1f} MiB in {arguments.directory}")
 
 
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", arguments[0], "--disable-pip-version-check", "--quiet", *arguments[1:]]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        said = done.stderr.strip() or f"exit status {done.returncode}"
-        raise FileError(f"pip {arguments[0]}", f"failed:\n{said}")
-
-
-def main() -> None:
-    """Collect the wheels and print their sizes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "directory", metavar="DIR", type=command_line.path, help="directory to make, which must not exist yet"
-    )
-    parser.add_argument("--python", default="3.12", help="Python of the GPU machine (default: %(default)s)")
-    arguments = parser.parse_args()
-    print("collecting wheels; deepspeed is built from its source, which takes a minute ...", file=sys.stderr)
-    wheels = collect(arguments.directory, arguments.python)
-    for wheel in wheels:
-        print(f"{wheel.stat().st_size / 2**10:8.0f} KiB  {wheel.name}")
-    print(f"{sum(wheel.stat().st_size for wheel in wheels) / 2**20:.1f} MiB in {arguments.directory}")
+    if status := subprocess.run(command).returncode:
+        raise FileError(f"pip {arguments[0]}", f"ended with exit status {status}", "its output says why")
 
 
 if __name__ == "__main__":

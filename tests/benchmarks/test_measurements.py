@@ -2,18 +2,13 @@
 
 import gc
 import json
+import time
 import weakref
 
 import pytest
 import torch
 
-from benchmarks import (
-    attention,
-    encodings,
-    generate,
-    preprocess,
-    timing,
-)
+from benchmarks import attention, encodings, generate, timing
 from megatron_tape.huggingface.modeling import attention_tape
 from megatron_tape.ops.backends import tiled
 
@@ -39,12 +34,9 @@ def recorded(monkeypatch, tmp_path):
 KERNELS = ("--tokens=32", "--repetitions=1")
 
 
-def test_attention_is_timed_next_to_rope(recorded, monkeypatch):
-    can_run = attention.unsupported
-    monkeypatch.setattr(
-        attention, "unsupported", lambda name, *rest: "is not wanted" if name == "triton" else can_run(name, *rest)
-    )
-    grouped, long = recorded(attention, *KERNELS, "--shapes", "4/2x32@16", "2x32@34")["results"]
+def test_attention_is_timed_next_to_rope(recorded):
+    options = [*KERNELS, "--shapes", "4/2x32@16", "2x32@34", "--without", "triton"]
+    grouped, long = recorded(attention, *options)["results"]
     assert [(result["shape"], result["batch"]) for result in (grouped, long)] == [("4/2x32@16", 2), ("2x32@34", 1)]
     for direction, timings in grouped["timed"].items():
         assert set(timings) == {f"{encoding} {name}" for encoding in ("rope", "tape") for name in ("torch", "tiled")}
@@ -56,9 +48,7 @@ def test_attention_is_timed_next_to_rope(recorded, monkeypatch):
             products = attention.PRODUCTS[name.split()[0]][direction]
             flops = products * 2 * 2 * 4 * 32 * 16 * 16 / 2  # two sequences; half of the products of 4 heads of 32
             assert found["tflops"] == pytest.approx(flops / found["seconds"] / 1e12)
-    assert grouped["rejected"]["triton"] == "is not wanted" and "flash_attn" in grouped["rejected"]
-    (result,) = recorded(attention, "--toy", "--without", "torch")["results"]
-    assert result["rejected"]["torch"] == "is left out" and "tape torch" not in result["timed"]["forward"]
+    assert grouped["rejected"]["triton"] == "is left out" and "flash_attn" in grouped["rejected"]
 
 
 def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
@@ -84,22 +74,15 @@ def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
     assert "| tape torch | 16 tokens: tensor 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "options", ["--shapes=4x32", "--shapes=4/3x32@8", "--shapes=4x31@8", "--shapes=4x32@0", "--minutes=0"]
-)
-def test_wrong_options_are_refused(monkeypatch, options, capsys):
-    monkeypatch.setattr("sys.argv", ["attention", options])
-    with pytest.raises(SystemExit):
-        attention.main()
-    assert options.split("=")[1] in capsys.readouterr().err
-
-
-def test_nothing_begins_when_time_is_over(recorded, capsys):
-    late = "--minutes=1e-9"
+def test_wrong_shapes_are_refused_and_nothing_begins_when_time_is_over(recorded, capsys):
+    for shape in ("4x32", "4/3x32@8", "4x31@8"):
+        with pytest.raises(SystemExit):
+            attention.parse(["--shapes", shape])
     with pytest.raises(FileNotFoundError):
-        recorded(attention, *KERNELS, "--shapes=2x32@16", late)
-    assert len(recorded(generate, "--toy", late)["rejected"]) == 1
-    assert "no time for 2x32@16; --minutes gives more" in capsys.readouterr().err
+        recorded(attention, *KERNELS, "--shapes=2x32@16", "--minutes=1e-9")
+    arguments = attention.parse(["--toy", "--without", "triton"])
+    *_, late = attention.measure(attention.TOY, arguments, time.monotonic())
+    assert "tape torch" in late["no_time"] and late["timed"]["forward"] == {}
 
 
 def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_does():
@@ -125,9 +108,7 @@ def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_
 
 
 def test_generation_and_prompts_are_timed_beside_llama(recorded):
-    found = recorded(generate, "--toy", "--passes=2")
-    assert found["rejected"] == {}
-    rows = found["lengths"]["64"]
+    rows = recorded(generate, "--toy", "--passes=2")["lengths"]["64"]
     assert set(rows) == {"dynamic", "static", "prompt"} and rows["prompt"]["timed"] == 2
     assert all(0 < row["tape_over_llama"] < 100 for row in rows.values())
 
@@ -175,21 +156,3 @@ def test_an_encoding_with_wrong_attention_gets_no_figure(recorded, monkeypatch):
     assert "differ" in row["failed"] and "step_over_rope" not in row
     with pytest.raises(SystemExit):
         encodings.parse(["--only", "alibi", "dream"])
-
-
-def test_preprocessing_gives_no_figure_unless_both_tools_wrote_the_same(tmp_path, monkeypatch):
-    def written(program, *arguments):
-        prefix = tmp_path / ("theirs" if program == "-c" else "ours")
-        for ending in (".bin", ".idx"):
-            prefix.with_suffix(ending).write_text(program if ending == bad else "same")
-        return 1.0
-
-    monkeypatch.setattr(preprocess, "run", written)
-    bad = None
-    assert preprocess.measure(tmp_path / "corpus.jsonl", tmp_path / "t", 1, 2) == {
-        "ours": [1.0, 1.0],
-        "megatron": [1.0, 1.0],
-    }
-    bad = ".idx"
-    with pytest.raises(ValueError, match="no speed is reported"):
-        preprocess.measure(tmp_path / "corpus.jsonl", tmp_path / "t", 1, 1)

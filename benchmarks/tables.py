@@ -1,0 +1,54 @@
+"""Tables of measured attention and training steps, for benchmarks and the summary of a GPU trial; imports no torch."""
+
+from collections.abc import Iterator
+
+DIRECTIONS = ("forward", "forward+backward")
+
+
+def attention_table(results: list[dict]) -> Iterator[str]:
+    """Yield the lines of a table of the results of `benchmarks.attention`."""
+    rows = []
+    for result in results:
+        both = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
+        for name in sorted({name for timings in both for name in timings}):
+            cells = [_timing(timings.get(name)) for timings in both]
+            auto = " (auto)" if name in result["auto"].values() else ""
+            rows.append(f"| {result['shape']} | {name}{auto} | {' | '.join(cells)} |")
+        missing = dict.fromkeys(result["no_time"], "had no time left") | result["rejected"]
+        rows += [f"| {result['shape']} | {name} | {why} | |" for name, why in missing.items()]
+    if rows:
+        yield "| attention | | forward: ms, TFLOP/s, over RoPE's fastest | forward + backward |"
+        yield "|---|---|---|---|"
+        yield from rows
+
+
+def _timing(timing: dict | None) -> str:
+    if timing is None:
+        return ""
+    if "seconds" not in timing:
+        return "exact, not timed"
+    return f"{1e3 * timing['seconds']:.3f}, {timing['tflops']:,.1f}, {timing.get('ratio', float('nan')):.2f}"
+
+
+def fastest(timings: dict[str, dict], encoding: str) -> str | None:
+    """Return the fastest candidate of an encoding, or None if none was timed."""
+    timed = [name for name, timing in timings.items() if "seconds" in timing and name.startswith(encoding)]
+    return min(timed, key=lambda name: timings[name]["seconds"], default=None)
+
+
+def step_table(results: dict[str, dict]) -> Iterator[str]:
+    """Yield the lines of a table of the results of `benchmarks.train_step`, by a name for each."""
+    rows = []
+    for label, result in results.items():
+        for name, model in result.get("models", {}).items():
+            shares = (f"{model[key]:.1%}" if model.get(key) else "" for key in ("mfu", "mfu_of_rope_flops"))
+            gib = [
+                f"{model['memory'][key] / 2**30:.2f}" for key in ("peak", "estimated_peak") if key in model["memory"]
+            ]
+            cells = [label, name, model.get("attention", ""), f"{model['seconds_per_step']:.4f}"]
+            cells += [f"{model['tokens_per_second']:,.0f}", *shares, f"{model['of_matmul']:.1%}", " / ".join(gib)]
+            rows.append(f"| {' | '.join(cells)} |")
+    if rows:
+        yield "| step | | attention | seconds | tokens/s | MFU | MFU by RoPE's FLOPs | of a matmul | GiB / estimated |"
+        yield "|---|---|---|--:|--:|--:|--:|--:|--:|"
+        yield from rows
