@@ -19,7 +19,6 @@ from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.special_tokens import CONFIG, MAP, SpecialTokens, mentioned, refuse_mentioned
-from megatron_tape.data.tokenizer_limits import LimitError, check_rules, check_tokens, parse_tokenizer
 from megatron_tape.data.trial_texts import find_difference, trial_texts
 from megatron_tape.errors import ConfigError, FileError, UserError, refuse
 from megatron_tape.io.files import write_whole
@@ -35,7 +34,7 @@ _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁se
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
 _GIVE = "give a .model, a tokenizer.json or their directory"
 _SAVE, _ENCODE, _DECODE = "save the tokenizer again", "cannot encode a text", "cannot decode ids"
-_FILE_BYTES = 1 << 29
+_FILE_BYTES, _MOST_IDS = 1 << 29, 1 << 24
 _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
 """Classes of transformers that put bos before a text unless `add_bos_token` says otherwise."""
 
@@ -96,8 +95,6 @@ def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator
         yield
     except (UserError, MemoryError):
         raise
-    except LimitError as error:
-        raise FileError(str(path), str(error), "use another tokenizer") from None
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a signal, for example
             raise
@@ -211,15 +208,10 @@ class _SentencePiece:
 
     def __init__(self, files: dict[str, bytes], path: Path):
         import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
 
         if not files[TOKENIZER_MODEL]:  # which the library would load
             raise FileError(str(path), "is not a SentencePiece model (it is empty)", _GIVE)
         with library_errors(path, "is not a SentencePiece model", _GIVE):
-            model = sentencepiece_model_pb2.ModelProto.FromString(files[TOKENIZER_MODEL])
-            check_tokens((piece.piece for piece in model.pieces), ())
-            for rules in (model.normalizer_spec, model.denormalizer_spec):
-                check_rules(rules.precompiled_charsmap)
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files[TOKENIZER_MODEL])
         self._path, self.files, self.names = path, files, SpecialTokens(files, path)
         kwargs = self.names.config.get("sp_model_kwargs")
@@ -272,8 +264,11 @@ class _HuggingFace:
     def __init__(self, files: dict[str, bytes], path: Path):
         self._path, self.files = path, dict(files)
         with library_errors(path, "is not a Hugging Face tokenizer.json"):
-            settings = parse_tokenizer(files[TOKENIZER_JSON])
+            settings = json.loads(files[TOKENIZER_JSON])
             self._prepare(files[TOKENIZER_JSON])
+            self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size > _MOST_IDS:  # the library would list all ids below the largest
+            raise FileError(str(path), f"has the id {self.vocab_size - 1:,}", f"use one with ids below {_MOST_IDS:,}")
         if settings["model"].get("dropout"):
             _refuse_random(path, "model.dropout")
         self.names = SpecialTokens(files, path)
@@ -281,7 +276,6 @@ class _HuggingFace:
         self.bos = self.names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
         self.names.check_added(self._model.token_to_id, CONFIG)
         self._keep_specials_from_text(settings)
-        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         first = self._model.encode("a", add_special_tokens=True).ids[:1]
         self.prefix = first if first == [self.bos] else []
 

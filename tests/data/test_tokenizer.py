@@ -1,16 +1,13 @@
 import json
-import os
 import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_tape.data.special_tokens import mentioned
-from megatron_tape.data.tokenizer import difference, library_errors, load_tokenizer, record_of, write_files
+from megatron_tape.data.tokenizer import difference, load_tokenizer, record_of, write_files
 from megatron_tape.errors import FileError
 
 
@@ -82,18 +79,13 @@ def test_added_tokens_are_part_of_the_vocabulary(tmp_path):
     assert loaded.bos is None
 
 
-def test_directory_with_only_a_sentencepiece_model(tmp_path, tokenizer_path):
-    (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-    assert load_tokenizer(tmp_path).vocab_size == 800
-
-
 def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
     with pytest.raises(FileError, match="does not exist"):
         load_tokenizer(tmp_path / "missing.model")
     with pytest.raises(FileError, match="holds neither tokenizer.json nor tokenizer.model"):
         load_tokenizer(tmp_path)
-    for name in ("x.model", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
+    for name, content in (("x.model", "{}"), ("empty.model", ""), ("tokenizer.json", "{}")):
+        (tmp_path / name).write_text(content)
         with pytest.raises(FileError, match=f"{name} is not a"):
             load_tokenizer(tmp_path / name)
 
@@ -104,42 +96,15 @@ def test_a_panic_of_the_library_names_the_file(byte_level, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(FileError, match="tokenizer.json cannot be loaded"):
         load_tokenizer(tmp_path)
-    code = "import sys; from megatron_tape.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])"
-    settings = {"env": os.environ | {"RUST_BACKTRACE": "1"}, "capture_output": True, "text": True, "timeout": 60}
-    apart = subprocess.run([sys.executable, "-c", code, str(tmp_path)], **settings)
-    assert "panicked" in apart.stderr and "stack backtrace" not in apart.stderr
 
 
-@pytest.mark.parametrize("index", [2**31, 2**32 - 1, 2**40])
+@pytest.mark.parametrize("index", [2**24, 2**31, 2**40])
 def test_ids_that_no_dataset_can_hold_are_refused(tmp_path, index):
     content = json.loads(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
     content["model"]["vocab"]["b"] = index
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(FileError, match=rf"tokenizer.json .*\b({index:,}|{index})\b"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"x_token": []}, {"extra_special_tokens": {"a": [1]}}, {"x_special_tokens": [[], {"content": [1]}]}]
-)
-def test_special_tokens_of_a_wrong_type_are_none(byte_level, tmp_path, settings):
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(tmp_path).vocab_size == 500
-
-
-def test_names_of_special_tokens_that_cannot_be_shown_name_their_file(byte_level, tmp_path):
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    for token in ("\ud800", "x" * 100_000):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
-        with pytest.raises(FileError) as caught:
-            load_tokenizer(tmp_path)
-        assert caught.value.subject == str(tmp_path / "tokenizer_config.json") and len(caught.value.problem) < 300
-
-
-def test_a_signal_is_no_error_of_the_library():
-    with pytest.raises(KeyboardInterrupt), library_errors("f", "fails"):
-        raise KeyboardInterrupt
 
 
 def test_importing_and_loading_needs_no_torch(tokenizer_path):
@@ -243,20 +208,6 @@ def test_what_cannot_be_kept_from_text_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_special_tokens_are_looked_for_in_many_texts_at_once():
-    batches = []
-
-    def encode_batch(texts):
-        batches.append(texts)
-        return [np.array([7 if text == "(<7>)" else 99 if text == '"<99>",' else 200]) for text in texts]
-
-    assert mentioned(encode_batch, {f"<{i}>": i for i in range(100)}) == ["<7>", "<99>"]
-    assert sum(map(len, batches)) == 900 and len(batches) == 2
-
-
-FILES = ["tokenizer_config.json", "special_tokens_map.json"]
-
-
 @pytest.mark.parametrize(
     "settings, expected",
     [
@@ -266,10 +217,9 @@ FILES = ["tokenizer_config.json", "special_tokens_map.json"]
         ({"eos_token": {"content": "<first>", "lstrip": False}}, "<first>"),
     ],
 )
-@pytest.mark.parametrize("file", FILES)
-def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, settings, expected, file):
+def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, settings, expected):
     byte_level.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / file).write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_tokenizer(tmp_path).eod == (None if expected is None else byte_level.token_to_id(expected))
 
 
@@ -277,24 +227,17 @@ def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, s
     "settings, problem",
     [
         ({"eos_token": "<|eot_id|>"}, "names '<|eot_id|>' as eos_token, which tokenizer.json does not have"),
-        ({"eos_token": 3}, "names 3 as eos_token"),
-        ({"eos_token": {"lstrip": False}}, "names null as eos_token"),
-        ({"bos_token": "<begin>"}, "names '<begin>' as bos_token"),
-        ({"added_tokens_decoder": {"900": {"content": "<x>"}}}, "'<x>' the id 900, but tokenizer.json does not have"),
+        ({"bos_token": 3}, "names 3 as bos_token"),
         ({"added_tokens_decoder": {"1": {"content": "<first>"}}}, "'<first>' the id 1, but tokenizer.json gives it 0"),
         ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "the added token '<x>' the id 'x'"),
     ],
 )
-@pytest.mark.parametrize("file", FILES)
-def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_path, settings, problem, file):
+def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_path, settings, problem):
     byte_level.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / file).write_text(json.dumps(settings))
-    if "added_tokens_decoder" in settings and file != "tokenizer_config.json":
-        assert load_tokenizer(tmp_path).eod == 2  # nobody looks for that key there
-        return
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(FileError) as error:
         load_tokenizer(tmp_path)
-    assert problem in str(error.value) and error.value.subject == str(tmp_path / file)
+    assert problem in str(error.value) and error.value.subject == str(tmp_path / "tokenizer_config.json")
 
 
 def test_several_usual_ends_of_documents_must_be_told_apart(tmp_path):
@@ -331,7 +274,6 @@ def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, token
         ({}, {"<|im_end|>": 5}, "'<|im_end|>' the id 5, but tokenizer.model does not have it"),
         ({"added_tokens_decoder": {"5": {"content": "<s>"}}}, None, "'<s>' the id 5, but tokenizer.model gives it 2"),
         ({"sp_model_kwargs": {"enable_sampling": True}}, None, "splits text at random"),
-        ({}, {"<x>": "five"}, "the added token '<x>' the id 'five'"),
     ],
 )
 def test_files_that_contradict_a_sentencepiece_model_are_refused(tmp_path, tokenizer_path, config, added, problem):
@@ -411,39 +353,21 @@ def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
     assert load_tokenizer(out).digest == tokenizer.digest == load_tokenizer(tokenizer_path).digest
 
 
-def test_a_sentencepiece_model_that_does_not_load_says_why(tmp_path):
-    (tmp_path / "x.model").write_text("abc")
-    with pytest.raises(FileError, match=r"is not a SentencePiece model \(.*[Pp]ars"):
-        load_tokenizer(tmp_path / "x.model")
-    (tmp_path / "x.model").write_text("")
-    with pytest.raises(FileError, match="it is empty"):
-        load_tokenizer(tmp_path / "x.model")
-
-
-@pytest.mark.parametrize("key", ["pad_token", "image_token", "additional_special_tokens", "added_tokens_decoder"])
-@pytest.mark.parametrize("file", FILES)
-def test_whatever_the_files_name_as_special_is_special(byte_level, tmp_path, key, file):
+@pytest.mark.parametrize("key", ["image_token", "additional_special_tokens", "added_tokens_decoder"])
+def test_whatever_the_files_name_as_special_is_special(byte_level, tmp_path, key):
     byte_level.add_tokens(["<pad>"])
     byte_level.save(str(tmp_path / "tokenizer.json"))
     index = byte_level.token_to_id("<pad>")
     assert index in load_tokenizer(tmp_path).encode("a<pad>b")
     decoder = {index: {"content": "<pad>", "special": True}}
     values = {"additional_special_tokens": ["<pad>"], "added_tokens_decoder": decoder}
-    (tmp_path / file).write_text(json.dumps({key: values.get(key, "<pad>")}))
-    known = key != "added_tokens_decoder" or file == "tokenizer_config.json"
-    assert (index in load_tokenizer(tmp_path).encode("a<pad>b")) != known
-
-
-def test_an_ordinary_added_token_that_ends_documents_by_its_usual_name_is_special(tmp_path):
-    tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    tokenizer.add_tokens([END])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path).encode(f"a{END}b") == [0, 1] and load_tokenizer(tmp_path).eod == 2
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: values.get(key, "<pad>")}))
+    assert index not in load_tokenizer(tmp_path).encode("a<pad>b")
 
 
 def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp_path):
     byte_level.save(str(tmp_path / "tokenizer.json"))
-    config, other = (tmp_path / name for name in FILES)
+    config, other = tmp_path / "tokenizer_config.json", tmp_path / "special_tokens_map.json"
     other.write_text('{"eos_token": {"content": "<last>"}}')
     for named, said in (("</s>", "'</s>'"), (None, "null")):
         config.write_text(json.dumps({"eos_token": named}))
@@ -451,17 +375,6 @@ def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp
             load_tokenizer(tmp_path)
     config.write_text('{"eos_token": "<last>"}')
     assert load_tokenizer(tmp_path).eod == 1
-
-
-@pytest.mark.parametrize("step", [{"use_regex": True}, {"use_regex": False}])
-def test_settings_that_are_left_out_count_as_the_librarys_defaults(byte_level, tmp_path, step):
-    settings = json.loads(byte_level.to_str())
-    del settings["pre_tokenizer"]["use_regex"]
-    (tmp_path / "without.json").write_text(json.dumps(settings))
-    settings["pre_tokenizer"] |= step
-    (tmp_path / "with.json").write_text(json.dumps(settings))
-    one, other = (load_tokenizer(tmp_path / f"{name}.json") for name in ("without", "with"))
-    assert (one.digest == other.digest) == (one.encode("a b  c1") == other.encode("a b  c1")) == step["use_regex"]
 
 
 @pytest.mark.parametrize("kind", ["byte level", *KINDS])
