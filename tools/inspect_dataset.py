@@ -10,7 +10,7 @@ import argparse
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.data.descriptors import refuse_more_files
+from megatron_tape.data.descriptors import raise_limit
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.origins import Origin, check_tokenizer, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, record_of
@@ -21,8 +21,7 @@ def main() -> None:
     """Parse the command line, check the datasets and describe them."""
     arguments = parser().parse_args()
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
-    count = len(arguments.prefix)
-    refuse_more_files("the command line", f"names {count:,} datasets", 2 * count, "name fewer at once")
+    raise_limit()
     datasets = [IndexedDatasetReader(prefix) for prefix in arguments.prefix]
     if tokenizer is None:
         origins = {prefix: read_origin(prefix) for prefix in arguments.prefix}

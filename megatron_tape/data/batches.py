@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from megatron_tape.config.data import SAMPLE_SOURCES, split_shares
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.descriptors import check_descriptors
-from megatron_tape.data.index_cache import DamagedIndex, build_on_rank_0, digest_of
-from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
-from megatron_tape.data.plan import Plan, plan_for_all
+from megatron_tape.data.index_cache import build_on_rank_0, digest_of
+from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
 from megatron_tape.errors import ConfigError, UserError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
@@ -35,13 +34,6 @@ NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 
 _INDEX_BYTES = 12
 """What Megatron's index takes for every sequence, at least: a place in the shuffled order, a document and an offset."""
-
-
-class NoTokenizer:
-    """What `GPTDataset` asks a tokenizer for: it only reads tokens, and `documents_from_tokens` finds the documents."""
-
-    unique_identifiers: dict = {}
-    eod, pad, vocab_size = -2, -1, None
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class Batches:
         train, tokens = self.config.train, self.layout.tokens
         masked = isinstance(dataset, SampleSource)
         if not masked:
-            dataset = _Samples(dataset, self.config, self.eod if self.config.data.reset_attention_mask else None)
+            dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
         loader = DataLoader(
             _ErrorsAsSamples(dataset),
             collate_fn=_collate,
@@ -141,27 +133,13 @@ class _InStages(Dataset):
 
 
 class _Samples(Dataset):
-    """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`.
+    """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`."""
 
-    Raises DamagedIndex for a sample that the cached index takes from outside the data.
-    """
-
-    def __init__(self, samples: Dataset, config: RunConfig, eod: int | None):
-        self._samples = samples
-        self._seq_length, self._cache = config.model.seq_length, config.data.resolved_cache_directory
-        self._eod = eod
+    def __init__(self, samples: Dataset, eod: int | None):
+        self._samples, self._eod = samples, eod
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        try:
-            sample = self._samples[index]
-            found = [len(sample["tokens"]), len(sample["labels"])]
-            problem = f"has {found[0]} tokens" if found != [self._seq_length] * 2 else None
-        except (LookupError, ArithmeticError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            problem = f"cannot be read ({' '.join(str(error).split())})"
-        if problem is not None:
-            raise DamagedIndex.of(self._cache, f"sample {index} {problem}")
+        sample = self._samples[index]
         result = {"tokens": sample["tokens"], "labels": sample["labels"]}
         if self._eod is not None:
             result["documents"] = documents_from_tokens(sample["tokens"], self._eod)
@@ -273,7 +251,8 @@ def build_batches(
     def open_all(directory: str, build: bool) -> list[list[Dataset]]:
         opened: dict = {}
         return [
-            _open(*part, directory, build, opened) for part in zip((stage.config for stage in stages), plans, sizes)
+            open_datasets(*part, directory, build, opened)
+            for part in zip((stage.config for stage in stages), plans, sizes)
         ]
 
     build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), moved)
@@ -285,34 +264,3 @@ def build_batches(
             logger.info("from step %s on, the training data is %s", f"{step + after + 1:,}", stage.config.data.prefix)
     train_data = _InStages([first, *(found[0] for found in later)], stages) if later else first
     return Batches(train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining)
-
-
-def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, opened: dict) -> list[Dataset]:
-    """Open the datasets of each split; training takes `size` samples, and `build` indexes what is not cached.
-
-    `opened` holds the indexed datasets that stages share (see `DatasetSettings`).
-    """
-    settings = DatasetSettings(
-        random_seed=config.train.seed,
-        sequence_length=config.model.seq_length,
-        blend=plan.whole,
-        split=config.data.split,
-        path_to_cache=cache,
-        tokenizer=NoTokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        opened=opened,
-    )
-    datasets = []
-    # One split at a time, since each has its own datasets. Megatron never returns from indexing a split without
-    # documents, so splits that are not needed and datasets that are too small are left out.
-    for i, members in enumerate(plan.splits):
-        if members is None:
-            datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
-            continue
-        wanted = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
-        of_split = replace(settings, blend=members)  # type: ignore[call-arg]
-        datasets.append(open_split(AllDocuments, of_split, i, wanted, build))
-    return datasets

@@ -26,7 +26,7 @@ def check_descriptors(config: RunConfig) -> None:
 
     Every process that opens the data calls this, since limits may differ between nodes.
     """
-    _raise_limit()
+    allowed = raise_limit()
     if config.data.source in SAMPLE_SOURCES:
         return
     stages = stages_of(config)
@@ -36,21 +36,14 @@ def check_descriptors(config: RunConfig) -> None:
     count = len(prefixes_of(stages))
     keys = ("data.prefix", "data.stages") if len(stages) > 1 else ("data.prefix",)
     named = f"{'and data.stages name' if len(stages) > 1 else 'names'} {counted(count, 'dataset')}"
-    files = _OF_EACH_DATASET * count + _OF_EACH_INDEX * parts * members
-    refuse_more_files(keys, named, files, "merge datasets with tools/merge_datasets.py", _OTHERS)
-
-
-def refuse_more_files(subject: str | tuple[str, ...], named: str, files: int, fix: str, others: int = 32) -> None:
-    """Raise the limit of open files as far as the system allows; ConfigError if it is less than `files` and `others`.
-
-    The sentence begins with the subject and what it `named`.
-    """
-    allowed, needed = _raise_limit(), files + others
+    needed = _OF_EACH_DATASET * count + _OF_EACH_INDEX * parts * members + _OTHERS
     problem = f"{named}, for which a process needs {needed:,} file descriptors, but only {allowed:,} are allowed"
-    refuse(needed > allowed, subject, problem, f"raise the hard limit (ulimit -Hn; slurmd's LimitNOFILE), or {fix}")
+    fix = "raise the hard limit (ulimit -Hn; slurmd's LimitNOFILE), or merge datasets with tools/merge_datasets.py"
+    refuse(needed > allowed, keys, problem, fix)
 
 
-def _raise_limit() -> int:
+def raise_limit() -> int:
+    """Raise the limit of open files as far as the system allows, and return it."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -154,9 +154,6 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
     """Build the index in a temporary directory, which is added to `staging`, unless `directory` is whole."""
     cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
-    if (others := _who_else_writes(directory)) is not None:
-        sentence = "warning: %s, so others can change which samples this run learns from; choose a data.cache_directory"
-        logger.warning(f"{sentence} that only you can write", others)
     damaged = None
     if directory.exists():
         damaged = _damaged(directory)
@@ -211,23 +208,6 @@ def _damaged(directory: Path) -> Path | None:
                 load_array(path)
         except (OSError, DamagedIndex):
             return path
-    return None
-
-
-def _who_else_writes(directory: Path) -> str | None:
-    """Return a clause that says which other users own or may write the cache, or a file of the index; None if none do.
-
-    What a group may write is meant to be shared.
-    """
-    for path in (directory.parent, directory, *directory.glob("*")):
-        try:
-            found = path.stat()
-        except OSError:  # it does not exist, or no longer
-            continue
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{path} belongs to another user (uid {found.st_uid})"
-        if found.st_mode & stat.S_IWOTH:
-            return f"{path} can be written by every user"
     return None
 
 

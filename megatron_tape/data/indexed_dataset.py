@@ -250,6 +250,15 @@ class IndexedDatasetReader:
             lengths[start : start + BLOCK] = np.diff(np.concatenate([[0], ends])[indices - indices[0]])
         return lengths
 
+    def wrong_size(self) -> str | None:
+        """Return a sentence if the token file does not end where the last sequence does; this reads no whole array."""
+        counted = 0
+        if len(self.lengths):
+            counted = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if counted == self.bin_size:
+            return None
+        return f"{self.bin_path} has {self.bin_size} bytes where the index counts {counted}"
+
     def problems(self, vocab_size: int | None = None) -> Iterator[str]:
         """Yield a sentence for everything that is wrong; with `vocab_size`, ids outside the vocabulary too.
 

@@ -1,7 +1,6 @@
 """Check that the files that a run learns from exist, are complete and suit the run. Does not import torch."""
 
 import errno
-import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -21,15 +20,12 @@ from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
-from megatron_tape.data.remembered import check_once
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, record_of
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import fingerprint
 
 _SAMPLED = 256
 """How many documents of a dataset are looked at for their end."""
-_LARGE_INDEX = 1 << 30
-"""Bytes of an index that takes seconds to check."""
 
 
 def check_data_files(config: RunConfig) -> None:
@@ -91,8 +87,7 @@ def naming_the_setting(key: str, path: str | None) -> Iterator[None]:
 def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> None:
     """Raise ConfigError if a dataset is damaged, or data lacks the document ends, lengths or size that the run needs.
 
-    Also raises it for data of another tokenizer than the run's: `data.tokenizer`, or what a checkpoint `saved`. Indices
-    and examples that passed are not read again before they change (see `check_once`).
+    Also raises it for data of another tokenizer than the run's: `data.tokenizer`, or what a checkpoint `saved`.
     """
     check_descriptors(config)
     tokenizer = load_run_tokenizer(config)
@@ -107,12 +102,10 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
 
 
 def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    cache = config.data.resolved_cache_directory
     for prefix in blend(config.data.prefix)[0]:
         try:
             dataset = IndexedDatasetReader(prefix)
-            files = [dataset.idx_path, dataset.bin_path]
-            problem = check_once("index 1", files, cache, functools.partial(_first_problem, dataset))
+            problem = dataset.wrong_size()
         except (ValueError, OSError) as error:
             problem = str(error)
         refuse(problem is not None, "data.prefix", f"names {prefix}, which is not whole: {problem}")
@@ -235,24 +228,15 @@ def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
     return kept, problems
 
 
-def _first_problem(dataset: IndexedDatasetReader) -> str | None:
-    if dataset.idx_path.stat().st_size > _LARGE_INDEX:
-        command_line.say(f"checking {dataset.idx_path}, once: {len(dataset):,} documents")
-    return next(dataset.problems(), None)
-
-
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Read all examples; raise ConfigError for the first bad line, or if no samples can be made of them."""
     cutter_of(config, tokenizer)
-    settings, cache = config.data.examples, config.data.resolved_cache_directory
+    settings = config.data.examples
     for name, path in (("path", settings.path), ("validation", settings.validation)):
-        if path is not None:
-            problem = check_once("examples 1", [path], cache, functools.partial(_no_example, path))
-            refuse(problem is not None, f"data.examples.{name}", f"is {path}, which {problem}", "give another file")
-
-
-def _no_example(path: str) -> str | None:
-    try:
-        return None if sum(1 for _ in read_examples(path, "")) else "holds no example"
-    except FileError as error:
-        return f"cannot be used: {error}"
+        if path is None:
+            continue
+        try:
+            problem = None if sum(1 for _ in read_examples(path, "")) else "holds no example"
+        except FileError as error:
+            problem = f"cannot be used: {error}"
+        refuse(problem is not None, f"data.examples.{name}", f"is {path}, which {problem}", "give another file")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.data.descriptors import refuse_more_files
+from megatron_tape.data.descriptors import raise_limit
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import token_dtype
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
@@ -104,7 +104,7 @@ def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes
     a worker dies or lacks memory, and UserError for more workers than this process can have.
     """
     refuse(workers > MOST_WORKERS, "--workers", f"is {workers:,}", f"give at most {MOST_WORKERS:,}")
-    refuse_more_files("--workers", f"is {workers:,}", 2 * workers, "give fewer", others=24)
+    raise_limit()
     executor = ProcessPoolExecutor(
         workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoding,)
     )

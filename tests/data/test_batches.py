@@ -1,7 +1,6 @@
 """Batches: which datasets of a blend they are drawn from, in which order, and what loader processes live through."""
 
 import dataclasses
-import gc
 import multiprocessing
 import os
 import resource
@@ -16,13 +15,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from models import small_model
 
-from megatron_tape.config.data import DataConfig, LongDocumentSettings, StageSettings
+from megatron_tape.config.data import DataConfig, StageSettings
 from megatron_tape.config.schema import RunConfig, replaced
 from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import BatchRampSettings, TrainConfig
-from megatron_tape.data import batches, descriptors, plan
+from megatron_tape.data import megatron_datasets
 from megatron_tape.data.batches import build_batches, documents_from_tokens
-from megatron_tape.data.preprocessing import encode_files
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
 
@@ -81,33 +79,6 @@ def test_only_a_split_without_any_whole_sequence_is_refused(folder, build):
         build([f"{folder}/small", f"{folder}/a"], seq_length=512)
 
 
-@pytest.mark.parametrize("kind", ["plain", "long_documents", "stages"])
-def test_no_more_files_are_mapped_than_is_asked_of_the_limit(build, tmp_path, kind, monkeypatch):
-    asked = []
-    monkeypatch.setattr(descriptors, "refuse_more_files", lambda keys, named, files, *others: asked.append(files))
-
-    def mapped(*endings):
-        opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-        return sum(path.startswith(f"{tmp_path}/") and path.endswith(endings) for path in opened)
-
-    prefixes = [f"{tmp_path}/a", f"{tmp_path}/b"]
-    for seed, prefix in enumerate(prefixes):
-        write_dataset(prefix, seed=seed)
-    changes = {
-        "plain": {},
-        "long_documents": {"long_documents": LongDocumentSettings(minimum=30, share=0.5)},
-        "stages": {"stages": [StageSettings(share=0.5, prefix=prefixes)]},
-    }[kind]
-    built = build(dict.fromkeys(prefixes, 0.5), **changes)
-    gc.collect()
-    assert mapped(".bin", ".idx") == 4, "splits and stages share the two files of each dataset"
-    for samples, count in ((built.train, 160), (built.validation, 8)):
-        for i in range(count):
-            samples[i]
-    blends = mapped("dataset_index.npy", "dataset_sample_index.npy", "counts.npy", "-dataset.npy", "-sample.npy")
-    assert mapped(".bin", ".idx", ".npy") - blends <= asked[0] and blends < 20
-
-
 def test_the_limit_of_open_files_is_raised_for_the_data(build, folder):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
@@ -130,13 +101,6 @@ def test_a_blend_that_needs_more_files_than_are_allowed_is_refused(build, monkey
         build(many, stages=stage)
 
 
-def test_workers_that_need_more_files_than_are_allowed_are_refused(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
-    with pytest.raises(ConfigError, match="^--workers is 21, .* needs 66 file descriptors"):
-        next(encode_files([], None, 21, 1))
-
-
 def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
     built = build({f"{folder}/a": 0.3, f"{folder}/b": 0.7})
     settings = GPTDatasetConfig(
@@ -145,7 +109,7 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
         blend=([f"{folder}/a", f"{folder}/b"], [0.3, 0.7]),
         split="900,100,0",
         path_to_cache=str(tmp_path / "other"),
-        tokenizer=batches.NoTokenizer(),
+        tokenizer=megatron_datasets.NoTokenizer(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -226,27 +190,27 @@ def test_only_rank_0_decides_what_the_splits_are_drawn_from(folder, build, monke
             values[0] = planned[-1]
         planned.append(values[0])
 
-    monkeypatch.setattr(plan.dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(megatron_datasets.dist, "broadcast_object_list", broadcast)
     initialize_distributed(1)
     config = build([f"{folder}/small", f"{folder}/a"], seq_length=256).config
     with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
         build([f"{folder}/small", f"{folder}/a"], seq_length=512)
-    monkeypatch.setattr(plan.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(plan, "_plan", lambda *given: pytest.fail("another rank reads an index"))
+    monkeypatch.setattr(megatron_datasets.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(megatron_datasets, "_plan", lambda *given: pytest.fail("another rank reads an index"))
     with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
-        plan.plan_for_all(config, True)
+        megatron_datasets.plan_for_all(config, True)
     del planned[1:]
-    found = plan.plan_for_all(config, True)
+    found = megatron_datasets.plan_for_all(config, True)
     assert found.splits == [([f"{folder}/a"], found.splits[0][1])] * 2 and len(found.identity) == 4
 
 
 def test_a_dataset_that_vanishes_after_its_checks_ends_every_rank_in_one_sentence(folder, build, monkeypatch):
     config = build(f"{folder}/a").config
     sent = []
-    monkeypatch.setattr(plan.dist, "broadcast_object_list", lambda values, src: sent.append(values[0]))
+    monkeypatch.setattr(megatron_datasets.dist, "broadcast_object_list", lambda values, src: sent.append(values[0]))
     gone = dataclasses.replace(config, data=dataclasses.replace(config.data, prefix=f"{folder}/gone"))
     with pytest.raises(ConfigError, match="cannot be read any more"):
-        plan.plan_for_all(gone, False)
+        megatron_datasets.plan_for_all(gone, False)
     assert isinstance(sent[0], ConfigError)
 
 

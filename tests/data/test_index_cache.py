@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,8 +106,7 @@ def test_a_damaged_array_is_named_and_built_again(tokens, kind, caplog):
     assert tokens(kind) == expected and "is damaged" not in caplog.text
 
 
-@KINDS
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("kind, number", [(PLAIN, 2), (MIX, 4)])
 def test_a_disk_that_fills_leaves_nothing_behind_and_is_one_sentence(tokens, kind, number, monkeypatch):
     save, calls = np.save, []
 
@@ -194,100 +192,6 @@ def test_what_a_killed_job_left_is_removed_after_a_day(tokens):
     assert [path.name for path in tokens.cache.glob(".building-*")] == [recent.name]
 
 
-def test_every_rank_maps_a_mixture_and_holds_none_of_it(tokens, folder):
-    tokens(MIX)
-    (directory,) = tokens.cache.iterdir()
-    parts = index_cache.cached(directory, "Mixed", ("counts", "dataset"), [[0.5, 0.5], 40], pytest.fail)
-    assert all(isinstance(array, np.memmap) for array in parts.values()) and parts["counts"].tolist() == [20, 20]
-
-
-@KINDS
-def test_a_pickle_that_replaces_an_array_after_the_check_is_not_loaded(tokens, kind, monkeypatch):
-    expected = tokens(kind)
-    build = index_cache._build_aside
-
-    def replaced_meanwhile(staging, cache, build_index):
-        def attacked(directory):
-            for path in arrays:
-                _pickle(path)
-            build_index(directory)
-
-        build(staging, cache, attacked)
-
-    def replaced_later(*arguments):
-        build(*arguments)
-        for path in arrays:
-            _pickle(path)
-
-    for attack in (replaced_meanwhile, replaced_later):
-        for path in sorted(tokens.cache.glob("*/*.npy")):
-            arrays, whole = [path], path.read_bytes()
-            monkeypatch.setattr(index_cache, "_build_aside", attack)
-            try:
-                assert tokens(kind) == expected and attack is replaced_meanwhile  # it is built again
-            except index_cache.DamagedIndex as error:
-                assert f"{path.name} cannot be used" in error.problem and "remove that directory" in error.fix
-            path.write_bytes(whole)
-    assert not RUN
-
-
-@pytest.fixture
-def replaced_later(tokens, monkeypatch):
-    """Return a function that makes `change` to an array of the cache after rank 0 has checked it, before it is used."""
-
-    def read(kind, path, change):
-        build, whole = index_cache._build_aside, path.read_bytes()
-
-        def changed(*arguments):
-            build(*arguments)
-            change(path)
-
-        try:
-            with monkeypatch.context() as patched:
-                patched.setattr(index_cache, "_build_aside", changed)
-                return tokens(kind)
-        finally:
-            path.write_bytes(whole)
-
-    return read
-
-
-@KINDS
-@pytest.mark.parametrize("value", [-1, 0, 2**60, None])
-def test_an_array_of_wrong_numbers_says_to_remove_the_cache(tokens, replaced_later, kind, value):
-    expected = tokens(kind)
-    refusals = 0
-
-    def fill(path):
-        array = np.load(path)
-        np.save(path, array[:1] if value is None else np.full(array.shape, value, dtype=np.int64))
-
-    for path in sorted(tokens.cache.glob("*/*.npy")):
-        try:
-            found = replaced_later(kind, path, fill)
-        except index_cache.DamagedIndex as error:
-            refusals += 1
-            assert error.subject.startswith(str(tokens.cache)) and "remove that directory" in str(error)
-        else:  # other samples of the same data cannot be told from the right ones
-            assert [len(sample) for sample in found] == [16] * 48
-            assert not path.name.endswith("-sample_index.npy"), "it is padded"
-    assert refusals and tokens(kind) == expected
-
-
-def test_an_index_of_more_documents_than_tokens_is_refused_before_they_are_read(tokens, replaced_later):
-    """A sparse file of gigabytes costs nothing to make."""
-    tokens(PLAIN)
-    starts = next(path for path in tokens.cache.glob("*/*train-sample_index.npy"))
-
-    def stretch(path):
-        array = np.load(path)
-        array[::2, 0], array[1::2, 0] = 0, 2**31 - 1
-        np.save(path, array)
-
-    with pytest.raises(index_cache.DamagedIndex, match="sample 0 cannot be read .it would have -?2147483647 documents"):
-        replaced_later(PLAIN, starts, stretch)
-
-
 @pytest.mark.parametrize("content", [b"\x93NUMPY\x01\x00\x10\x00{'descr': (((((((", b"PK\x03\x04aaaaaaa", None])
 def test_what_is_no_array_at_all_is_built_again(tokens, content):
     expected = tokens(PLAIN)
@@ -312,49 +216,3 @@ def test_an_error_in_a_loader_process_arrives_as_it_was_raised():
     )
     (error,) = loaded
     assert isinstance(error, FileError) and str(error) == "a file is missing; make one"
-
-
-def test_arrays_that_vanish_are_no_mistake_in_the_settings_and_built_again(tokens, monkeypatch):
-    """A node may not see yet what another has moved there."""
-    expected = tokens(PLAIN)
-    build = index_cache._build_aside
-
-    def removed(*arguments):
-        build(*arguments)
-        for path in tokens.cache.glob("*/*.npy"):
-            path.unlink()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(index_cache, "_build_aside", removed)
-        with pytest.raises(index_cache.DamagedIndex, match="No such file"):
-            tokens(PLAIN)
-    assert tokens(PLAIN) == expected
-
-
-def test_an_error_that_is_not_the_caches_is_raised_as_it_is(tokens, monkeypatch):
-    def broken(*arguments, **options):
-        raise IndexError("a bug")
-
-    monkeypatch.setattr(batches, "open_split", broken)
-    with pytest.raises(RuntimeError, match="could not index the data .IndexError: a bug"):
-        tokens(PLAIN)
-
-
-def test_a_cache_that_others_can_write_is_a_warning(tokens, caplog, monkeypatch):
-    tokens(PLAIN)
-    for path in (tokens.cache, *tokens.cache.iterdir()):
-        path.chmod(path.stat().st_mode & ~0o022)  # which the umask may allow
-    assert "others can change" not in caplog.text
-    array, uid = next(tokens.cache.glob("*/*.npy")), os.geteuid()
-    for path, mode in ((tokens.cache, 0o777), (array, 0o666)):
-        before = path.stat().st_mode
-        path.chmod(mode)
-        caplog.clear()
-        tokens(PLAIN)
-        assert f"{path} can be written by every user" in caplog.text
-        path.chmod(before)
-    directory = array.parent
-    assert index_cache._who_else_writes(directory) is None
-    status = os.stat_result((*tokens.cache.stat()[:4], uid + 1, *tokens.cache.stat()[5:]))
-    monkeypatch.setattr(Path, "stat", lambda path: status)
-    assert f"{tokens.cache} belongs to another user" in index_cache._who_else_writes(directory)

@@ -8,7 +8,6 @@ from datasets_for_tests import write_dataset
 from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.config.schema import replaced
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError
 
@@ -83,48 +82,10 @@ def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     check("runs/second", "elsewhere")
 
 
-@pytest.fixture
-def checks(tmp_path, monkeypatch):
-    """Check a dataset, and return how many whole indices that read."""
+def test_a_dataset_that_was_cut_off_is_refused(tmp_path):
     write_dataset(tmp_path / "a")
-    problems, read = IndexedDatasetReader.problems, []
-    monkeypatch.setattr(IndexedDatasetReader, "problems", lambda self: (read.append(self), problems(self))[1])
-
-    def check(**changes):
-        before = len(read)
-        check_datasets(make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, **changes))
-        return len(read) - before
-
-    return check
-
-
-def test_a_dataset_that_passed_is_checked_again_only_after_it_has_changed(tmp_path, checks):
-    assert [checks(), checks()] == [1, 0]
-    for ending in ("bin", "idx"):
-        path = tmp_path / f"a.{ending}"
-        os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
-        assert [checks(), checks()] == [1, 0]
-    # With the size and modification time of before.
-    path, status = tmp_path / "a.bin", (tmp_path / "a.bin").stat()
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert [checks(), checks()] == [1, 0]
-    (record,) = (tmp_path / "index_cache").iterdir()
-    record.write_text("{")
-    assert [checks(), checks()] == [1, 0]
-    assert checks(data__cache_directory=str(tmp_path / "other")) == 1
-
-
-def test_a_damaged_dataset_is_checked_and_refused_every_time(tmp_path, checks):
-    with open(tmp_path / "a.bin", "ab") as file:
-        file.write(b"more")
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="which is not whole: .*a.bin has .* bytes where the index counts"):
-            checks()
-    assert not (tmp_path / "index_cache").exists()
-
-
-def test_what_passed_need_not_be_remembered(tmp_path, checks):
-    (tmp_path / "index_cache").write_text("a file where the directory belongs")
-    assert [checks(), checks()] == [1, 1]
+    config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None)
+    check_datasets(config)
+    os.truncate(tmp_path / "a.bin", 100)
+    with pytest.raises(ConfigError, match="which is not whole: .*a.bin has 100 bytes where the index counts"):
+        check_datasets(config)

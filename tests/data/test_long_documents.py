@@ -14,7 +14,7 @@ from megatron_tape.config.schema import RunConfig, replaced
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_datasets
-from megatron_tape.data.windows import DocumentWindows, cut_documents
+from megatron_tape.data.megatron_datasets import DocumentWindows, cut_documents
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
 

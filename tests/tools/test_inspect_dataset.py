@@ -1,5 +1,3 @@
-import resource
-
 import pytest
 from datasets_for_tests import write_documents
 
@@ -50,23 +48,6 @@ def test_numbers_that_are_none_are_refused(tmp_path, run_tool):
     long = write(tmp_path / "long", [161] * 10)
     for option in (["--documents", "-1"], ["--tokens", "-1"], ["--documents", 2**70], ["--tokens", "\u0663"]):
         assert "is not a whole number" in run_tool("inspect_dataset", long, *option, code=2).stderr
-
-
-def test_more_datasets_than_can_be_open_are_refused(tmp_path, run_tool, monkeypatch):
-    small = write(tmp_path / "small", [5])
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
-    for tool, arguments, fix in (
-        ("inspect_dataset", [small] * 60, "name fewer at once"),
-        (
-            "merge_datasets",
-            ["--output-prefix", tmp_path / "merged", "--input", *[small] * 60],
-            "merge some of them first",
-        ),
-    ):
-        error = run_tool(tool, *arguments, code=2).stderr
-        assert "60 datasets, for which a process needs" in error and "64 are allowed; raise the hard limit" in error
-        assert error.endswith(f"or {fix}\n")
 
 
 def replaced(offset, data):
