@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_tape.checkpoint.directories import newest_whole, read_manifest
-from megatron_tape.checkpoint.locate import what_to_resume
+from megatron_tape.checkpoint.directories import read_manifest
+from megatron_tape.checkpoint.locate import to_continue
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import naming_the_setting
 from megatron_tape.data.tokenizer import (
@@ -88,10 +88,8 @@ def check_tokenizer_exists(config: RunConfig) -> None:
 
 def kept_directory(config: RunConfig) -> Path | None:
     """Return where the checkpoint that a run continues, judged by the sizes of its files, keeps the tokenizer."""
-    root = config.checkpoint.directory or ""
     with suppress(ValueError, OSError):
-        resume = what_to_resume(config.checkpoint.resume, root)
-        start = newest_whole(root, deep=False) if resume == "auto" else Path(resume)
-        if resume != "none" and start is not None and (start / TOKENIZER).is_dir():
+        start = to_continue(config)
+        if start is not None and (start / TOKENIZER).is_dir():
             return start / TOKENIZER
     return None

@@ -1,13 +1,20 @@
-"""Find the checkpoint that a path, a setting or another checkpoint means. Imports no torch."""
+"""Find the checkpoint that a path, a setting or another checkpoint means, and check where a run writes its own.
+
+Imports no torch.
+"""
 
 import hashlib
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.directories import MANIFEST, Source, State
-from megatron_tape.errors import CheckpointError
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.data.inputs import check_writable, naming_the_setting
+from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import AVERAGE
@@ -61,6 +68,15 @@ def what_to_resume(resume: str, root: str | Path) -> str:
     return "auto" if elsewhere and files.list_checkpoints(root) else resume
 
 
+def to_continue(config: RunConfig) -> Path | None:
+    """Return the checkpoint that a run will continue, judged by the sizes of its files, or None to start afresh."""
+    root = config.checkpoint.directory or ""
+    resume = what_to_resume(config.checkpoint.resume, root)
+    if resume == "auto":
+        return files.newest_whole(root, deep=False)
+    return None if resume == "none" else Path(resume)
+
+
 def check_whole(path: Path, deep: bool = True) -> None:
     """Raise CheckpointError if a path given as `checkpoint.resume` is not a whole checkpoint.
 
@@ -110,3 +126,40 @@ def find_source(checkpoint: Path, state: State) -> Path | None:
     problem = f"holds only the trained parameters, and the frozen ones are in {source}, which "
     problem += "is gone" if gone else "has changed since then"
     raise CheckpointError(str(checkpoint), problem, "put it back" if gone else "put the original checkpoint back")
+
+
+def check_directories(config: RunConfig) -> None:
+    """Raise ConfigError if a directory cannot be written, belongs to another run, or is no checkpoint to continue.
+
+    Raises OSError where the file system does not answer.
+    """
+    check_writable("logging.directory", config.logging.directory)
+    check_writable("checkpoint.directory", config.checkpoint.directory)
+    _refuse_checkpoints_of_another_run(config)
+    resume = config.checkpoint.resume
+    with naming_the_setting("checkpoint.resume", resume):
+        missing = resume not in ("auto", "none") and not Path(resume).is_dir()
+    fix = "set it to auto, none or a checkpoint's path"
+    refuse(missing, "checkpoint.resume", f"is {resume}, which is not a directory", fix)
+
+
+def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
+    """Refuse a `checkpoint.directory` that another run, which still exists, uses; the default place is never refused.
+
+    It belongs to the run that it is inside, or else to the one that saved its newest checkpoint.
+    """
+    run, directory = config.logging.directory, config.checkpoint.directory
+    if not run or not directory or Path(os.path.abspath(run)) in Path(os.path.abspath(directory)).parents:
+        return
+    owners = [Path(directory).parent]
+    for _, newest in files.list_checkpoints(directory)[:1]:
+        with suppress(ValueError, FileNotFoundError):
+            owners.append(Path(files.read_state(newest)["config"].get("logging", {}).get("directory") or run))
+    for owner in owners:
+        refuse(
+            (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve(),
+            ("checkpoint.directory", "logging.directory"),
+            f"is {directory}, which belongs to the run {owner}, but logging.directory is {run}",
+            "leave it out or set it to null for checkpoints in the run's own directory, and to begin with those of the "
+            "other run, give one as checkpoint.resume",
+        )

@@ -2,17 +2,15 @@
 
 import functools
 import logging
-import platform
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement, on_rank_0
-from megatron_tape.checkpoint.held_files import check_files
 from megatron_tape.checkpoint.index import readers
 from megatron_tape.checkpoint.locate import check_whole, find_source, what_to_resume
-from megatron_tape.checkpoint.reading import Checkpoint
+from megatron_tape.checkpoint.reading import Checkpoint, check_files
 from megatron_tape.checkpoint.saved_settings import check_same_model
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
@@ -80,10 +78,8 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     chosen = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size)
     mine = [name for name, rank in chosen.items() if rank == layout.rank]
     problems: list[str] = []
-    hosts = [""] * layout.world_size
-    dist.all_gather_object(hosts, platform.node())
     with Agreement(layout) as agreement:
-        checkpoint.held, problems = check_files(path, checkpoint.files, mine, hosts.count(platform.node()))
+        checkpoint.held, problems = check_files(path, checkpoint.files, mine)
     agreement.check(path, "cannot read a checkpoint")
     of_ranks: list[list[str]] = [[]] * layout.world_size
     dist.all_gather_object(of_ranks, problems)

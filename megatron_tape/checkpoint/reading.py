@@ -6,9 +6,11 @@ opened, so that no header is read. All tensors are fp32.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.directories import START_AGAIN, State, read_manifest
-from megatron_tape.checkpoint.held_files import Content
 from megatron_tape.checkpoint.index import ANOTHER, INDEX, read_index, readers, shard_of
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest
@@ -27,6 +28,46 @@ from megatron_tape.io.safetensors import Place
 from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
+
+HELD_BYTES = 1 << 31
+"""The most bytes that a process holds from the check of files to their use; few ranks read a larger file."""
+_BLOCK = 1 << 22
+
+
+def check_files(
+    path: Path, files: Mapping[str, FileDigest], names: Iterable[str]
+) -> tuple[dict[str, bytearray | mmap.mmap], list[str]]:
+    """Read files of a checkpoint and compare their checksums; return what they hold and what is wrong with them.
+
+    At most HELD_BYTES are held; the rest will be read again. Raises CheckpointError if a file cannot be read: that may
+    be the fault of a disk or a network, and says nothing about the checkpoint.
+    """
+    left, held, problems = HELD_BYTES, {}, []
+    for name in names:
+        keep = shard_of(name) is not None and files[name]["bytes"] <= left
+        try:
+            sha256, content = _read_whole(path / name, files[name]["bytes"] if keep else 0)
+        except OSError as error:
+            raise CheckpointError(str(path / name), f"cannot be read ({error})", START_AGAIN) from None
+        if sha256 != files[name]["sha256"]:
+            problems.append(f"{name} has sha256 {sha256} instead of {files[name]['sha256']}")
+        elif keep:
+            held[name], left = content, left - len(content)
+    return held, problems
+
+
+def _read_whole(path: Path, kept: int) -> tuple[str, bytearray | mmap.mmap]:
+    """Return the sha256 of a file and its first `kept` bytes; it is opened once and read once."""
+    hasher, content, end = hashlib.sha256(), bytearray(), 0
+    if kept:
+        content = mmap.mmap(-1, kept, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        content.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked would keep it as long as the run lasts
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            hasher.update(block)
+            content[end : min(kept, end + len(block))] = block[: max(0, kept - end)]
+            end += len(block)
+    return hasher.hexdigest(), content
 
 
 @dataclass
@@ -37,7 +78,7 @@ class Checkpoint:
     state: State
     source: Checkpoint | None = None
     """The checkpoint with the weights of the frozen parameters, if this one leaves them out."""
-    held: dict[str, Content] = field(default_factory=dict, repr=False)
+    held: dict[str, bytearray | mmap.mmap] = field(default_factory=dict, repr=False)
     """The bytes of files that this rank has read to check them; whoever has loaded everything clears it."""
 
     @property

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.checkpoint.directories import STATE, newest_whole, read_state
-from megatron_tape.checkpoint.locate import check_whole, what_to_resume
+from megatron_tape.checkpoint.directories import STATE, read_state
+from megatron_tape.checkpoint.locate import check_whole, to_continue
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.values import shown
@@ -128,14 +128,11 @@ def check_start(config: RunConfig) -> Path | None:
 
     Raises ConfigError if one that is given is not whole, or if it is not of the same model (see `check_same_model`).
     """
-    directory = config.checkpoint.directory
-    resume = what_to_resume(config.checkpoint.resume, directory)
     try:
-        start = newest_whole(directory, deep=False) if resume == "auto" else Path(resume)
-        if resume == "none" or start is None:
+        start = to_continue(config)
+        if start is None:
             return None
-        if resume != "auto":
-            check_whole(start, deep=False)
+        check_whole(start, deep=False)
         if (start / STATE).is_file():
             check_same_model(start, config)
         return start

@@ -8,7 +8,7 @@ from enum import IntEnum
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import STATE, read_state
 from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists, with_kept_tokenizer
-from megatron_tape.checkpoint.run_directories import check_directories
+from megatron_tape.checkpoint.locate import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks.layout import check_processes
 from megatron_tape.config.schema import RunConfig

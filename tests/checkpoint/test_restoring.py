@@ -14,7 +14,7 @@ from models import build, random_tokens, small_model
 from safetensors.torch import load, load_file, save_file
 from safetensors.torch import save as safetensors_bytes
 
-from megatron_tape.checkpoint import directories, held_files, writing
+from megatron_tape.checkpoint import directories, reading, writing
 from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.index import INDEX, read_index
 from megatron_tape.checkpoint.opening import open_to_resume
@@ -100,11 +100,12 @@ def damaged(saved, tmp_path):
     return rewrite
 
 
-@pytest.mark.parametrize("share, holds", [(held_files.HELD_SHARE, [TENSORS]), (2**60, [])])
-def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damaged, monkeypatch, share, holds):
-    monkeypatch.setattr(held_files, "HELD_SHARE", share)
+@pytest.mark.parametrize("limit, holds", [(reading.HELD_BYTES, [TENSORS]), (1000, [])])
+def test_tensors_that_were_checked_are_held_up_to_a_limit(saved, damaged, monkeypatch, limit, holds):
+    monkeypatch.setattr(reading, "HELD_BYTES", limit)
+    monkeypatch.setattr(reading, "_BLOCK", 10_000)
     checkpoint = damaged(TENSORS)
-    held, problems = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files, 1)
+    held, problems = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
     assert list(held) == holds and problems == []
     checkpoint.held.update(held)
     expected = saved[0].training_state()
@@ -113,11 +114,11 @@ def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damag
     content = bytearray((checkpoint.path / TENSORS).read_bytes())
     content[-1] ^= 1
     (checkpoint.path / TENSORS).write_bytes(content)
-    _, (problem,) = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files, 1)
+    _, (problem,) = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
     assert problem.startswith(f"{TENSORS} has sha256 ")
 
 
-@pytest.mark.parametrize("module, function", [(held_files, "read_whole"), (directories, "read_record")])
+@pytest.mark.parametrize("module, function", [(reading, "_read_whole"), (directories, "read_record")])
 def test_a_disk_that_fails_while_a_run_starts_ends_the_start_and_skips_no_checkpoint(
     saved, tmp_path, monkeypatch, module, function
 ):
