@@ -58,10 +58,11 @@ def check_files(
 
 def _read_whole(path: Path, kept: int) -> tuple[str, bytearray | mmap.mmap]:
     """Return the sha256 of a file and its first `kept` bytes; it is opened once and read once."""
-    hasher, content, end = hashlib.sha256(), bytearray(), 0
+    hasher, end = hashlib.sha256(), 0
+    content: bytearray | mmap.mmap = bytearray()
     if kept:
-        content = mmap.mmap(-1, kept, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        content.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked would keep it as long as the run lasts
+        memory = content = mmap.mmap(-1, kept, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked would keep it as long as the run lasts
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             hasher.update(block)
