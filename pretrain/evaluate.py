@@ -18,7 +18,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.config.parse import read_settings, settings_parser
 from megatron_tape.config.sections import build
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
-from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
+from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS
@@ -89,8 +88,7 @@ def _main(argv: list[str] | None) -> int:
         writable = existing.is_dir() and os.access(existing, os.W_OK)
         refuse(not writable, "--output", f"is {output}, but {existing} is not a writable directory", "choose another")
         if not options.check:
-            with _no_empty_directory(output):
-                evaluate(options, tasks, source, output)
+            evaluate(options, tasks, source, output)
     except (command_line.Interrupted, KeyboardInterrupt) as error:
         command_line.say("interrupted; run the same command to continue")
         return 130 if isinstance(error, KeyboardInterrupt) else EXIT_RESTART
@@ -115,19 +113,6 @@ def _main(argv: list[str] | None) -> int:
 
 def _interrupt(number: int, frame: object) -> None:
     raise command_line.Interrupted(number)
-
-
-@contextmanager
-def _no_empty_directory(output: Path) -> Iterator[None]:
-    """Remove an output directory that did not exist before if an error or an interruption leaves it empty."""
-    existed = output.exists()
-    try:
-        yield
-    except BaseException:
-        if not existed:
-            with suppress(OSError):
-                output.rmdir()
-        raise
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
@@ -211,10 +196,7 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("RANK", "0") == "0":
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError("--output", f"{output} cannot be created ({error.strerror})", "choose another") from None
+        output.mkdir(parents=True, exist_ok=True)
         command_line.say("loading torch and transformers")
     from megatron_tape.evaluation.ranks import Ranks
     from megatron_tape.evaluation.runner import plan_task, unfinished
@@ -229,7 +211,7 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
         progress = command_line.Progress(sum(file.stat().st_size for file in source.files()))
         digest = source.digest(lambda done: progress.update(done, lambda _: f"reading {source.path}"))
         progress.end()
-        return unfinished((plan_task(task, digest, dtype) for task in tasks), output, options.overwrite)
+        return unfinished([plan_task(task, digest, dtype) for task in tasks], output, options.overwrite)
 
     planned = ranks.first(plan)
     if planned:
@@ -254,7 +236,6 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
     result = run_task(task, model, ranks, output, planned)
     if result is None:
         return
-    result = replace(result, notes=result.notes + note_on_training(task.name, source))
     info, digest = model.info, planned.model_digest
     evaluated = EvaluatedModel(source.given, digest, model.parameters, info.trained_length, info.config, source.run)
     results = record(output, info.label, evaluated, planned, result)

@@ -162,33 +162,15 @@ def info_of_run(config: RunConfig) -> ModelInfo:
 
 def check_trained_on(task: str, source: Source) -> None:
     """Raise ConfigError if `task` is a synthetic one and the model is known to have been trained on something else."""
-    if task not in GENERATORS:
-        return
-    data = _training_data(source)
-    learned = "text, as it has a tokenizer" if source.info.has_tokenizer else None
-    if learned is None and data:
-        generator = data.get("generator")
-        trained_on = generator.get("task", "other data") if isinstance(generator, dict) else "other data"
-        learned = None if trained_on == task else trained_on
+    data = source.run["settings"].get("data", {}) if source.run else {}
+    learned = task
+    if source.info.has_tokenizer or data.get("prefix") or data.get("examples"):
+        learned = "text"
+    elif data.get("generator"):
+        learned = data["generator"]["task"]
     problem = f"is for models that were trained on it, but {source.path} was trained on {learned}"
     fix = f"give a model that was trained with data.generator: {{task: {task}}}"
-    refuse(learned is not None, task, problem, fix)
-
-
-def note_on_training(task: str, source: Source) -> list[str]:
-    """Return a note if `task` is a synthetic one and nothing says whether the model was trained on it."""
-    if task not in GENERATORS or _training_data(source):
-        return []
-    return [
-        f"What {source.info.label} was trained on is unknown; the scores mean something only if that was {task} with "
-        "the same tokens."
-    ]
-
-
-def _training_data(source: Source) -> dict[str, Any]:
-    data = source.run["settings"].get("data") if source.run else None
-    data = data if isinstance(data, dict) else {}
-    return {key: data[key] for key in ("prefix", "generator", "examples") if data.get(key)}
+    refuse(task in GENERATORS and learned != task, task, problem, fix)
 
 
 def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:

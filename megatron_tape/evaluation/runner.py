@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from megatron_tape import command_line
-from megatron_tape.errors import FileError, UserError
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import (
     NAME,
@@ -38,9 +37,6 @@ from megatron_tape.io.records import RECORD_BYTES, parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit
 from megatron_tape.run.metrics import read_lines
 from megatron_tape.text import counted
-
-PART_BYTES = RECORD_BYTES
-"""The longest line of a file of parts that is read."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,10 @@ class Planned:
 def plan_task(task: Task, model_digest: str, dtype: str) -> Planned:
     """Return what is known of a task before it is done; reads its files."""
     data = {str(path): _sha256(path, path.stat().st_size, path.stat().st_mtime_ns) for path in task.inputs()}
-    return Planned(task.name, model_digest, dtype, data, identity_of(task, model_digest, dtype, data))
+    # Settings name files; which of them has what contents matters, too.
+    facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.items())]
+    identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return Planned(task.name, model_digest, dtype, data, identity)
 
 
 @functools.lru_cache
@@ -75,27 +74,18 @@ def _sha256(path: Path, size: int, modified: int) -> str:
     return found
 
 
-def identity_of(task: Task, model_digest: str, dtype: str, data: dict[str, str]) -> str:
-    """Return a digest of all that the values of a task's units depend on."""
-    # Settings name files; which of them has what contents matters, too.
-    facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.items())]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def unfinished(planned: Iterable[Planned], output: Path, overwrite: bool) -> list[Planned]:
+def unfinished(planned: list[Planned], output: Path, overwrite: bool) -> list[Planned]:
     """Return the tasks whose results are not in the output directory yet, or all if `overwrite`; say which are.
 
     Raises FileError if the directory holds results of another model.
     """
-    planned = list(planned)
     try:
         results = read_results(output)
     except FileNotFoundError:
         return planned
-    for one in planned:
-        _check_same_model(output, results, one)
     left = []
     for one in planned:
+        _check_same_model(output, results, one)
         finished = one.task in results.tasks and results.tasks[one.task].identity == one.identity
         if finished and not overwrite:
             command_line.say(f"{one.task} is finished already; --overwrite evaluates it again")
@@ -115,33 +105,28 @@ class _Part(TypedDict):
     value: dict[str, Any]
 
 
-class Parts:
-    """The values of a task's units that are known so far, in a directory that only grows."""
+def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the values of finished units by their keys; a line that a killed process left unfinished is ignored."""
+    values = {}
+    for file in sorted(directory.glob("*.jsonl")):
+        for line in read_lines(file, RECORD_BYTES):
+            with suppress(ValueError):
+                part = parse_record(line, _Part)
+                values[part["key"]] = part["value"]
+    return values
 
-    def __init__(self, directory: Path):
-        self.directory = directory
 
-    def read(self) -> dict[str, dict[str, Any]]:
-        """Return the values by the units' keys; a line that a killed process left unfinished is ignored."""
-        values = {}
-        for file in sorted(self.directory.glob("*.jsonl")):
-            for line in read_lines(file, PART_BYTES):
-                with suppress(ValueError):
-                    part = parse_record(line, _Part)
-                    values[part["key"]] = part["value"]
-        return values
+def append_part(directory: Path, rank: int, key: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Add a unit's value to the rank's file; return it as it is read back.
 
-    def append(self, rank: int, key: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Add a value to the rank's file; return it as it is read back.
-
-        Raises ValueError if it is not plain JSON of finite numbers.
-        """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"key": key, "value": value}, allow_nan=False)
-        # An unfinished line of a killed process must not swallow this one.
-        with open_to_append(self.directory / f"rank-{rank:05d}.jsonl") as file:
-            file.write(f"\n{line}\n".encode())
-        return json.loads(line)["value"]
+    Raises ValueError if it is not plain JSON of finite numbers.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"key": key, "value": value}, allow_nan=False)
+    # An unfinished line of a killed process must not swallow this one.
+    with open_to_append(directory / f"rank-{rank:05d}.jsonl") as file:
+        file.write(f"\n{line}\n".encode())
+    return json.loads(line)["value"]
 
 
 def hardware(device: Any) -> str:
@@ -158,16 +143,15 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
 
     Of several processes each calls this with the same arguments.
     """
-    parts = Parts(planned.parts(output))
     started = time.monotonic()
     units = task.units(model)
-    values = parts.read() if ranks.rank == 0 else {}
+    values = read_parts(planned.parts(output)) if ranks.rank == 0 else {}
     done = set(ranks.share(sorted(values)))
     left = [unit for unit in units if unit.key not in done]
     if ranks.rank == 0:
         before = f", {len(units) - len(left):,} of them done before" if len(left) < len(units) else ""
         command_line.say(f"{task.name}: {counted(len(units), 'part')}{before}")
-    own = _do(task, model, ranks, parts, ranks.shares(left)[ranks.rank])
+    own = _do(task, model, ranks, planned.parts(output), ranks.shares(left)[ranks.rank])
     # Not read from their files, which a network file system may show to other machines only after a minute.
     gathered = ranks.gather(own)
     if ranks.rank != 0:
@@ -175,14 +159,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     for part in gathered:
         values |= part
     examples = {unit.key: values[unit.key] for unit in units}
-    try:
-        summary = task.summarize(examples, model.info)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, UserError) or not done:
-            raise
-        # What this evaluation has found itself has the right shape.
-        problem = f"holds values that {task.name} cannot use ({type(error).__name__}: {error})"
-        raise FileError(str(parts.directory), problem, "remove it, and evaluate again") from error
+    summary = task.summarize(examples, model.info)
     return TaskResult(
         settings=asdict(task.settings),
         data=planned.data,
@@ -200,13 +177,13 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     )
 
 
-def _do(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Parts, share: list[Unit]) -> dict[str, Any]:
+def _do(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, share: list[Unit]) -> dict[str, Any]:
     """Return the values of this rank's units, each kept as soon as it is known; rank 0 tells how far it is."""
     progress = command_line.Progress(1_000_000) if ranks.rank == 0 and share else None
     whole, finished, values = sum(unit.cost for unit in share), 0.0, {}
     for number, unit in enumerate(share, 1):
         with ranks.alone():
-            values[unit.key] = parts.append(ranks.rank, unit.key, task.evaluate(unit, model))
+            values[unit.key] = append_part(parts, ranks.rank, unit.key, task.evaluate(unit, model))
         finished += unit.cost
         if progress is not None:
             shown = f"{task.name}: {number:,} of {len(share):,} parts"

@@ -1,8 +1,5 @@
 """Synthetic tasks on models whose answers are known: all right, wrong in one place, blank, or by chance."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +7,6 @@ from evaluation.loss_cases import run
 from training_cases import RECIPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.model_source import Source, check_trained_on, note_on_training
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks import Addition, GridNavigation, Recall, SelectiveCopy
@@ -283,16 +278,3 @@ def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypa
     assert (tmp_path / "out" / "selective_copy.png").is_file()
     assert evaluate.main(["addition", "--model=run", "--device=cpu"]) == 2
     assert "was trained on selective_copy; give a model that" in capfd.readouterr().err
-    assert results.tasks["selective_copy"].notes == []
-
-
-def test_a_model_of_which_nothing_is_known_is_evaluated_with_a_note_and_one_of_other_data_is_refused():
-    unknown = Source(Path("m"), INFO, False, None, Path("out"), False)
-    check_trained_on("addition", unknown)
-    (note,) = note_on_training("addition", unknown)
-    assert note.startswith("What model was trained on is unknown")
-    assert note_on_training("perplexity", unknown) == []
-    on_text = replace(unknown, run={"settings": {"data": {"prefix": "corpus", "generator": None}}, "step": 1})
-    with pytest.raises(ConfigError, match="m was trained on other data; give a model .* {task: addition}$"):
-        check_trained_on("addition", on_text)
-    check_trained_on("perplexity", on_text)
