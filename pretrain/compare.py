@@ -27,9 +27,8 @@ from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.text import counted
 from pretrain import report
-from pretrain.comparison.jobs import Jobs
+from pretrain.comparison.jobs import Jobs, Programs, find_gpus
 from pretrain.comparison.planned_runs import Plan, PlannedRun, make_plan
-from pretrain.comparison.programs import Programs, find_gpus
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -47,15 +46,13 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         type=str,
         required=True,
         metavar="A,B,...",
-        help="the variants: encodings, with settings as in tape+x=y",
+        help="the variants: encodings, with settings as in tape+x=y; the first is what the others are compared with",
     )
     add("--seeds", default="3", metavar="N or A-B", help="train each with the seeds 1 to N, or A to B (default: 3)")
     add("--output", metavar="DIR", help="where everything goes (default: runs/compare/<name of the recipe>)")
     add("--evaluation", metavar="FILE.yaml", help="tasks, as pretrain.evaluate --config takes them, in place of those "
         "of the recipe's section evaluation")  # fmt: skip
     add("--trust-remote-code", action="store_true", help="run tasks of lm_eval in files of your own")
-    add("--baseline", type=str, metavar="VARIANT", help="what the others are compared with (default: the first)")
-    add("--results", metavar="FILE", help="a comparison.json, made elsewhere, whose runs are not repeated")
     add("--jobs", type=int, metavar="N", help="runs side by side (default: one per GPU or, without any, per CPU core)")
     add("--check", action="store_true", help="only check the command, and print the number of runs")
     add("--only", type=int, metavar="K", help="do the K-th run alone, from 0, and make no page (for arrays of jobs)")

@@ -66,7 +66,7 @@ def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch)
 
 def test_options_that_are_no_paths_keep_their_tilde(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert compare.read_command(["--recipe=r", "--encodings=~x", "--baseline=~x"])[0].encodings == "~x"
+    assert compare.read_command(["--recipe=r", "--encodings=~x"])[0].encodings == "~x"
     options, _ = evaluate.read_command(["passkey", "--model=~/m", "--label=~mine"])
     assert (options.model, options.label) == ("/home/me/m", "~mine")
     required = {preprocess_data: ["--tokenizer=t", "--output-prefix=p"], train_tokenizer: ["--output=m"]}

@@ -1,9 +1,12 @@
-"""Do runs side by side, each training and then evaluation, and tell how far they are."""
+"""Do runs side by side, each training and then evaluation, in processes of their own with a log each."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,12 +14,51 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.errors import EXIT_RESTART, UserError
+from megatron_tape.io.files import open_to_append
 from megatron_tape.text import counted, duration
 from pretrain.comparison.planned_runs import PlannedRun
-from pretrain.comparison.programs import SIGNALS
 
-_TRAINING = 0.95
-"""Share of a run's time that goes into training, for the estimate of the time left."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name(0) if n else '')"
+
+
+class Programs:
+    """Starts programs: each on one of `gpus`, or without any on one thread.
+
+    A program inherits the descriptor `lock`, and saves and ends when this process is gone.
+    """
+
+    def __init__(self, gpus: list[str], lock: int):
+        self._gpus, self._lock = gpus, lock
+
+    def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> subprocess.Popen:
+        """Start a module's `main` with arguments on the GPU of its slot; its output is added to a file."""
+        gpu = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]} if self._gpus else {"OMP_NUM_THREADS": "1"}
+        code = f"import sys; sys.path = {sys.path}; from {module} import main; sys.exit(main(sys.argv[1:]))"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open_to_append(log) as output:
+            return subprocess.Popen(
+                [sys.executable, "-u", "-c", code, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | gpu,
+                pass_fds=[self._lock],
+                start_new_session=True,  # Ctrl-C reaches only this process, which asks the program to end
+                preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
+
+
+def find_gpus() -> tuple[list[str], str | None]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES calls them, and the name of the first, without touching them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not Path("/dev/nvidiactl").exists() or visible == "":
+        return [], None
+    asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
+    count, _, name = asked.stdout.strip().partition(" ")
+    names = visible.split(",") if visible else list(map(str, range(int(count or 0))))
+    return names[: int(count or 0)], name or None
 
 
 @dataclass
@@ -30,20 +72,11 @@ class _Active:
     """How its process was last asked to end."""
     started: float = field(default_factory=time.monotonic)
 
-    @property
-    def share(self) -> float:
-        return _TRAINING * self.run.share_done() if self.stage == 0 else _TRAINING
-
     def ask(self, how: str) -> None:
         """Have the process end, by its method `terminate` or `kill`."""
         if self.asked != how:
             getattr(self.process, how)()
             self.asked = how
-
-    def __str__(self) -> str:
-        name, steps = self.run.stages[self.stage][0], self.run.config.train.steps
-        step = round(self.run.share_done() * steps)
-        return f"{self.run.name} ({f'step {step:,} of {steps:,}' if self.stage == 0 else name})"
 
 
 class Jobs:
@@ -63,10 +96,8 @@ class Jobs:
     ):
         self._waiting, self._slots, self._start, self._finish, self._pause = list(runs), slots, start, finish, pause
         self._active: dict[int, _Active] = {}
-        self._total, self._done, self._before = len(runs), 0, {run.name: run.share_done() for run in runs}
-        # Work is counted in shares of runs, of which those of earlier commands are left out.
-        self._ended = 0.0
-        self._progress = command_line.Progress(round(1000 * sum(map(self._work, runs))))
+        self._total, self._done = len(runs), 0
+        self._progress = command_line.Progress(len(runs))
         self._signals: list[int] = []
         self.failed: dict[str, str] = {}
 
@@ -74,9 +105,6 @@ class Jobs:
     def stopped(self) -> int | None:
         """The signal that ended the work before its end, if there was one."""
         return self._signals[0] if self._signals else None
-
-    def _work(self, run: PlannedRun) -> float:
-        return 1 - _TRAINING * self._before[run.name]
 
     def run(self) -> None:
         """Do all runs; after a signal such as Ctrl-C, have those that are being done save and end, and return."""
@@ -87,8 +115,7 @@ class Jobs:
                 self._start_and_stop()
                 for slot in list(self._active):
                     self._look_at(slot)
-                gone = sum(active.share - _TRAINING * self._before[active.run.name] for active in self._active.values())
-                self._progress.update(max(0, round(1000 * (self._ended + gone))), self._line)
+                self._progress.update(self._done + len(self.failed), self._line)
                 time.sleep(self._pause)
         finally:
             self._progress.end()
@@ -102,21 +129,14 @@ class Jobs:
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and not self._signals:
                 run = self._waiting.pop(0)
-                if (process := self._started(run, 0, slot)) is not None:
-                    self._active[slot] = _Active(run, process)
+                self._active[slot] = _Active(run, self._started(run, 0, slot))
         if self._signals:
             for active in self._active.values():
                 active.ask("kill" if self._signals.count(signal.SIGINT) > 1 else "terminate")
 
-    def _started(self, run: PlannedRun, stage: int, slot: int) -> subprocess.Popen | None:
-        """Start a stage of a run; return its process, or None if that fails, which counts as the run's failure."""
-        name, module, arguments = run.stages[stage]
-        try:
-            return self._start(module, arguments, run.log, slot)
-        except (UserError, OSError, subprocess.SubprocessError) as error:
-            self._ended += self._work(run)
-            self._fail(run, f"{name} cannot be started ({error})")
-            return None
+    def _started(self, run: PlannedRun, stage: int, slot: int) -> subprocess.Popen:
+        _, module, arguments = run.stages[stage]
+        return self._start(module, arguments, run.log, slot)
 
     def _look_at(self, slot: int) -> None:
         """Go on with the run of a slot if its process has ended."""
@@ -127,13 +147,9 @@ class Jobs:
         if status == EXIT_RESTART and self.stopped is None:
             status, stage = 0, active.stage  # once more
         if status == 0 and stage < len(run.stages) and self.stopped is None:
-            if (process := self._started(run, stage, slot)) is None:
-                del self._active[slot]
-            else:
-                active.process, active.stage, active.asked = process, stage, ""
+            active.process, active.stage, active.asked = self._started(run, stage, slot), stage, ""
             return
         del self._active[slot]
-        self._ended += self._work(run)
         if status == 0 and stage == len(run.stages):
             self._conclude(run, time.monotonic() - active.started)
         elif self.stopped is None:
@@ -158,18 +174,14 @@ class Jobs:
     def _line(self, _: float) -> str:
         line = f"{self._done} of {counted(self._total, 'run')} finished"
         if self._active:
-            line += f"; running: {', '.join(map(str, self._active.values()))}"
+            shown = (f"{active.run.name} ({active.run.stages[active.stage][0]})" for active in self._active.values())
+            line += f"; running: {', '.join(shown)}"
             line += "; they save and end" if self._signals else ""
         return line
 
 
 def _last_words(run: PlannedRun) -> str:
     """Return the last line of a run's output that reports an error."""
-    try:
-        with open(run.log, "rb") as file:
-            file.seek(-min(8192, file.seek(0, 2)), 2)
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
+    lines = run.log.read_text(encoding="utf-8", errors="replace")[-8192:].splitlines()
     errors = [line for line in lines if "error" in line.lower()]
     return f" ({errors[-1][:600]})" if errors else ""

@@ -6,12 +6,8 @@ import argparse
 import json
 import re
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks import Level, check
@@ -35,16 +31,11 @@ from megatron_tape.io.versions import versions_with_commit
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
-from megatron_tape.run.curves import METRICS, SETTINGS, read_run
-from megatron_tape.run.metrics import last_rows
+from megatron_tape.run.curves import SETTINGS, read_run
 from pretrain import evaluate
 from pretrain.comparison.variants import Variant, parse_variants
 
 MOST_SEEDS = 1000
-
-
-class _Row(TypedDict):
-    step: int
 
 
 @dataclass(frozen=True)
@@ -77,13 +68,6 @@ class PlannedRun:
     def result(self) -> Path:
         """The file that says that it is finished."""
         return self.directory / NAME
-
-    def share_done(self) -> float:
-        """Return how much of its training is done, between 0 and 1."""
-        with suppress(OSError):
-            if rows := last_rows(self.directory / METRICS, _Row, 1 << 16):
-                return min(1.0, max(0, rows[-1]["step"]) / self.config.train.steps)
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -149,33 +133,26 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     Raises UserError for what cannot work or does not fit results that exist.
     """
     variants = parse_variants(options.encodings)
-    labels = [variant.label for variant in variants]
     seeds = parse_seeds(options.seeds)
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
-    baseline = options.baseline or labels[0]
-    unknown = f"is {baseline}, which --encodings does not name"
-    refuse(baseline not in labels, "--baseline", unknown, f"choose from {', '.join(labels)}")
     base = _read(options.recipe, overrides, ["--train.seed", "0", "--logging.directory", str(output)])
     own = base.checkpoint.directory != base.default_checkpoint_directory
     meets = f"is {base.checkpoint.directory}, in which all runs would meet"
     refuse(own, "checkpoint.directory", meets, "remove it")
     evaluation = _evaluation(options, base)
     check(base, Level.START, processes=1, extends=False)
-    runs, trained = [], {}
+    runs = []
     for variant in variants:
         try:
-            runs += _runs_of(variant, seeds, options, overrides, base, evaluation, trained)
+            runs += _runs_of(variant, seeds, options, overrides, base, evaluation)
         except ConfigError as error:
             raise error.at(": ".join(filter(None, (variant.label, error.place)))) from None
     # All variants with the first seed come first: what is done early compares them all.
     runs.sort(key=lambda run: run.seed)
     tasks = [] if evaluation is None else evaluate.read_command([*evaluation, "--model", str(output)])[1]
-    plan = Plan(output, runs, base, tasks, comparison_file.empty(base, tasks, baseline))
-    given = options.results
-    missing = given is not None and not Path(given).is_file()
-    refuse(missing, "--results", f"{given} is not a file", f"give a {NAME} that pretrain.compare wrote")
-    for file in filter(None, (given, output / NAME if (output / NAME).is_file() else None)):
-        comparison_file.add_runs(plan.known, Path(file), base)
+    plan = Plan(output, runs, base, tasks, comparison_file.empty(base, tasks, variants[0].label))
+    if (output / NAME).is_file():
+        comparison_file.add_runs(plan.known, output / NAME, base)
     plan.collect()
     return plan
 
@@ -198,9 +175,8 @@ def _runs_of(
     overrides: list[str],
     base: RunConfig,
     evaluation: list[str] | None,
-    trained: dict[str, Any],
 ) -> list[PlannedRun]:
-    """Return the runs of a variant, which is checked; what it trains is added to that of the others by label."""
+    """Return the runs of a variant, which is checked."""
     runs = []
     without = [text for task in base.evaluation.given() for text in (f"--evaluation.{task}", "null")]
     for seed in seeds:
@@ -209,10 +185,6 @@ def _runs_of(
         config = _read(options.recipe, overrides, own)
         if seed == seeds[0]:
             _check_model(config, evaluation)
-            learning = config.model, config.optimizer, config.schedule
-            twin = next((label for label, others in trained.items() if others == learning), None)
-            refuse(twin is not None, variant.label, f"is the same as {twin}", "remove one")
-            trained[variant.label] = learning
         _check_start(directory, config)
         arguments = ["--config", options.recipe, *overrides, *own]
         evaluated = ["--model", str(directory), "--label", f"{variant.label}, seed {seed}"]
@@ -234,9 +206,6 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
         problem = f"is not set, and {options.recipe} trains on {trained}, of which only a task tells what is learned"
         fix = f"add evaluation: {{{trained}: {{every: {base.train.steps}, ...}}}} to it, or give --evaluation FILE"
         raise ConfigError("evaluation", problem, fix)
-    if not given and not base.train.validates:
-        problem = "is null, or train.evaluations has no validation_loss, and no task is evaluated: nothing to compare"
-        raise ConfigError("train.eval_interval", problem, "set both, or give --evaluation FILE")
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
 

@@ -4,7 +4,6 @@ how it learns, such as `tape+optimizer.lr=1e-3`."""
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import re
 from dataclasses import dataclass
@@ -77,10 +76,7 @@ def _check_key(key: str, encoding: str, text: str) -> None:
     known -= {"model.position_encoding"}
     owners = [name for name in ENCODINGS if key in _own(name)]
     if not owners and _dotted(key, encoding) not in known:
-        short = [other.removeprefix("model.").removeprefix("position.") for other in known]
-        close = difflib.get_close_matches(key, short, n=1)
-        fix = f"did you mean {close[0]}?" if close else "remove it"
-        raise ConfigError(OPTION, f"names {text}, but {key} is no setting in which variants may differ", fix)
+        raise ConfigError(OPTION, f"names {text}, but {key} is no setting in which variants may differ", "correct it")
     problem = f"names {text}, but {key} has no effect on {encoding}"
     refuse(bool(owners) and encoding not in owners, OPTION, problem, "remove it")
 

@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from megatron_tape.evaluation import model_source, tasks
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import Score, read_results
-from megatron_tape.evaluation.runner import Planned, append_part, read_parts, run_task
+from megatron_tape.evaluation.runner import append_part, read_parts
 from megatron_tape.evaluation.task import ModelInfo, Summary, Task, Unit
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.remote_code import write_code
@@ -157,14 +155,10 @@ def test_what_a_model_says_of_generation_is_left_out_but_the_ends_of_texts(tmp_p
 def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
     other = save_llama(tmp_path / "other", seed=1)
     assert run("--model", llama, "--output", tmp_path / "out") == 0
-    content = json.loads((tmp_path / "out" / "results.json").read_text())
-    content["model"]["path"] = "x" * 10**5
-    (tmp_path / "out" / "results.json").write_text(json.dumps(content))
     before = (tmp_path / "out" / "results.json").read_bytes()
     capsys.readouterr()
     assert run("--model", other, "--output", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "holds results of another model" in error and len(error) < 1000
+    assert "holds results of another model" in capsys.readouterr().err
     assert (tmp_path / "out" / "results.json").read_bytes() == before
 
 
@@ -177,13 +171,9 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["toys", "--model", "{llama}"], "toys is not a task"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
         (["toy", "--model", "{tmp}"], "or give a directory in the format of transformers, with config.json"),
-        (
-            ["selective_copy", "--model", "{text}"],
-            "{text} was trained on text, as it has a tokenizer; give a model that",
-        ),
+        (["selective_copy", "--model", "{text}"], "{text} was trained on text; give a model that"),
         (["toy", "--model", "{llama}", "--output", "{llama}/config.json"], "config.json is not a writable directory"),
         (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),
-        (["toy", "--model", "{llama}", "--toy.unit", "1"], "toy.unit is an unknown key; did you mean toy.units?"),
         (["--model", "{llama}", "--toy", "null"], "toy is a section"),
         (["toy", "--model", "{adapter}"], "is an adapter"),
         (["toy", "--model", "{pickle}"], "no .safetensors files"),
@@ -279,29 +269,6 @@ def test_a_checkpoint_whose_tokenizer_brings_code_never_runs_it(tmp_path, monkey
     assert "auto_map" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
 
 
-def test_a_tokenizers_code_runs_when_it_is_trusted(llama, tmp_path, capsys):
-    model = tmp_path / "model"
-    shutil.copytree(llama, model)
-    (model / "tokenization_mine.py").write_text(
-        "from transformers import PreTrainedTokenizer\n"
-        "class Mine(PreTrainedTokenizer):\n"
-        "    vocab_files_names = {}\n"
-        "    vocab_size = 64\n"
-        "    def get_vocab(self):\n"
-        "        return {chr(i): i for i in range(64)}\n"
-        "    def _tokenize(self, text):\n"
-        "        return list(text)\n"
-        "    def _convert_token_to_id(self, token):\n"
-        "        return ord(token) % 64\n"
-    )
-    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    (model / "vocab.json").write_text("{}")
-    assert run("--model", model, "--output", tmp_path / "out") == 2
-    assert "--trust-remote-code" in capsys.readouterr().err
-    assert run("--model", model, "--output", tmp_path / "out", "--trust-remote-code") == 0
-
-
 def plain_losses(model, tokens):
     """The losses of all tokens but the first, from one pass over the whole text."""
     ids = torch.from_numpy(tokens)[None]
@@ -373,49 +340,17 @@ def test_every_unit_goes_to_one_rank_and_the_loads_are_even():
     assert max(loads) - min(loads) <= 1
 
 
-class Second(Ranks):
-    """The second of two processes, without the first."""
-
-    def share(self, value):
-        return []
-
-    def gather(self, value):
-        self.__dict__["gathered"] = value
-        return []
-
-
 def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path, monkeypatch, capsys):
     def fails(*_):
         raise ConfigError("--device", "has no GPU left")
 
-    monkeypatch.setattr(Ranks, "join", classmethod(lambda cls: Second(1, 2)))
+    monkeypatch.setattr(Ranks, "join", classmethod(lambda cls: Ranks(1, 2)))
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("megatron_tape.evaluation.transformers_model.choose_device", fails)
     assert run("--model", llama, "--output", tmp_path) == 1
     assert capsys.readouterr().err == "error (rank 1): --device has no GPU left\n"
-    monkeypatch.setattr(Toy, "evaluate", fails)
-    with pytest.raises(ValueError, match="no GPU") as error:
-        run_task(Toy(ToySettings()), None, Second(1, 2), tmp_path, Planned("toy", "", "fp32", {}, "0" * 64))
-    assert not isinstance(error.value, ConfigError)
-
-
-def test_the_first_process_gets_values_from_the_others_and_not_from_their_files(tmp_path, monkeypatch):
-    class First(Ranks):
-        def share(self, value):
-            return value
-
-        def gather(self, value):
-            theirs = {f"unit-{i}": {"loss": 2.0} for i in range(4) if f"unit-{i}" not in value}
-            assert value and theirs
-            return [value, theirs]
-
-    monkeypatch.setattr(Toy, "evaluate", lambda self, unit, model: {"loss": 1, "pair": (1, 2)})
-    model = SimpleNamespace(info=None, device=torch.device("cpu"))
-    result = run_task(Toy(ToySettings()), model, First(0, 2), tmp_path, Planned("toy", "", "fp32", {}, "0" * 64))
-    assert len(result.examples) == 4 and result.scores[0].value == 1.5
-    assert [1, 2] in [value.get("pair") for value in result.examples.values()], "as JSON gives it back"
 
 
 def test_parts_that_cannot_be_used_are_left_out(tmp_path):
@@ -481,11 +416,3 @@ def test_a_checkpoint_is_evaluated_with_the_ids_of_its_training(tmp_path, capsys
     assert evaluate.main(["passkey", *map(str, command), "--check"]) == (2 if kind == "word" else 0)
     said = capsys.readouterr().err
     assert kind == "bpe" or "would give other ids" in said and "--tokenizer" not in said
-
-
-def test_a_model_encodes_as_its_reader(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(model_type="word"))
-    reader = load_tokenizer(tmp_path)
-    model = HFModel(ModelInfo("model", 64, 32, {}, True), LlamaForCausalLM(LlamaConfig(**SMALL)), None, reader=reader)
-    assert model.encode("import a") == reader.encode("import a") and model.bos == reader.prefix
-    assert model.decode(reader.encode("import a")) == reader.decode(reader.encode("import a"))

@@ -19,14 +19,13 @@ from launch import start_python
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import status_of
-from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, UserError
+from megatron_tape.errors import EXIT_RESTART, ConfigError, UserError
 from megatron_tape.evaluation.comparison_file import changed_settings, read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import fingerprint
 from pretrain import compare, evaluate, report
-from pretrain.comparison.jobs import Jobs
+from pretrain.comparison.jobs import Jobs, Programs
 from pretrain.comparison.planned_runs import make_plan
-from pretrain.comparison.programs import Programs
 from pretrain.comparison.variants import parse_variants
 
 ROOT = Path(__file__).parents[2]
@@ -71,20 +70,16 @@ def plan_of(recipe, output, *others, **changes):
         ("rope,tape+token_mixing", (), "--encodings"),
         ("rope,tape+gate_input=mlp+gate_input=mlp", (), "--encodings"),
         ("rope,tape+gate_input=mpl", (), "model.position.gate_input"),
-        ("tape,rope,tape+token_mixing=full", (), "tape+token_mixing=full"),  # the same model as tape
-        ("rope,rope+optimizer.lr=0.03", (), "rope+optimizer.lr=0.03"),  # the recipe's own
         ("rope+train.steps=3", (), "--encodings"),
         ("rope+optimizer.lr=-1", (), "optimizer.lr"),
         ("rope,tape+seq_length=8", (), "data.generator"),
         ("rope,tape+num_query_groups=3", (), "model.num_query_groups"),
-        (VARIANTS, ("--baseline", "nope"), "--baseline"),
-        *((VARIANTS, ("--seeds", text), "--seeds") for text in ("0", "3-2", "x", "1-2-3", "1-", "\u0663", "9" * 5000)),
+        *((VARIANTS, ("--seeds", text), "--seeds") for text in ("0", "3-2", "x", "1-")),
         (VARIANTS, ("--train.stepz", "3"), "train.stepz"),
         (VARIANTS, ("--fast",), "--fast"),
         (VARIANTS, ("--checkpoint.directory", "x"), "checkpoint.directory"),
         (VARIANTS, ("--evaluation.selective_copy", "null"), "evaluation"),
         (VARIANTS, ("--evaluation", "missing.yaml"), "missing.yaml"),
-        (VARIANTS, ("--results", "missing.json"), "--results"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_run(recipe, tmp_path, encodings, others, key):
@@ -239,15 +234,6 @@ def test_a_stage_that_ends_with_the_status_to_start_again_is_started_again(recip
     assert len(finished) == 4 and stage.started.count(key) == 2 and not jobs.failed
 
 
-def test_a_run_that_cannot_be_started_does_not_lose_the_others(recipe, tmp_path):
-    errors = FileError("log.txt", "is a link", "remove it"), OSError(11, "Resource temporarily unavailable")
-    keys = ("rope", "seed-1", "pretrain.train"), ("rope", "seed-2", "pretrain.evaluate")
-    jobs, finished = done(plan_of(recipe, tmp_path), Stage(dict(zip(keys, errors))))
-    assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
-    assert jobs.failed["rope, seed 1"].startswith("training cannot be started (log.txt is a link; remove it); its")
-    assert jobs.failed["rope, seed 2"].startswith("evaluation cannot be started ([Errno 11] Resource temporarily")
-
-
 def test_a_signal_asks_what_runs_to_save_and_starts_nothing_more(recipe, tmp_path):
     before, stage = signal.getsignal(signal.SIGTERM), Stage(looks=1000, interrupt_at=1)
     jobs, finished = done(plan_of(recipe, tmp_path), stage)
@@ -272,21 +258,6 @@ def test_only_a_second_ctrl_c_ends_what_does_not_save(recipe, tmp_path):
     jobs, _ = done(plan_of(recipe, tmp_path), interrupted, slots=1)
     assert [process.signals for process in stage.processes] == [["terminate", "kill"]]
     assert jobs.stopped == signal.SIGINT and not jobs.failed
-
-
-def test_the_share_of_a_run_that_is_done_counts_its_steps(recipe, tmp_path):
-    run = plan_of(recipe, tmp_path).runs[0]
-    assert run.share_done() == 0
-    run.directory.mkdir(parents=True)
-    (run.directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
-    assert run.share_done() == 0.75
-    (run.directory / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    assert run.share_done() == 0.25
-    (run.directory / "metrics.jsonl").write_text("[" * 10_000 + '\n{"step": true}\n{"step": -3}\n{"step')
-    assert run.share_done() == 0
-    (run.directory / "metrics.jsonl").unlink()
-    os.mkfifo(run.directory / "metrics.jsonl")
-    assert run.share_done() == 0
 
 
 def test_tasks_may_come_from_a_file(recipe, tmp_path):
@@ -329,10 +300,6 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     for evaluations, alike in ((["validation_loss"], True), (["sample"], False)):
         other = replace(run.config, train=replace(run.config.train, evaluations=evaluations, seed=0))
         assert (changed_settings(read_comparison(run.result).settings, other) == []) is alike
-    with pytest.raises(ConfigError, match="^train.eval_interval"):
-        plan_of(tiny, tmp_path / "new", "--data.prefix", prefix, "--train.eval_interval", "null", encodings="rope")
-    with pytest.raises(ConfigError, match="^train.eval_interval"):
-        plan_of(tiny, tmp_path / "new", "--data.prefix", prefix, "--train.evaluations", "[]", encodings="rope")
 
 
 # ----- a real comparison -----
@@ -423,11 +390,11 @@ def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_pat
     output, _ = compared
     content = read_comparison(output / "comparison.json")
     content.runs[:] = [run for run in content.runs if run.seed == 1 or run.variant == "rope"]
-    write_comparison(tmp_path / "kept.json", content)
-    plan = plan_of(recipe, tmp_path / "new", "--results", tmp_path / "kept.json")
+    (tmp_path / "new").mkdir()
+    write_comparison(tmp_path / "new" / "comparison.json", content)
+    plan = plan_of(recipe, tmp_path / "new")
     assert [run.name for run in plan.left] == ["tape+token_mixing=per_head, seed 2"]
-    given = arguments(recipe, tmp_path / "new", "--results", tmp_path / "kept.json", "--report-only")
-    assert compare.main(given) == 1
+    assert compare.main(arguments(recipe, tmp_path / "new", "--report-only")) == 1
     printed = capsys.readouterr()
     assert "Not finished: tape+token_mixing=per_head, seed 2." in printed.out
     assert "1 run of 4 not finished; run the same command to continue" in printed.err
