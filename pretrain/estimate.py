@@ -19,14 +19,11 @@ from megatron_tape.planning.hardware import KINDS, Hardware
 from megatron_tape.planning.memory import Memory, checkpoint_bytes, checkpoints_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
-from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, ONE_GPU, Candidate, SearchResult, fits, search, smaller
+from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, ONE_GPU, Candidate, SearchResult, fits, search
 from megatron_tape.planning.step_time import EFFICIENCY, step_time
 from megatron_tape.position import encoding_of
 from megatron_tape.text import counted, duration
 
-GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
-"""Common GPU memory sizes, and the GiB that are actually available on each."""
-LARGEST = max(GPU_MEMORY.values())
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -40,8 +37,6 @@ PARTS = {
 ROW = "{:>6}{:>8}{:>9}{:>6}{:>5}{:>6}{:>10}{:>9}{:>7}"
 """How a search lists a layout."""
 COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute", "s/step", "GiB")
-TOO_LARGE = 2
-"""Layouts that need more than so many times the memory of a GPU are not listed beside those that fit."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,10 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
     config = parse_run_config(settings)
-    hardware = KINDS[options.gpu or "H100"]
-    gib = hardware.memory if gib is None and options.gpu else gib
+    hardware = KINDS[options.gpu]
+    gib = gib or hardware.memory
     if options.search:
-        plan, gib = Plan(config, processes, generation=hardware.generation), gib or hardware.memory
+        plan = Plan(config, processes, generation=hardware.generation)
         found = search(plan, hardware, gib, validate)
         print("\n".join(_found(found, plan, hardware, gib)))
         _warn_of_encoding(config.model)
@@ -74,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in (*_rows(plan, needed), *_time(plan, hardware)):
         print(f"{name:<40}{value}")
     _warn_of_encoding(config.model)
-    if not fits(needed, gib or LARGEST):
-        _warn(_advice(plan, needed, gib))
+    if not fits(needed, gib):
+        _warn(f"{needed.peak / GIB:.2f} GiB does not fit in {_room(gib)}; --processes N --search lists layouts that do")
     return 0
 
 
@@ -90,11 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs")
-    memory_help = "memory of one GPU; default: that of --gpu or, without both, every usual size is compared"
-    add("--gpu-memory", type=float, metavar="GIB", help=memory_help)
-    gpu_help = "kind of GPU, for memory and the step time, which is otherwise that of an H100"
-    kinds = {kind.lower(): kind for kind in KINDS}
-    add("--gpu", type=lambda text: kinds.get(text.lower(), text), choices=KINDS, help=gpu_help)
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
+    gpu_help = "kind of GPU, for memory and the step time (default: H100)"
+    add("--gpu", choices=KINDS, default="H100", help=gpu_help)
     search_help = (
         "list the ten fastest layouts that fit on --processes GPUs: tensor-, context- and pipeline-parallel sizes, "
         "virtual stages, ZeRO stage, micro-batch size and recomputation; the global batch stays"
@@ -132,8 +125,6 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     yield "memory per GPU", f"{needed.peak / GIB:8.2f} GiB"
     for part, name in PARTS.items():
         yield f"  {name}", f"{getattr(needed, part) / GIB:8.2f} GiB"
-    fitting = [name for name, gib in GPU_MEMORY.items() if fits(needed, gib)]
-    yield "fits on GPUs of", ", ".join(fitting) or "none of " + ", ".join(GPU_MEMORY)
     if config.checkpoint.asynchronous:
         shards = plan.tensor_size * plan.stages
         shard = checkpoint_bytes(plan) // shards
@@ -176,33 +167,28 @@ def _assumed(hardware: Hardware) -> str:
     return f"{hardware.name} at {EFFICIENCY:.0%} of the peak"
 
 
+def _room(gib: float) -> str:
+    return f"{gib:g} GiB, of which {HEADROOM:.0%} must stay free"
+
+
 def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> Iterator[str]:
     gpus, batch = counted(plan.processes, "GPU"), counted(plan.config.train.global_batch_size, "sequence")
-    yield (
-        f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens a step; "
-        f"{counted(found.tried, 'layout')}"
-    )
-    if not found.tried:
-        yield f"no layout can run on {gpus}"
-        yield from _reasons(found)
-        return
+    yield f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens a step"
     yield f"attention, assumed: {_attention(plan)}"
-    yield ROW.format(*COLUMNS)
-    for candidate in found.fitting:
-        yield _row(candidate)
-    others = found.too_large
     if found.fitting:
+        yield ROW.format(*COLUMNS)
+        yield from map(_row, found.fitting)
         yield f"the first of these: {_settings(found.fitting[0].plan.config)}"
-        others = [candidate for candidate in others if candidate.memory.peak < TOO_LARGE * gib * GIB]
-    if found.fitting and others:
-        yield f"as fast, but too large for {gib:g} GiB, of which {HEADROOM:.0%} must stay free:"
-    elif not found.fitting:
-        others = sorted(others, key=lambda candidate: candidate.memory.peak)
-        yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free" + "; the smallest:" * bool(others)
-    for candidate in others[:5]:
-        size, part = max((getattr(candidate.memory, part), name) for part, name in PARTS.items())
-        yield f"{_row(candidate)}  {size / GIB:.1f} of them {part}"
-    yield from _reasons(found)
+    elif found.too_large:
+        yield f"none fits in {_room(gib)}; the smallest:"
+        yield ROW.format(*COLUMNS)
+        for candidate in sorted(found.too_large, key=lambda candidate: candidate.memory.peak)[:5]:
+            size, part = max((getattr(candidate.memory, part), name) for part, name in PARTS.items())
+            yield f"{_row(candidate)}  {size / GIB:.1f} of them {part}"
+    else:
+        yield f"no layout can run on {gpus}"
+    for why, times in list(found.refused.items())[:5]:  # of the smallest layouts
+        yield f"{counted(times, 'layout')} cannot run: {why}"
 
 
 def _settings(chosen: RunConfig) -> str:
@@ -210,13 +196,6 @@ def _settings(chosen: RunConfig) -> str:
     values = {name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
     shown = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()}
     return " ".join(f"--{name} {value}" for name, value in shown.items())
-
-
-def _reasons(found: SearchResult) -> Iterator[str]:
-    """Yield why layouts cannot run: first the smallest ones, then most of them."""
-    reasons = [*list(found.refused.items())[:1], *found.refused.most_common(5)]
-    for why, times in list(dict.fromkeys(reasons))[:5]:
-        yield f"{counted(times, 'layout')} cannot run: {why}"
 
 
 def _row(candidate: Candidate) -> str:
@@ -231,23 +210,6 @@ def _row(candidate: Candidate) -> str:
         train.recompute,
         _seconds(candidate.time.total),
         f"{candidate.memory.peak / GIB:.1f}",
-    )
-
-
-def _advice(plan: Plan, needed: Memory, given: float | None) -> str:
-    """Say that a run does not fit, and what to change first."""
-    gib = given or LARGEST
-    size = f"{gib:g} GiB" if given else f"{gib:g} GiB, the most that is usual"
-    problem = f"{needed.peak / GIB:.2f} GiB does not fit in {size}, of which {HEADROOM:.0%} must stay free"
-    change = smaller(plan, gib, validate)
-    if change is None:
-        return f"{problem}; choose a smaller model or larger GPUs"
-    number = change.plan.processes
-    where = "" if number == plan.processes else f" on {counted(number, 'process', 'processes')}"
-    enough = "which fits" if fits(change.memory, gib) else "which is not enough yet"
-    return (
-        f"{problem}; first {change.verb} {change.key} to {change.value}{where}: {change.memory.peak / GIB:.2f} GiB, "
-        f"{enough}; --processes N --search lists layouts"
     )
 
 

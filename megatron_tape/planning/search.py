@@ -65,9 +65,7 @@ class SearchResult:
     fitting: list[Candidate] = field(default_factory=list)
     """The fastest that fit, the fastest first."""
     too_large: list[Candidate] = field(default_factory=list)
-    """Those that would be as fast, but do not fit, the fastest first."""
-    tried: int = 0
-    """How many layouts there are without those refused."""
+    """Faster ones that do not fit."""
     refused: Counter[str] = field(default_factory=Counter)
     """Why others are not possible, and how many."""
 
@@ -80,10 +78,8 @@ def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wante
     hold equal numbers of layers, or the first and the last one fewer. Raises ConfigError if no time can be assumed
     for the run.
     """
-    found, timed = SearchResult(), []
-    for changed in candidates(plan, validate, found.refused):
-        timed.append((step_time(changed, hardware), changed))
-    found.tried = len(timed)
+    found = SearchResult()
+    timed = [(step_time(changed, hardware), changed) for changed in candidates(plan, validate, found.refused)]
     # Of layouts that are as fast, the one that needs less comes first: the earlier one.
     for time, changed in sorted(timed, key=lambda pair: pair[0].total):
         candidate = Candidate(changed, time, memory(changed))
@@ -136,54 +132,3 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
 
 def _divisors(number: int, largest: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, largest) + 1) if number % divisor == 0]
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of settings that saves memory."""
-
-    verb: str
-    """What to do with the setting: set, raise or lower."""
-    key: str
-    value: object
-    plan: Plan
-    """The changed plan; it may need more processes."""
-    memory: Memory
-
-
-def smaller(plan: Plan, gib: float, validate: Validate) -> Change | None:
-    """Return the first change, of the cheapest, with which a run fits on GPUs of `gib` GiB, or that which saves most.
-
-    None if no change saves anything.
-    """
-    best = None
-    for verb, key, value, changed in _changes(plan):
-        try:
-            validate(changed.config, changed.processes)
-        except ConfigError:
-            continue
-        outcome = Change(verb, key, value, changed, memory(changed))
-        if best is None or outcome.memory.peak < best.memory.peak:
-            best = outcome
-        if fits(outcome.memory, gib):
-            break
-    return best if best is not None and best.memory.peak < memory(plan).peak else None
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, str, object, Plan]]:
-    """Yield changes that save memory, the cheapest first."""
-    config, processes, micro_batch_size = plan.config, plan.processes, plan.config.train.micro_batch_size
-    more = RECOMPUTATION[RECOMPUTATION.index(config.train.recompute) + 1 :]
-    choices = [("set", "train.recompute", recompute) for recompute in more]
-    if micro_batch_size > 1:
-        choices.append(("lower", "train.micro_batch_size", micro_batch_size // 2))
-    choices += [("raise", "deepspeed.zero_stage", stage) for stage in range(plan.zero_stage + 1, 4)]
-    for verb, key, value in choices:
-        yield verb, key, value, dataclasses.replace(plan, config=replaced(config, {key: value}))
-    number = processes if processes % (2 * config.parallel.ranks_per_sequence) == 0 else 2 * processes
-    for name in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
-        key, size = f"parallel.{name}", 2 * getattr(config.parallel, name)
-        changed = replaced(config, {key: size, "parallel.sequence_parallel": None})
-        yield "raise", key, size, dataclasses.replace(plan, config=changed, processes=number)
-    key, elements = "deepspeed.reduce_bucket_size", config.deepspeed.reduce_bucket_size // 10
-    yield "lower", key, elements, dataclasses.replace(plan, config=replaced(config, {key: elements}))

@@ -102,7 +102,7 @@ def test_a_search_finds_the_fastest_layouts_that_fit():
         (step_time(candidate, H100).total, fits(memory(candidate), 40))
         for candidate in candidates(plan, validate, Counter())
     ]
-    assert found.tried == len(every) > 50 and len(found.fitting) == 10 and found.too_large
+    assert len(every) > 50 and len(found.fitting) == 10 and found.too_large
     fitting = sorted(total for total, fitting in every if fitting)
     assert [candidate.time.total for candidate in found.fitting] == fitting[:10]
     for candidate in found.fitting:
