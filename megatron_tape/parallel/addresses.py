@@ -28,19 +28,6 @@ def check_master_address() -> None:
     raise NodeError(node_name(), problem, fix)
 
 
-def check_interfaces() -> None:
-    """Raise NodeError if this node has no network interface of a name that gloo is told to use.
-
-    Gloo also takes the label of an address, such as `eth0:1`.
-    """
-    known = {name for _, name in socket.if_nameindex()}
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name.partition(":")[0] not in known:
-            problem = f"has no network interface {name}, which GLOO_SOCKET_IFNAME names, but {', '.join(sorted(known))}"
-            fix = "correct it, or TAPE_NETWORK_INTERFACE in slurm/site.env, which sets it"
-            raise NodeError(node_name(), problem, fix)
-
-
 def gloo_address() -> str | None:
     """Return the address at which gloo lets other ranks reach this node's: that of its name. None if it is told one."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):

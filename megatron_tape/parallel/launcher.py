@@ -1,11 +1,7 @@
 """What torchrun, or a Slurm script, says in the environment about the processes of a program."""
 
-import contextlib
-import errno
 import os
 import re
-import resource
-from collections.abc import Iterator
 
 from megatron_tape.errors import UserError, refuse
 
@@ -75,19 +71,6 @@ def check_launched() -> None:
         if value >= size:
             size_is = f"WORLD_SIZE is {size if has_size else 'not set'}"
             raise UserError((name, "WORLD_SIZE"), f"is {value}, but {size_is}", FIX)
-
-
-@contextlib.contextmanager
-def refusing_few_files() -> Iterator[None]:
-    """Around what connects processes: turn an error because of too many open files into UserError."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        if os.strerror(errno.EMFILE) not in str(error):
-            raise
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        problem = f"is {limit}, which does not suffice to connect the processes of this program"
-        raise UserError("the limit of open files", problem, "raise it (ulimit -n; slurmd's LimitNOFILE)") from None
 
 
 def refuse_launcher(program: str, reason: str) -> None:

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
 from megatron_tape.parallel import launcher, megatron_patches
-from megatron_tape.parallel.addresses import check_interfaces, check_master_address
+from megatron_tape.parallel.addresses import check_master_address
 from megatron_tape.parallel.cpu import prepare_cpu
 from megatron_tape.parallel.token_layout import TokenLayout
 
@@ -164,10 +164,9 @@ def initialize_distributed(
     prepare_cpu()
     device = _own_device()
     limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
-    with launcher.refusing_few_files():
-        if not dist.is_initialized():
-            _join_processes("nccl" if device.type == "cuda" else "gloo", limit)
-        groups = _megatron_groups(sizes)
+    if not dist.is_initialized():
+        _join_processes("nccl" if device.type == "cuda" else "gloo", limit)
+    groups = _megatron_groups(sizes)
     # Megatron would give groups 30 minutes, torch 10 or 30; groups that are kept have those of an earlier call.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(limit, group)
@@ -224,8 +223,6 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
     launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
     if launched:
         check_master_address()
-    if backend == "gloo":
-        check_interfaces()
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
     # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

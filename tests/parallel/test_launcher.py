@@ -7,7 +7,7 @@ from launch import LAUNCHER
 
 from megatron_tape import command_line
 from megatron_tape.errors import UserError
-from megatron_tape.parallel.launcher import check_launched, refusing_few_files
+from megatron_tape.parallel.launcher import check_launched
 from pretrain import compare, evaluate, preflight, train
 
 
@@ -60,14 +60,6 @@ def test_a_variable_that_cannot_be_is_named_with_its_value(launched, name, value
     with pytest.raises(UserError, match=re.escape(value[:40])) as caught:
         check_launched()
     assert caught.value.subject == name and len(str(caught.value)) < 300
-
-
-def test_too_many_open_files_for_connections_are_a_mistake_and_other_errors_stay():
-    with pytest.raises(UserError, match="the limit of open files is [0-9]+, which does not suffice"):
-        with refusing_few_files():
-            raise RuntimeError("[enforce fail at socket.cc:24] socket: Too many open files")
-    with pytest.raises(RuntimeError, match="Connection refused"), refusing_few_files():
-        raise RuntimeError("Connection refused")
 
 
 RECIPE = "pretrain/recipes/tape_demo.yaml"
