@@ -159,8 +159,6 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
         newest = spikes[-1]
         figures = f"loss {_number(newest['loss'])}, gradient norm {newest['grad_norm']:.4g}"
         lines.append(f"spikes      {len(spikes)}, the last at step {newest['step']:,} ({newest['action']}): {figures}")
-    for slow in last.stragglers:
-        lines.append(f"slow rank   {slow['rank']} on {slow['place']}: {slow['times']:.2f} times the median's seconds")
     with contextlib.suppress(ValueError):
         if (shown := read_wandb(run)) is not None:
             lines.append(f"wandb       {shown['url'] or f'offline; wandb sync {run}/wandb/offline-run-* sends it'}")

@@ -16,8 +16,7 @@ from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.model.names import kind_of
-from megatron_tape.run.judging import read_attempts
-from megatron_tape.training import engine, trainer
+from megatron_tape.training import engine, step_times, trainer
 from megatron_tape.training.step_clock import StepClock
 from pretrain import train
 
@@ -159,14 +158,9 @@ def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
 def context_runs(folder, data, size):
     """The same steps where ranks share the tokens of every sequence."""
     prefix, rows = option("data.prefix", f"{data}/a"), {}
-    said = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("megatron_tape.training.model_building").addHandler(listener)
     for tensor_size, context_size, stage in CONTEXT_LAYOUTS[size]:
         name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
-    rows["said_of_groups"] = [message for message in said if "context-parallel" in message]
     accumulate = [option("train.global_batch_size", 8), AVERAGE]
     rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
     if size == 2:
@@ -310,6 +304,9 @@ def slow_rank(folder, prefix):
         return result
 
     positions, training = engine.Engine._positions, Batches.training
+    said, listener = [], logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())
+    step_times.logger.addHandler(listener)
     computing = lambda *given: advance(positions(*given), (1.0, 3.0)[rank])  # noqa: E731
     loading = lambda batches: (advance(batch, 0.5 * rank) for batch in training(batches))  # noqa: E731
     with (
@@ -319,8 +316,7 @@ def slow_rank(folder, prefix):
     ):
         steps = [option("train.steps", 12), option("logging.interval", 2), option("train.eval_interval", "null")]
         rows = run(folder, "slow", prefix, tp(1), zero(1), option("train.global_batch_size", 8), *steps)
-    (attempt,) = read_attempts(f"{folder}/slow")
-    return {"rows": rows, "stragglers": list(attempt.stragglers), "node": os.uname().nodename}
+    return {"rows": rows, "warnings": said, "node": os.uname().nodename}
 
 
 def main(folder, data, what):

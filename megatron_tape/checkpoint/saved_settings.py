@@ -47,7 +47,6 @@ WITHOUT_EFFECT = (
     "train.evaluations",
     "train.hang_timeout",
     "train.profile",
-    "train.straggler_factor",
     "train.device",
     "train.allow_slow_attention",
     "train.garbage_interval",

@@ -76,8 +76,6 @@ class ProfileSettings:
     """The first and the last step of the trace; null profiles only after a signal."""
     ranks: list[NotNegativeInt] = field(default_factory=lambda: [0])
     """Ranks that write a trace each."""
-    memory: bool = False
-    """Also show allocations in the trace, and on a GPU write a memory snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +110,8 @@ class TrainConfig:
     """Steps between evaluations; null means never."""
     evaluations: list[str] = field(default_factory=lambda: list(EVALUATIONS))
     """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
-    position_norms, TAPE's distance from RoPE by layer, which also adds these norms to every logged step; and for every
-    logged step gradient_norms, those of the embeddings, attention, MLPs, the positional encoding and norms."""
+    and for every logged step position_norms, TAPE's distance from RoPE by layer, and gradient_norms, those of the
+    embeddings, attention, MLPs, the positional encoding and norms."""
     eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
     """Global batches per evaluation."""
     max_bad_steps: Count = 5
@@ -126,9 +124,6 @@ class TrainConfig:
     """Steps between two collections of Python's garbage, which all ranks make together."""
     profile: ProfileSettings = ProfileSettings()
     """Trace steps with torch's profiler."""
-    straggler_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.3
-    """A rank whose own forward and backward passes take more than so many times as long as the median rank's, over ten
-    steps or more, is named once, with its node and GPU, in the log and by pretrain.status; null compares none."""
     hang_timeout: Positive | None = 1800.0
     """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stacks and ends
     the attempt; the start-up may take at least an hour. null means never."""

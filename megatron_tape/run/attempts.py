@@ -90,19 +90,6 @@ class Heartbeat(TypedDict):
     """Seconds by stage from then to `since`."""
 
 
-class Straggler(TypedDict):
-    """A rank that computed for longer than the others: the contents of `straggler-RRRRR.json`."""
-
-    rank: int
-    place: str
-    """Its node and GPU."""
-    step: int
-    seconds: float
-    """Of its own forward and backward passes in a step, a mean over the steps before."""
-    times: float
-    """How many times as long that is as the median rank's."""
-
-
 class Spike(TypedDict):
     """A step that `train.spikes` noticed: a line of `spikes.jsonl`."""
 
@@ -260,9 +247,6 @@ class Attempt:
         if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
             end = {"rank": rank, "outcome": outcome, "message": message, "detail": detail, "time": time.time()}
             write_record(path, end | {"bad_nodes": list(bad_nodes)})
-
-    def record_straggler(self, straggler: Straggler) -> None:
-        write_record(self.directory / f"straggler-{straggler['rank']:05d}.json", straggler)
 
 
 def stop_reason(directory: Path) -> str | None:

@@ -24,7 +24,6 @@ from megatron_tape.run.attempts import (
     Facts,
     Heartbeat,
     Spike,
-    Straggler,
     Verdict,
     attempt_numbers,
     stop_reason,
@@ -52,7 +51,6 @@ class AttemptRecord:
     stop_reason: str | None = None
     verdict: Verdict | None = None
     heartbeat: Heartbeat | dict = field(default_factory=dict)
-    stragglers: tuple[Straggler, ...] = ()
     spikes: tuple[Spike, ...] = ()
     ended: float | None = None
     """When the last rank that recorded its end did so."""
@@ -157,7 +155,6 @@ def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
 
 def _read(directory: Path, number: int) -> AttemptRecord:
     ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
-    stragglers = sorted(directory.glob("straggler-*.json"))
     order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
     # The cause comes first; other ranks fail a moment later as a consequence.
     ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
@@ -174,7 +171,6 @@ def _read(directory: Path, number: int) -> AttemptRecord:
         verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
         heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),
         ended=max((end["time"] for end in ends), default=None),
-        stragglers=tuple(filter(None, (_read_advisory(path, Straggler) for path in stragglers))),
         spikes=tuple(_read_spikes(directory / SPIKES)),
     )
 

@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -29,9 +29,6 @@ from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import duration
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +132,6 @@ class MetricsWriter:
     def text(self, tag: str, text: str, step: int) -> None:
         """Show `text` verbatim in TensorBoard under `tag`: a sample, or the configuration."""
         self._show("add_text", tag, "\n".join("    " + line for line in text.splitlines()), step)
-
-    def figure(self, tag: str, figure: Figure, step: int) -> None:
-        self._show("add_figure", tag, figure, step)
 
     def sync(self) -> None:
         """Flush all records, and rows to the disk: a later checkpoint must not be ahead of them."""

@@ -25,7 +25,6 @@ from megatron_tape.run.attempts import (
     TRAINING,
     Attempt,
     RunVanished,
-    Straggler,
     stop_reason,
 )
 
@@ -134,12 +133,6 @@ class Watch:
                 self._attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
                 if self._rank == 0:
                     self._beat()
-
-    def record_straggler(self, straggler: Straggler) -> None:
-        """Record a rank that is slower than the others."""
-        if self._attempt is not None:
-            with contextlib.suppress(OSError):
-                self._attempt.record_straggler(straggler)
 
     def _watch(self) -> None:
         owner_seen = beaten = float("-inf")

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_tape.config.train import EVALUATIONS
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from megatron_tape.config.schema import RunConfig
     from megatron_tape.data.batches import Batches
     from megatron_tape.data.tokenizer import Tokenizer
@@ -33,8 +31,6 @@ class HookResult:
     """Numbers for TensorBoard and `metrics.jsonl`."""
     texts: dict[str, str] = field(default_factory=dict)
     """Texts for TensorBoard."""
-    figures: dict[str, Figure] = field(default_factory=dict)
-    """Figures of matplotlib for TensorBoard."""
     words: dict[str, str] = field(default_factory=dict)
     """Words for `metrics.jsonl`, such as the name of a node."""
 
@@ -100,7 +96,7 @@ def joined(results: Iterable[tuple[str, HookResult]]) -> HookResult:
     """Return the results of several hooks, each with the hook's name, as one; ValueError where two share a name."""
     whole = HookResult()
     for hook, found in results:
-        for kind in ("scalars", "texts", "figures", "words"):
+        for kind in ("scalars", "texts", "words"):
             held, new = getattr(whole, kind), getattr(found, kind)
             if twice := held.keys() & new.keys():
                 raise ValueError(f"the evaluation {hook} returns {sorted(twice)[0]}, which another one returned before")

@@ -64,11 +64,3 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
     stage, train = config.deepspeed.zero_stage, config.train
     logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
-    groups = config.model.query_groups // layout.tensor_parallel_size
-    if (copies := layout.tokens.copies_of(groups)) > 1:
-        logger.info(
-            "%d context-parallel ranks cannot divide %s of keys and values: each group is held and sent %d times",
-            layout.context_parallel_size,
-            counted(groups, "group"),
-            copies,
-        )

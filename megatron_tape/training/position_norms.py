@@ -1,4 +1,4 @@
-"""How far the position state has moved from RoPE: its norms and those of its last update, by layer and head group."""
+"""How far the position state has moved from RoPE: its norms and those of its last update, by layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from megatron_tape.model.language_model import LanguageModel
     from megatron_tape.model.pipeline import Pipeline
     from megatron_tape.training.engine import StepResult
@@ -24,7 +22,7 @@ class PositionNorms(Hook):
     """Root mean squares of the position state's complex numbers and of their last update; nothing without updates.
 
     For RoPE the state's is 1 (with yarn, its attention factor) and the update's 0; together they show how far TAPE has
-    moved from RoPE. Every logged step gives figures by layer, and evaluations give a picture by layer and head group.
+    moved from RoPE. Every logged step gives figures by layer.
     """
 
     def before_step(self, trainer: Training, step: int) -> None:
@@ -46,15 +44,6 @@ class PositionNorms(Hook):
             }
         )
 
-    def evaluate(self, trainer: Training, step: int) -> HookResult:
-        """Return the picture `position/norms` if TensorBoard files are written."""
-        if not trainer.config.logging.tensorboard or (norms := _norms(trainer.model)) is None:
-            return HookResult()
-        if trainer.writer is None:
-            return HookResult()
-        totals = torch.stack(list(norms.values()))
-        return HookResult(figures={"position/norms": picture((totals[:, :2] / totals[:, 2:]).sqrt())})
-
     def _record(self, trainer: Training, record: bool) -> None:
         for update in trainer.model.position_updates():
             update.record_norms = record
@@ -70,18 +59,3 @@ def _norms(model: LanguageModel | Pipeline) -> dict[int, Tensor] | None:
     totals = torch.stack([own.get(layer, some) for layer in layers])
     dist.all_reduce(totals)
     return dict(zip(layers, totals))
-
-
-def picture(norms_L2G: Tensor) -> Figure:
-    """Draw the norms of the state and of its update (layers, 2, head groups)."""
-    from matplotlib.figure import Figure
-
-    layers, _, groups = norms_L2G.shape
-    figure = Figure(figsize=(9, 2 + 0.15 * layers), layout="constrained")
-    for axes, name, norms_LG in zip(figure.subplots(1, 2), NAMES, norms_L2G.cpu().unbind(1)):
-        image = axes.imshow(norms_LG.numpy(), aspect="auto", interpolation="nearest")
-        axes.set(title=name.replace("_", " "), xlabel="head group", ylabel="layer")
-        axes.set_xticks(range(0, groups, max(1, groups // 8)))
-        axes.set_yticks(range(0, layers, max(1, layers // 16)))
-        figure.colorbar(image, ax=axes)
-    return figure

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_tape.config.train import ProfileSettings
@@ -19,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 ON_SIGNAL = 2
 """Steps that are profiled after a signal."""
-ALLOCATIONS = 100_000
-"""The most allocations that a memory snapshot shows."""
 
 
 class Profiling(Hook):
@@ -50,28 +47,21 @@ class Profiling(Hook):
         return HookResult()
 
     def _begin(self, trainer: Training, step: int) -> None:
-        on_gpu = trainer.layout.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        if self._settings.memory and on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
-        self._active, self._first = profile(activities=activities, profile_memory=self._settings.memory), step
+        activities = [ProfilerActivity.CPU]
+        if trainer.layout.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._active, self._first = profile(activities=activities), step
         self._active.start()
 
     def _end(self, trainer: Training, step: int) -> None:
         finished, self._active, self._asked = self._active, None, None
         finished.stop()
         directory = Path(trainer.config.logging.directory) / "profile"
-        stem = f"steps-{self._first}-{step}-rank-{trainer.layout.rank}"
+        path = directory / f"steps-{self._first}-{step}-rank-{trainer.layout.rank}.json.gz"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            path = directory / f"{stem}.json.gz"
             finished.export_chrome_trace(str(path))
-            if self._settings.memory and trainer.layout.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(directory / f"{stem}-memory.pickle"))
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             logger.warning("warning: the profile of steps %d to %d cannot be written: %s", self._first, step, error)
         else:
             logger.info("profiled steps %d to %d: %s", self._first, step, path)
-        finally:
-            if self._settings.memory and trainer.layout.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,16 +1,10 @@
-"""What logged steps say of time: seconds by phase, memory, the slowest rank, and ranks that stay slow."""
+"""Figures of logged steps: seconds by phase, memory, the slowest rank, and ranks that stay slow."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import multiprocessing
-import os
-import re
 import statistics
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +27,8 @@ MOST_MARKS = 10_000
 """Changes of phase that are kept until they are added up."""
 WINDOW = 10
 """The fewest steps over which ranks are compared."""
+SLOW = 1.3
+"""Times as long as the median rank that a slow rank computes."""
 
 
 class StepTimes(Hook):
@@ -40,14 +36,11 @@ class StepTimes(Hook):
 
     `seconds/PHASE` are those of rank 0. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
     those of a rank's own forward and backward passes, `seconds/data_slowest` is the longest any rank waited for data,
-    and `slowest_rank` names the slowest with its node. `usage/host_memory_gib` is `host_memory` of all ranks of a node,
-    of the node with the most.
+    and `slowest_rank` names the slowest with its node. Rank 0 warns once of each rank that is much slower than others.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self._nodes: Sequence[str] = ()
-        """The node of every rank."""
         self._names: Sequence[str] = ()
         """What every rank computes on."""
         self._warm = False
@@ -73,42 +66,28 @@ class StepTimes(Hook):
             found.scalars["usage/memory_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             found.scalars["usage/memory_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
             torch.cuda.reset_peak_memory_stats()
-        host = host_memory()
         if trainer.layout.world_size > 1:
-            host = self._compare(trainer, step, steps, seconds, host, found)
-        if host > 0:
-            found.scalars["usage/host_memory_gib"] = host / 2**30
+            self._compare(trainer.layout, steps, seconds, found)
         return found
 
-    def _compare(
-        self, trainer: Training, step: int, steps: int, seconds: dict[str, float], host: int, found: HookResult
-    ) -> float:
-        """Add the slowest rank's figures to `found`, and report ranks that are slow; all ranks call it together.
-
-        Returns the sum of `host`, bytes of this rank, over the ranks of the node where it is largest.
-        """
-        if not self._names:
-            own_name = node_name(), _own_name(trainer.layout.device)
-            self._nodes, self._names = zip(*trainer.layout.gather(own_name))
-        own = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0), host]
-        own = torch.tensor(own, dtype=torch.float64, device=trainer.layout.device)
-        of_ranks = own.new_empty(trainer.layout.world_size, len(own))
+    def _compare(self, layout: ParallelLayout, steps: int, seconds: dict[str, float], found: HookResult) -> None:
+        """Add the slowest rank's figures to `found`, and report ranks that are slow; all ranks call it together."""
+        self._names = self._names or layout.gather(_own_name(layout.device))
+        own = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0)]
+        own = torch.tensor(own, dtype=torch.float64, device=layout.device)
+        of_ranks = own.new_empty(layout.world_size, len(own))
         dist.all_gather_into_tensor(of_ranks.view(-1), own)
-        computing, waiting, hosts = of_ranks.T.tolist()
+        computing, waiting = of_ranks.T.tolist()
         slowest = max(range(len(computing)), key=computing.__getitem__)
         found.scalars["seconds/compute_median"] = statistics.median_low(computing)
         found.scalars["seconds/compute_slowest"] = computing[slowest]
         found.scalars["seconds/data_slowest"] = max(waiting)
         found.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
-        if self._warm and trainer.config.train.straggler_factor is not None:
-            self._judge(trainer, step, steps, computing)
+        if self._warm and layout.rank == 0:
+            self._report_slow(steps, computing)
         self._warm = True
-        by_node = Counter()
-        for node, memory in zip(self._nodes, hosts):
-            by_node[node] += memory
-        return max(by_node.values())
 
-    def _judge(self, trainer: Training, step: int, steps: int, computing: list[float]) -> None:
+    def _report_slow(self, steps: int, computing: list[float]) -> None:
         self._computed = [a + steps * b for a, b in zip(self._computed or [0.0] * len(computing), computing)]
         self._compared += steps
         if self._compared < WINDOW:
@@ -117,28 +96,10 @@ class StepTimes(Hook):
         self._compared, self._computed = 0, []
         median = statistics.median_low(means)
         for rank, mean in enumerate(means):
-            if 0 < trainer.config.train.straggler_factor * median < mean and rank not in self._reported:
+            if 0 < SLOW * median < mean and rank not in self._reported:
                 self._reported.add(rank)
-                if trainer.layout.rank == 0:
-                    where, times = self._names[rank], mean / median
-                    message = "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s a step)"
-                    logger.warning(message, rank, where, times, mean)
-                    straggler = {"rank": rank, "place": where, "step": step, "seconds": mean, "times": times}
-                    trainer.watch.record_straggler(straggler)
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that this process and its child processes hold now; 0 on systems other than Linux.
-
-    Pages of mapped files, such as datasets, do not count, since the kernel drops them when memory is short. Pages that
-    processes share count once for each.
-    """
-    kib = 0
-    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
-        with contextlib.suppress(OSError):  # a child may end
-            status = Path(f"/proc/{pid}/status").read_bytes()
-            kib += sum(map(int, re.findall(rb"^Rss(?:Anon|Shmem):\s+(\d+) kB$", status, re.MULTILINE)))
-    return 1024 * kib
+                message = "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s a step)"
+                logger.warning(message, rank, self._names[rank], mean / median, mean)
 
 
 def _own_name(device: torch.device) -> str:

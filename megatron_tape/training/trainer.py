@@ -320,7 +320,7 @@ class Trainer:
             )
 
     def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, HookResult]]) -> None:
-        """Evaluate, if that is due at this step, and log the step's metrics, texts and figures."""
+        """Evaluate, if that is due at this step, and log the step's metrics and texts."""
         own = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -343,8 +343,6 @@ class Trainer:
         self.writer.log(self.step, whole.scalars, whole.words)
         for tag, text in whole.texts.items():
             self.writer.text(tag, text, self.step)
-        for tag, figure in whole.figures.items():
-            self.writer.figure(tag, figure, self.step)
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:

@@ -119,7 +119,6 @@ def test_what_can_run_is_accepted(world_size, changes):
          {"processes": 4, "train__batch_ramp": {"from": 2, "over_samples": 10}, "train__global_batch_size": 8}),
         ("checkpoint.writers", {"processes": 2, "checkpoint__writers": 1, TENSOR: 2}),
         # Monitoring.
-        ("train.straggler_factor", {"train__straggler_factor": 1.0}),
         ("train.profile.steps", {"train__profile": {"steps": [3]}}),
         ("train.profile.steps", {"train__profile": {"steps": [4, 3]}}),
         ("train.profile.steps[0]", {"train__profile": {"steps": [0, 3]}}),

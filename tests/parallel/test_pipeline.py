@@ -24,7 +24,7 @@ def equal(data):
     return {kind: {name: value for group in groups for name, value in group[kind].items()} for kind in groups[0]}
 
 
-OF_SPEED = ("time", "slowest_rank", "usage/host_memory_gib")
+OF_SPEED = ("time", "slowest_rank")
 RUNS = [f"{case}-{layout}" for layout in (*LAYOUTS[2], *LAYOUTS[4]) for case in run_under(layout)]
 
 

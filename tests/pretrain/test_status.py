@@ -81,13 +81,12 @@ def test_the_screen_shows_how_the_run_is_doing(run, capsys):
     assert "alpha, from step 0" in output
 
 
-def test_the_screen_shows_what_became_of_the_time_and_which_ranks_are_slow(run, capsys):
+def test_the_screen_shows_what_became_of_the_time_and_the_last_spike(run, capsys):
     attempt = Attempt.open(run, run / "checkpoints", 1)
     path, now = attempt.directory / "heartbeat.json", time.time()
     write_record(attempt.directory / "attempt.json", {"started": now - 100, "nodes": ["alpha"]})
     times = {"began": now - 90, "since": now, "time": now, "stages": {"training": 80.0, "saving": 10.0}}
     write_record(path, json.loads(path.read_text()) | times | {"from_step": 0})
-    attempt.record_straggler({"rank": 5, "place": "alpha, GPU 5", "step": 10, "seconds": 3.0, "times": 1.5})
     for number, step in ((1, 7), (2, 1040)):
         spike = {"step": step, "loss": 9.5, "grad_norm": 31.76, "action": "skip", "number": number}
         attempt.record_spike(spike)
@@ -97,7 +96,6 @@ def test_the_screen_shows_what_became_of_the_time_and_which_ranks_are_slow(run, 
     output = capsys.readouterr().out
     assert "goodput     80.0% of the time; saves 10.0%, start 10.0%\n" in output
     assert "spikes      2, the last at step 1,040 (skip): loss 9.5000, gradient norm 31.76\n" in output
-    assert "slow rank   5 on alpha, GPU 5: 1.50 times the median's seconds\n" in output
 
 
 def test_the_time_left_is_that_of_the_attempt_that_runs(run, capsys):

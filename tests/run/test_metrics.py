@@ -8,7 +8,6 @@ import threading
 import time
 
 import pytest
-from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -209,14 +208,6 @@ def test_a_fresh_run_keeps_no_event(tmp_path):
     write(tmp_path, [1, 2], tensorboard=True)
     write(tmp_path, [5], tensorboard=True)
     assert curve(tmp_path) == [(5, 2.5)]
-
-
-def test_a_figure_is_shown_under_its_tag(tmp_path):
-    writer = MetricsWriter(tmp_path, 4)
-    writer.figure("position/norms", Figure(figsize=(3, 1)), 2)
-    writer.close()
-    (found,) = events(tmp_path).Images("position/norms")
-    assert found.step == 2 and (found.width, found.height) == (300, 100)
 
 
 def test_the_event_file_of_a_killed_attempt_is_read_as_far_as_it_goes(tmp_path):

@@ -26,7 +26,7 @@ def rows(run):
     """Return the rows of a run's metrics without times, speeds and memory."""
     path = run / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    left_out = ("time", "slowest_rank", "usage/host_memory_gib")
+    left_out = ("time", "slowest_rank")
     return [{key: value for key, value in row.items() if "second" not in key and key not in left_out} for row in found]
 
 

@@ -6,17 +6,13 @@ import os
 import signal
 
 import pytest
-import torch
 from datasets_for_tests import write_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_cases import RECIPE, option, rows
 
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, joined, register
-from megatron_tape.training.position_norms import picture
 from pretrain import train
-
-FIGURE = picture(torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0)))
 
 
 class Toy(Hook):
@@ -30,7 +26,7 @@ class Toy(Hook):
         return HookResult(scalars={"toy/seen": self.seen})
 
     def evaluate(self, trainer, step):
-        return HookResult(scalars={"toy/step": step}, texts={"toy": f"text of {step}"}, figures={"toy/figure": FIGURE})
+        return HookResult(scalars={"toy/step": step}, texts={"toy": f"text of {step}"})
 
 
 @pytest.fixture
@@ -60,13 +56,8 @@ def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
 
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     assert [(event.step, event.value) for event in events.Scalars("toy/step")] == [(3, 3.0), (5, 5.0)]
-    assert all(event.value > 0.05 for event in events.Scalars("usage/host_memory_gib"))
-    logged = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["usage/host_memory_gib"] > 0.05 for row in logged)
     texts = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("toy/text_summary")]
     assert [(step, text.decode().strip()) for step, text in texts] == [(3, "text of 3"), (5, "text of 5")]
-    assert [event.step for event in events.Images("toy/figure")] == [3, 5]
-    assert [event.step for event in events.Images("position/norms")] == [3, 5]
 
 
 def test_only_named_evaluations_run(run):
@@ -76,7 +67,7 @@ def test_only_named_evaluations_run(run):
 
 
 def test_named_steps_and_those_after_a_signal_are_traced_and_training_stays_as_it_is(run, monkeypatch):
-    assert run("--train.profile={steps: [1, 2], memory: true}", "--train.steps=6") == 0
+    assert run("--train.profile={steps: [1, 2]}", "--train.steps=6") == 0
     train_step = Engine.train_step
 
     def signaled(engine, batches, rate, step):
@@ -85,14 +76,13 @@ def test_named_steps_and_those_after_a_signal_are_traced_and_training_stays_as_i
         return train_step(engine, batches, rate, step)
 
     traces, traced = run.folder / "profile", rows(run.folder)
-    assert names_in(traces / "steps-1-2-rank-0.json.gz") > {"aten::mm", "[memory]"}
+    assert "aten::mm" in names_in(traces / "steps-1-2-rank-0.json.gz")
     run.folder.rename(run.folder.with_name("traced"))
     with monkeypatch.context() as patched:
         patched.setattr(Engine, "train_step", signaled)
         assert run("--train.profile={ranks: [0]}", "--train.steps=6") == 0
     assert [path.name for path in traces.iterdir()] == ["steps-4-5-rank-0.json.gz"]
-    found = names_in(traces / "steps-4-5-rank-0.json.gz")
-    assert "aten::mm" in found and "[memory]" not in found
+    assert "aten::mm" in names_in(traces / "steps-4-5-rank-0.json.gz")
     assert rows(run.folder) == traced
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 

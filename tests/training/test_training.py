@@ -40,14 +40,6 @@ def test_ranks_that_share_sequences_equal_one_process(equal, size, layout):
     assert_close(equal[size]["tp{}_cp{}_zero{}".format(*layout)], equal[1]["tp1_zero1"])
 
 
-def test_groups_that_ranks_cannot_divide_are_named_in_the_log(equal):
-    assert equal[2]["said_of_groups"] == []
-    assert equal[4]["said_of_groups"] == [
-        "2 context-parallel ranks cannot divide 1 group of keys and values: each group is held and sent 2 times",
-        "4 context-parallel ranks cannot divide 2 groups of keys and values: each group is held and sent 2 times",
-    ]
-
-
 @pytest.mark.parametrize("size, variant", [(2, "muon"), (2, "muon_zero2"), (4, "muon")])
 def test_muon_under_every_layout_equals_one_process(equal, size, variant):
     assert_close(equal[size][variant], equal[1]["muon"])
