@@ -132,11 +132,9 @@ def read_texts(
             raise chunk
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
         if bad := problems.first():
-            place, reason = bad
-            others = f", but {_other_keys(chunk, text_key)}" if reason == _no_key(text_key) else ""
-            repair = "repair, split or remove it"
-            fix = f"choose another text key, or {repair}" if others else repair
-            raise FileError(place, f"cannot be used: {reason}{others}", fix)
+            raise FileError(
+                bad[0], f"cannot be used: {bad[1]}", "repair, split or remove it, or choose another text key"
+            )
         for text in texts:
             yield text, chunk.position
 
@@ -176,7 +174,7 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     if not isinstance(record, dict):
         return "", "not a JSON object"
     if text_key not in record:
-        return "", _no_key(text_key)
+        return "", f"no key {text_key!r}"
     text = record[text_key]
     if not isinstance(text, str):
         return "", f"the value of {text_key!r} is not a string"
@@ -185,19 +183,6 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     except UnicodeEncodeError:
         return "", LONE_SURROGATE
     return (text, None) if text else ("", _EMPTY)
-
-
-def _no_key(text_key: str) -> str:
-    return f"no key {text_key!r}"
-
-
-def _other_keys(chunk: Chunk, text_key: str) -> str:
-    """Return the first keys of the first line of a chunk that lacks `text_key`, for a message."""
-    for line in filter(bytes.strip, _split_lines(chunk.payload)):
-        keys = parse_json(line)
-        if text_key not in keys:
-            return ", ".join(map(repr, list(keys)[:10])) or "none at all"
-    return "others"
 
 
 def _parse_text(raw: bytes | None | TooLarge) -> tuple[str, str | None]:

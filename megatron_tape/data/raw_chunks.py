@@ -4,7 +4,6 @@ This is the cheap half of reading; `documents.parse_chunk`, which may run in ano
 """
 
 import codecs
-import itertools
 import os
 import zlib
 from collections.abc import Iterator
@@ -19,8 +18,8 @@ DOCUMENT_BYTES = 12_000_000
 _COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 14}
 """Bytes that are decompressed at once. The output of gzip is bounded; zstd makes up to 512 MiB of these."""
 _BLOCK = 1 << 20
-_PARQUET_BYTES = 1 << 28
-"""The most bytes of a parquet file's strings that are decoded at once, unless a single one has more."""
+_ROWS = 64
+"""Rows of a parquet file that are decoded at once."""
 
 
 class UnreadableFile(FileError):
@@ -190,31 +189,26 @@ def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int)
 
     A cut-off stream loses its unfinished line.
     """
-    parts, newline = [], None  # newline is the part with the last one, and its end there
-    size = length = 0  # length is that of the unfinished line
-    is_too_large = False
+    rest = b""  # lines that are not yet enough for a chunk, and the beginning of one
+    is_too_large = False  # the line whose end is missing
     try:
         for block in blocks:
             if is_too_large:
                 _, found, block = block.partition(b"\n")
-                if not found:
-                    continue
-            if end := block.rfind(b"\n") + 1:
-                newline, length = (len(parts), end), -end
-            parts.append(block)
-            size, length = size + len(block), length + len(block)
-            is_too_large = length > document_bytes
-            if newline and (is_too_large or size >= chunk_bytes):
-                index, end = newline
-                yield from _bounded(b"".join((*parts[:index], parts[index][:end])), document_bytes)
-                parts, size, newline = [parts[index][end:], *parts[index + 1 :]], length, None
-            if is_too_large:
+                is_too_large = not found
+            rest += block
+            end = rest.rfind(b"\n") + 1
+            exceeds = len(rest) - end > document_bytes
+            if end and (exceeds or len(rest) >= chunk_bytes):
+                yield from _bounded(rest[:end], document_bytes)
+                rest = rest[end:]
+            if exceeds:
                 yield TooLarge(document_bytes)
-                parts, size, length = [], 0, 0
+                rest, is_too_large = b"", True
     except UnreadableFile:
-        yield from _bounded(b"".join(parts)[: size - length], document_bytes)
+        yield from _bounded(rest[: rest.rfind(b"\n") + 1], document_bytes)
         raise
-    yield from _bounded(b"".join(parts), document_bytes)
+    yield from _bounded(rest, document_bytes)
 
 
 def _bounded(lines: bytes, document_bytes: int) -> Iterator[bytes | TooLarge]:
@@ -241,10 +235,15 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
         with pyarrow.parquet.ParquetFile(path, buffer_size=_BLOCK) as file:
             _check_column(path, file.schema_arrow, text_key)
             row, rows = 1, max(file.metadata.num_rows, 1)
-            texts, size = [], 0
-            for found, found_bytes in _parquet_texts(file, path, text_key, document_bytes):
-                texts += found
-                size += found_bytes
+            texts: list[bytes | None | TooLarge] = []
+            size = 0
+            for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
+                # Bytes, so that invalid UTF-8 in one row is an error of that row only.
+                for value in batch.column(text_key).cast(pyarrow.large_binary()):
+                    raw = value.as_buffer()
+                    large = raw is not None and raw.size > document_bytes
+                    texts.append(TooLarge(document_bytes) if large else None if raw is None else raw.to_pybytes())
+                    size += 0 if raw is None else raw.size
                 if size >= chunk_bytes or len(texts) >= chunk_bytes:
                     reached = position + os.path.getsize(path) * (row + len(texts)) // rows
                     yield Chunk(path, "row", row, texts, reached)
@@ -264,77 +263,10 @@ def _check_column(path: str, schema: Any, text_key: str) -> None:
 
     names, fix = schema.names, "choose another text key"
     if text_key not in names:
-        others = f"only {names[:10]}{' and more' * (len(names) > 10)}" if names else "nor any other"
-        raise UnreadableFile(path, f"has no column {text_key!r}, {others}", fix)
+        raise UnreadableFile(path, f"has no column {text_key!r}, only {names[:10]}", fix)
     if names.count(text_key) > 1:
         raise UnreadableFile(path, f"has {names.count(text_key)} columns {text_key!r}", "rename all but one of them")
     column = schema.field(text_key).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
     if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise UnreadableFile(path, f"holds {column} in its column {text_key!r}, not strings", fix)
-
-
-def _parquet_texts(
-    file: Any, path: str, text_key: str, document_bytes: int
-) -> Iterator[tuple[list[bytes | None | TooLarge], int]]:
-    """Yield some rows at a time of a column of strings, and their size; those of several, at most `document_bytes`.
-
-    They are bytes, so that invalid UTF-8 in one row is an error of that row only.
-    """
-    import pyarrow
-
-    index = [file.schema.column(index).path for index in range(len(file.schema))].index(text_key)
-    # These offsets are of 4 bytes, and those of large_binary of 8. A view takes a tenth of the time of a cast.
-    is_string = file.schema_arrow.field(text_key).type == pyarrow.string()
-    for group in range(file.num_row_groups):
-        rows = _rows_at_once(path, file.metadata.row_group(group).column(index))
-        for batch in file.iter_batches(rows, row_groups=[group], columns=[text_key], use_threads=False):
-            values = batch.column(text_key)
-            values = values.view(pyarrow.binary()) if is_string else values.cast(pyarrow.large_binary())
-            _, offsets, content = values.buffers()
-            ends = memoryview(offsets).cast("i" if is_string else "q")[values.offset :][: len(values) + 1].tolist()
-            size = ends[-1] - ends[0]
-            if size <= document_bytes and values.null_count == 0:  # twice as fast as to_pylist()
-                content = memoryview(content or b"")
-                yield [bytes(content[start:end]) for start, end in itertools.pairwise(ends)], size
-                continue
-            for value in values:
-                raw = value.as_buffer()
-                size = 0 if raw is None else raw.size
-                large = size > document_bytes
-                yield [TooLarge(document_bytes) if large else None if raw is None else raw.to_pybytes()], size
-
-
-def _rows_at_once(path: str, column: Any) -> int:
-    """Return how many rows of a column chunk to decode at once: fewer where they may be large.
-
-    All rows may repeat the longest string of the dictionary, and every one of them is a copy. Raises UnreadableFile for
-    a dictionary that is too large; few writers make any of more than 1 MB.
-    """
-    stored = column.total_uncompressed_size
-    most = 64 if stored <= 2 * _PARQUET_BYTES else 8  # in a larger chunk, the longest rows may stand together
-    if "DELTA_BYTE_ARRAY" in column.encodings:  # each row may repeat the one before
-        longest = stored
-    else:
-        dictionary = _dictionary_bytes(path, column)
-        if dictionary > _PARQUET_BYTES:
-            problem = f"has a dictionary of {dictionary:,} bytes"
-            raise UnreadableFile(path, problem, "write it again without dictionaries")
-        longest = max(stored // max(column.num_values, 1), dictionary)
-    return min(max(_PARQUET_BYTES // max(longest, 1), 1), most)
-
-
-def _dictionary_bytes(path: str, column: Any) -> int:
-    """Return the size of a column chunk's dictionary when decompressed; see PageHeader in parquet.thrift."""
-    with open(path, "rb") as file:
-        file.seek(column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset)
-        header = file.read(8)
-    if not header.startswith(b"\x15\x04\x15"):  # the fields type, which is that of a dictionary, and size
-        return 0
-    size = shift = 0
-    for byte in header[3:]:  # a zigzag varint
-        size |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            break
-    return size >> 1

@@ -115,7 +115,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key)
     "task, settings, subject, said",
     [
         ("perplexity", {"data": "bad.jsonl"}, "bad.jsonl:2", "the value of 'text' is not a string"),
-        ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "no key 'body', but 'text'"),
+        ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "no key 'body'"),
         ("perplexity", {"data": "ids.bin", "lengths": [16]}, "ids.bin", "token 2 of document 0 is 300"),
         ("perplexity", {"data": "odd.bin"}, "odd.bin", "3 bytes"),
         ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "none has the 101 tokens"),

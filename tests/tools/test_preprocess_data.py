@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
 import tracemalloc
 
@@ -140,19 +139,6 @@ def test_blank_lines_are_no_documents_and_numbers_have_any_length(preprocess, tm
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": %b}\n' % number)
     error = preprocess(tmp_path / "bad.jsonl", "--overwrite", code=2).stderr
     assert f"{tmp_path}/bad.jsonl:3 cannot be used: the value of 'text' is not a string" in error
-    (tmp_path / "bad.jsonl").write_bytes(b'\n{"n": %b, "text": "a"}\n{"body": "a"}\n' % number)
-    with pytest.raises(FileError, match=r"bad\.jsonl:3 cannot be used: no key 'text', but 'body'"):
-        list(read_texts([str(tmp_path / "bad.jsonl")], "text"))
-
-
-def test_a_bad_line_in_a_pipe_is_named(preprocess, tmp_path):
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    lines = b'{"text": "a"}\n{"text": ""}\n{"text": "b"}\n'
-    writer = threading.Thread(target=(tmp_path / "pipe.jsonl").write_bytes, args=(lines,), daemon=True)
-    writer.start()
-    report = preprocess(tmp_path / "pipe.jsonl", "--on-error", "skip").stderr
-    assert f"skipped 1: empty text ({tmp_path}/pipe.jsonl:2)" in report
-    assert len(IndexedDataset(str(tmp_path / "out"))) == 2
 
 
 def cut_off(content):
@@ -203,9 +189,6 @@ def test_texts_are_read_from_every_type_of_strings_in_parquet(preprocess, texts,
     "table, problem",
     [
         (pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), "has 2 columns 'text'"),
-        (pa.table({}), "has no column 'text', nor any other"),
-        (pa.table({f"c{number}": ["a"] for number in range(1000)}), "'c9'] and more, so its rest"),
-        (pa.table({"text": [{"text": "a"}]}), "holds struct<text: string> in its column 'text', not strings"),
         (pa.table({"text": pa.array([b"a"])}), "holds binary in its column 'text', not strings"),
     ],
 )
@@ -213,19 +196,7 @@ def test_parquet_without_one_column_of_texts_is_refused(tmp_path, table, problem
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(FileError) as caught:
         list(read_texts([str(tmp_path / "a.parquet")], "text"))
-    assert problem.removesuffix(", so its rest") in str(caught.value) and len(str(caught.value)) < 400
-
-
-def test_a_text_that_all_rows_of_parquet_repeat_is_not_copied_for_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw_chunks, "_PARQUET_BYTES", 1 << 24)
-    values = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["a" * (1 << 22)]))
-    options = {"write_statistics": False, "dictionary_pagesize_limit": 1 << 23}
-    pa.parquet.write_table(pa.table({"text": values}), tmp_path / "a.parquet", compression="zstd", **options)
-    pool = pa.default_memory_pool()
-    before = pool.bytes_allocated()
-    for chunk in raw_chunks.read_chunks([str(tmp_path / "a.parquet")], "text", 1 << 18, 1 << 22):
-        assert [len(text) for text in chunk.payload] == [1 << 22]
-        assert pool.bytes_allocated() - before < 1 << 27
+    assert problem in caught.value.problem
 
 
 def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
@@ -310,17 +281,6 @@ def test_a_document_that_the_tokenizer_cannot_encode_is_named(preprocess, tmp_pa
     error = preprocess(*arguments, code=2).stderr
     assert f"error: {tmp_path}/a.jsonl:{number}: {tmp_path}/tokenizer.json cannot encode a text (" in error
     assert "Traceback" not in error and files_in(tmp_path) == ["a.jsonl", "tokenizer.json"]
-
-
-def test_a_worker_without_memory_names_the_documents(monkeypatch, tmp_path):
-    def fails(self, texts):
-        raise MemoryError
-
-    write_lines(tmp_path / "a.jsonl", ["a"])
-    monkeypatch.setattr(Characters, "encode_batch", fails)
-    encoding = preprocessing.Encoding(Characters(), "text", True)
-    with pytest.raises(ChildProcessError, match=r"lacks memory for the documents from .*a\.jsonl:1 on; use fewer"):
-        list(preprocessing.encode_files([str(tmp_path / "a.jsonl")], encoding, 1, 1))
 
 
 def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_path):
