@@ -175,20 +175,18 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
     try:
         store.wait(keys, timedelta(seconds=max(0.1, options.timeout - (time.monotonic() - imported))))
     except RuntimeError:
-        silent: dict[tuple[str, ...], list[int]] = {}
-        for rank, key in enumerate(keys):
-            if not store.check([key]):
-                silent.setdefault(tuple(_nodes_of([rank], options, size)), []).append(rank)
-        if silent:
-            return [_silence(place, ranks, options.timeout) for place, ranks in silent.items()]
+        if silent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            places = _nodes_of(silent, options, size)
+            where = f" on {', '.join(places[:SHOWN])}" if places else ""
+            which = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent[:SHOWN]))}"
+            return [nodes.Problem(f"{which}{where} did not answer within {options.timeout:g} s", tuple(places))]
     gathered = [json.loads(facts) for facts in store.multi_get(keys)]
     by_node = {facts["node"]: facts for facts in gathered if "versions" in facts}
     plan = Plan(config, size)
     needed = memory(plan).peak
     problems = nodes.differences(by_node)
     if home is not None:
-        kept = config.checkpoint.keep, config.checkpoint.keep_every
-        problems += nodes.directory_problems(by_node, home, token, checkpoint_bytes(plan), *kept)
+        problems += nodes.directory_problems(by_node, home, token, checkpoint_bytes(plan), config.checkpoint.keep)
         for path in home.glob("preflight*"):
             path.unlink(missing_ok=True)
     unused = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
@@ -206,8 +204,6 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
             problems.append(nodes.Problem(sentence, mistake=True))
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}
         problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed)
-        for warning in nodes.gpu_warnings(gpus, needed):
-            print(f"warning: preflight: {warning}", file=sys.stderr, flush=True)
     return problems
 
 
@@ -219,13 +215,6 @@ def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
     problem = f"{', '.join(found)}: other nodes cannot reach the address that this node's own name resolves to"
     fix = "set TAPE_NETWORK_INTERFACE in slurm/site.env, or mend /etc/hosts there"
     return [nodes.Problem(f"{problem}; {fix}", found, mistake=len(found) == len(by_node))]
-
-
-def _silence(place: tuple[str, ...], ranks: list[int], timeout: float) -> nodes.Problem:
-    together = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    which = f"{ranks[0]} to {ranks[-1]}" if together else ", ".join(map(str, ranks))
-    where = "".join(f" on {node}" for node in place)
-    return nodes.Problem(f"rank{'s' * (len(ranks) > 1)} {which}{where} did not answer within {timeout:g} s", place)
 
 
 def _in_words(problems: list[nodes.Problem]) -> str:
@@ -247,8 +236,8 @@ def _gpu(torch) -> dict[str, Any] | None:
     index = local_rank()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
-    free, total = torch.cuda.mem_get_info(index)
-    return {"name": torch.cuda.get_device_name(index), "free": free, "total": total}
+    properties = torch.cuda.get_device_properties(index)
+    return {"name": properties.name, "total": properties.total_memory}
 
 
 def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, say) -> None:

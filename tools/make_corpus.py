@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import LONE_SURROGATE, Problems, document_bytes_option
-from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, TooLarge
+from megatron_tape.data.raw_chunks import TooLarge
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import atomic_output
 
@@ -40,7 +40,7 @@ def main() -> None:
         if arguments.source == "stdlib":
             records = standard_library(arguments.shuffle)
         elif arguments.source == "folders":
-            records = folders(arguments.directory, arguments.suffixes, arguments.shuffle, most)
+            records = folders(arguments.directory, arguments.suffixes, arguments.shuffle)
         else:
             records, total = hub_texts(arguments), arguments.max_documents
         progress, problems = command_line.Progress(total), Problems()
@@ -79,14 +79,11 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
             yield {"text": text, "path": name}
 
 
-def folders(
-    root: Path, suffixes: Sequence[str], seed: int | None = None, document_bytes: int = DOCUMENT_BYTES
-) -> Iterator[dict[str, str]]:
+def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Iterator[dict[str, str]]:
     """Yield {"text", "path"} of each folder below `root`: its files with these suffixes by name, each below its path.
 
     Hidden folders, those of installed packages, and files that are not text are left out. The order is that of
-    `standard_library`. A file of more than `document_bytes` is left out, too, and of files that have more together no
-    more are read than show that. Raises OSError for what cannot be read.
+    `standard_library`. Raises OSError for what cannot be read.
     """
     if not root.is_dir():
         raise FileError(str(root), "is no directory", "give the folder that holds the files")
@@ -95,35 +92,23 @@ def folders(
         below[:] = [name for name in below if not name.startswith(".") and name not in _EXCLUDED]
         found = [Path(place, name) for name in sorted(names) if name.endswith(tuple(suffixes))]
         if found := [path for path in found if path.is_file()]:
-            files[_name(Path(place).relative_to(root))] = found
+            files[Path(place).relative_to(root).as_posix()] = found
     if not files:
         raise FileError(str(root), f"has no files that end in {' or '.join(suffixes)}", "choose others with --suffixes")
     for folder in _in_order(files, seed):
-        texts, size = [], 0
+        texts = []
         for path in files[folder]:
-            name = _name(path.relative_to(root))
-            is_large = path.stat().st_size > document_bytes
-            text = None if is_large else _source(path)
+            name, text = path.relative_to(root).as_posix(), _source(path)
             if text is None:
-                command_line.say(
-                    f"{name} {f'has {TooLarge(document_bytes)}' if is_large else 'is not text'} and is left out"
-                )
+                command_line.say(f"{name} is not text and is left out")
             elif text:
                 texts.append(f"# {name}\n{text}")
-                size += len(texts[-1])
-                if size > document_bytes:
-                    break
         if texts:
             yield {"text": "\n".join(texts), "path": folder}
 
 
 def _stop(error: OSError) -> None:
     raise error
-
-
-def _name(path: Path) -> str:
-    """Return a path as valid Unicode, whatever bytes the file system has for it."""
-    return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
 
 
 def _in_order(names: Iterable[str], seed: int | None) -> list[str]:

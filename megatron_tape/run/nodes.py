@@ -84,17 +84,14 @@ def _directory_facts(home: Path) -> dict[str, Any]:
 
 def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
     """Return a problem for each difference from most nodes in versions, code or data; `nodes` maps names to facts."""
-    found, side = [], None
+    found = []
     for kind in ("versions", "data"):
         for key in {key: None for facts in nodes.values() for key in facts[kind]}:
             values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
             counts = Counter(values.values())
             tied = [value for value, count in counts.items() if count == max(counts.values())]
-            # Without a majority nobody knows who differs, so each start leaves out another side, the same for all keys.
+            # Without a majority nobody knows who differs, so each start leaves out another side.
             usual = tied[restart_count() % len(tied)]
-            if len(tied) > 1:
-                usual = values[side] if side and values[side] in tied else usual
-                side = side or next(node for node, value in values.items() if value == usual)
             unreadable = [node for node, value in values.items() if value.startswith("not readable")]
             if kind == "data" and unreadable:
                 found.append(Problem(f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}", tuple(unreadable)))
@@ -114,13 +111,11 @@ def directory_problems(
     token: str,
     checkpoint_bytes: int,
     keep: int,
-    keep_every: int | None = None,
 ) -> list[Problem]:
     """Return a problem for each node where the checkpoint directory is not shared or writable, or if it lacks space.
 
     If there are several other nodes and none of them sees rank 0's directory, it was never shared, which is a mistake.
-    There must be room for two checkpoints, or for one if the next save will remove one, that is, if `keep` exist and
-    the older ones are not all kept for good as those of every `keep_every`-th step.
+    There must be room for two checkpoints, or for one if `keep` exist, since the next save then removes one.
     """
     root, found = home.parent, []
     blind = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
@@ -133,9 +128,7 @@ def directory_problems(
         elif directory["token"] != token or not (home / directory["wrote"]).is_file():
             sentence = f"{node}: checkpoint.directory {root} is another directory there; choose a shared one"
             found.append(Problem(sentence, (node,), local))
-    older = list_checkpoints(root)[keep - 1 :]
-    removes = any(keep_every is None or step % keep_every for step, _ in older)
-    needed = (1 if removes else 2) * checkpoint_bytes
+    needed = (1 if len(list_checkpoints(root)) >= keep else 2) * checkpoint_bytes
     free = shutil.disk_usage(root).free
     if free < needed:
         found.append(
@@ -150,8 +143,8 @@ def directory_problems(
 def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int) -> list[Problem]:
     """Return a problem for each missing GPU and each GPU with less than `needed` bytes of memory.
 
-    Too little memory is a mistake if every GPU has too little. `gpus` maps each node to the `name` and the `free` and
-    `total` bytes of its ranks' devices.
+    Too little memory is a mistake if every GPU has too little. `gpus` maps each node to the `name` and the `total`
+    bytes of its ranks' devices.
     """
     found = []
     too_small = all(device["total"] < needed for devices in gpus.values() for device in devices)
@@ -167,14 +160,3 @@ def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: i
                 )
                 found.append(Problem(sentence, (node,), too_small))
     return found
-
-
-def gpu_warnings(gpus: dict[str, list[dict[str, Any]]], needed: int) -> list[str]:
-    """Return a warning for each GPU that is large enough but has too little free memory (see `gpu_problems`)."""
-    return [
-        f"{node}: GPU {index} has {device['free'] / GIB:.1f} of {device['total'] / GIB:.1f} GiB free, and the run "
-        f"needs about {needed / GIB:.1f}; is another program using it?"
-        for node, devices in gpus.items()
-        for index, device in enumerate(devices)
-        if device["free"] < needed <= device["total"]
-    ]
