@@ -100,13 +100,10 @@ class Save:
                 action()
 
         self._thread = threading.Thread(target=run, name="save", daemon=True) if in_thread else None
-        try:
-            if self._thread is not None:
-                self._thread.start()
-                return
-        except RuntimeError:  # the system's limit of threads; the other ranks need this rank's part nonetheless
-            self._thread = None
-        run()
+        if self._thread is None:
+            run()
+        else:
+            self._thread.start()
 
     def _end(self) -> None:
         if self._thread is not None:

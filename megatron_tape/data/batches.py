@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 """Signals that schedulers and terminals send to every process of a run, but only the training process handles."""
 
-_INDEX_BYTES = 12
-"""What Megatron's index takes for every sequence, at least: a place in the shuffled order, a document and an offset."""
-
 
 @dataclass(frozen=True)
 class Batches:
@@ -223,14 +220,6 @@ def build_batches(
         return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples, remaining)
     check_descriptors(config)
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    refuse(
-        _INDEX_BYTES * samples.stop > memory,
-        ("train.steps", "train.global_batch_size"),
-        f"is {train.steps:,}, for which {samples.stop:,} sequences are indexed, {consumed:,} of them consumed already: "
-        f"{_INDEX_BYTES * samples.stop / 1e9:,.0f} GB, more than the node's memory of {memory / 1e9:,.0f} GB",
-        "lower either, or continue another checkpoint",
-    )
     speaks = layout.rank == 0
     if speaks:
         logger.info("building the index of %s training sequences", f"{samples.stop:,}")

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from configurations import model_config
 
-from megatron_tape.checkpoint.index import readers, shard_of, share, tensor_file, writers
+from megatron_tape.checkpoint.index import readers, shard_of, tensor_file, writers
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
 
@@ -48,21 +48,6 @@ def test_a_large_checkpoint_is_spread_evenly_over_at_most_as_many_files_as_asked
     assert max(files.values()) <= total / len(files) + largest
     if limit in (None, 8, 64):
         assert max(files.values()) < 1.1 * total / len(files)
-
-
-def test_a_small_checkpoint_has_one_file_for_each_tensor_parallel_rank():
-    assert set(writers({"a": 100, "b": 50}, 2, 8, None).values()) == {0}
-    assert writers({"a": 100, "b": 50, "c": 49}, 2, 8, 4) == {"a": 0, "b": 4, "c": 4}
-    assert writers({}, 1, 4, None) == {}
-
-
-def test_shares_differ_by_at_most_the_largest_item_and_lie_far_apart():
-    sizes = {f"item {number}": 7 * number % 31 for number in range(100)}
-    loads = Counter()
-    for name, rank in share(sizes, 64, 8).items():
-        loads[rank] += sizes[name]
-    assert sorted(loads) == list(range(0, 64, 8))
-    assert max(loads.values()) - min(loads.values()) <= max(sizes.values())
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4, 8, 16, 64])

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from configurations import make_alone
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from models import build, random_tokens, small_model
 from safetensors.torch import load, load_file, save_file
 from safetensors.torch import save as safetensors_bytes
@@ -177,26 +177,13 @@ def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_pa
     assert all(torch.equal(again[key], before[key]) for key in before)
 
 
-def test_a_save_in_the_background_that_gets_no_thread_is_written_at_once(saved, tmp_path, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    writer = writer_in(saved[0], tmp_path)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    save = writing.Save(writer, 1, 4, {}, in_thread=True)
-    assert not save.busy and save.advance() is None
-    assert directories.problems(save.advance()) == []
-
-
 @pytest.mark.parametrize(
     "change, problem",
     [
         (lambda places: places[NAME].update(shape=[32, 64]), f"holds {NAME} of shape [32, 64]"),
-        (lambda places: places[NAME].update(shape=[1, 32]), f"holds {NAME} of shape [1, 32]"),
         (lambda places: places[NAME].update(offset=10**9), "begins at byte 1000000000 of"),
         (lambda places: places[NAME].update(offset=-4), "offset is -4"),
         (lambda places: places[NAME].update(shape=[2**40, 2**40]), f"says that {NAME} of shape [1099511627776, "),
-        (lambda places: places[NAME].update(shape=[-8, -4]), "shape[0] is -8"),
         (lambda places: places.pop(NAME), f"holds no {NAME}"),
         (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "holds no exp_avg/"),
     ],
@@ -209,21 +196,13 @@ def test_an_index_that_does_not_fit_is_refused_despite_a_right_manifest(saved, d
     assert problem in error.value.problem and error.value.subject.startswith(str(checkpoint.path))
 
 
-@pytest.mark.parametrize("name", ["tensors-tp01-dp00000.safetensors", "tensors-tp00-dp00007.safetensors", "../x"])
+@pytest.mark.parametrize("name", ["tensors-tp00-dp00007.safetensors", "../x"])
 def test_an_index_that_names_another_file_is_refused(damaged, name):
     checkpoint = damaged(INDEX)
     index = read_index(checkpoint.path, 1)
     write_record(checkpoint.path / INDEX, {"files": {name: index[TENSORS]}})
     with pytest.raises(CheckpointError, match=f"names {name}, which is no file of this checkpoint"):
         read_index(checkpoint.path, 1)
-
-
-def test_a_tensor_that_one_of_the_saving_ranks_lacks_is_refused(saved, damaged):
-    checkpoint = damaged(INDEX)
-    checkpoint.state["tensor_model_parallel_size"] = 2
-    with pytest.raises(CheckpointError) as error:
-        load_weights(checkpoint, saved[0].module, saved[0].layout)
-    assert "only some tensor-parallel ranks" in error.value.problem
 
 
 def rank_0s(change):
@@ -243,18 +222,9 @@ def rank_0s(change):
     "change",
     [
         lambda t: t.pop("lengths"),
-        lambda t: t.update(lengths=t["lengths"] - 1),
-        lambda t: t.update(lengths=t["lengths"] * 0 - 3),
         lambda t: t.update(states=torch.zeros_like(t["states"])),
-        lambda t: t.update(states=t["states"][0].clone()),
-        lambda t: t.update(states=t["states"][:0].clone()),
-        rank_0s(lambda tensors, text: tensors.pop("torch")),
         rank_0s(lambda tensors, text: tensors.update(torch=tensors["torch"][:-1].clone())),
-        rank_0s(lambda tensors, text: tensors.update(numpy=tensors["numpy"][:3].clone())),
-        rank_0s(lambda tensors, text: text.update(python="[]")),
         rank_0s(lambda tensors, text: text.update(python="[3, [1, 2], null]")),
-        rank_0s(lambda tensors, text: text.update(python="[" * 100_000)),
-        rank_0s(lambda tensors, text: text.update(numpy='{"kind": 1}')),
     ],
 )
 def test_random_states_that_cannot_be_restored_are_refused(saved, damaged, change):
@@ -287,16 +257,3 @@ def test_random_streams_that_a_gpu_wrote_begin_anew_on_a_cpu_and_the_others_go_o
     assert "model-parallel-rng were saved on another kind of device" in caplog.text
     with get_cuda_rng_tracker().fork():
         torch.rand(1)
-
-
-def test_random_streams_that_a_cpu_wrote_begin_anew_on_a_gpu(saved, monkeypatch, caplog):
-    state = random_states.random_state()
-    streams = {name: state_of_a_gpu(seed) for seed, name in enumerate(get_cuda_rng_tracker().get_states())}
-    tracker = CudaRNGStatesTracker()
-    tracker.set_states(dict(streams))
-    monkeypatch.setattr(random_states, "get_cuda_rng_tracker", lambda: tracker)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with caplog.at_level("INFO"):
-        random_states.set_random_state(state)
-    assert tracker.get_states() == streams
-    assert "model-parallel-rng were saved on another kind of device" in caplog.text

@@ -150,20 +150,6 @@ def test_a_stage_begins_with_a_step_while_the_batch_grows():
     assert [stage.start for stage in stages] == [0, 46]
 
 
-def test_where_a_stage_begins_is_said_and_checked_after_the_batch_size_was_changed(folder, build, caplog):
-    """Of 160 sequences, the last 28 begin at 132: 28 steps of 4 after 10 steps of 2, or not at all."""
-    caplog.set_level("INFO", "megatron_tape")
-    config = build(f"{folder}/a", stages=[StageSettings(prefix=f"{folder}/b", share=0.175)]).config
-    layout = initialize_distributed(1)
-    build_batches(config, layout, step=10, consumed=20)
-    assert caplog.messages[-1].startswith("from step 39 on")
-    with pytest.raises(
-        ConfigError, match="begins its last stage after 132 sequences, but this run ends after 130"
-    ) as e:
-        build_batches(config, layout, step=20, consumed=50)
-    assert e.value.key == "data.stages"
-
-
 def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(folder, build, monkeypatch, tmp_path):
     prefixes = {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
     expected = [tokens_of(build(prefix).train, 160) for prefix in (f"{folder}/a", prefixes)]
@@ -180,28 +166,6 @@ def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(folde
             assert (dataset.indices, dataset.document_index, dataset.shuffle_index) == (None, None, None)
         assert tokens_of(built, 160) == tokens
     assert sorted((tmp_path / "cache").iterdir()) == cached
-
-
-def test_only_rank_0_decides_what_the_splits_are_drawn_from(folder, build, monkeypatch):
-    planned = []
-
-    def broadcast(values, src):
-        if values[0] is None:
-            values[0] = planned[-1]
-        planned.append(values[0])
-
-    monkeypatch.setattr(megatron_datasets.dist, "broadcast_object_list", broadcast)
-    initialize_distributed(1)
-    config = build([f"{folder}/small", f"{folder}/a"], seq_length=256).config
-    with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
-        build([f"{folder}/small", f"{folder}/a"], seq_length=512)
-    monkeypatch.setattr(megatron_datasets.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(megatron_datasets, "_plan", lambda *given: pytest.fail("another rank reads an index"))
-    with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
-        megatron_datasets.plan_for_all(config, True)
-    del planned[1:]
-    found = megatron_datasets.plan_for_all(config, True)
-    assert found.splits == [([f"{folder}/a"], found.splits[0][1])] * 2 and len(found.identity) == 4
 
 
 def test_a_dataset_that_vanishes_after_its_checks_ends_every_rank_in_one_sentence(folder, build, monkeypatch):
@@ -273,9 +237,3 @@ def test_loader_processes_end_when_their_parent_says_so(folder, build):
     wait_until_gone(workers)
     assert [worker.exitcode for worker in workers] == [0, 0]
     batches.close()
-
-
-def test_more_sequences_than_memory_holds_an_index_of_are_refused_before_it_is_built(folder, build):
-    built = build(f"{folder}/a")
-    with pytest.raises(ConfigError, match=r"train.steps is 40, for which 100,000,000,000,120 sequences .* more than"):
-        build_batches(built.config, built.layout, step=10, consumed=10**14)

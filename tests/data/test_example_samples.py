@@ -55,10 +55,6 @@ def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_
     ]
 
 
-def test_inputs_may_enter_the_loss_too(make):
-    assert sequences(sample_source(make(loss_on="all"), validation=True), 1)[0][1] == [2, 3, 9, 4, EOD]
-
-
 def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decides(make):
     found, again = (sequences(sample_source(make(), validation=False), 30) for _ in range(2))
     assert found == again

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from datasets_for_tests import write_documents
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tool_runs import read_pair
 
 from megatron_tape.data import indexed_dataset
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, token_dtype
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
 from megatron_tape.errors import FileError
 
 
@@ -39,11 +39,6 @@ def test_documents_of_several_sequences_are_read(tmp_path):
     assert [reader.document(i).tolist() for i in range(len(reader))] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
     assert reader.document_lengths().tolist() == [5, 4]
     assert list(reader.problems(vocab_size=9)) == []
-
-
-@pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 128256])
-def test_token_dtype_is_megatrons_choice(vocab_size):
-    assert token_dtype(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size))
 
 
 def test_new_and_old_files_never_make_a_pair(tmp_path, documents, monkeypatch):
@@ -92,10 +87,7 @@ def small_blocks(monkeypatch):
         ("lengths", 2500, -1, "sequence 2500 has a negative length"),
         ("lengths", 2999, 7, "bytes where the index counts"),
         ("pointers", 1000, 3, "the pointer of sequence 1000 is 3, not where its predecessor ends"),
-        ("pointers", 2999, -8, "the pointer of sequence 2999 is -8"),
         ("document_indices", 1000, 2000, "the document indices do not rise from 0 to the 3000 sequences"),
-        ("document_indices", 999, 1001, "the document indices do not rise"),
-        ("document_indices", 0, 1, "the document indices do not rise"),
         ("document_indices", 3000, 2999, "the document indices do not rise"),
     ],
 )

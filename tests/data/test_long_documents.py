@@ -122,14 +122,6 @@ def test_datasets_keep_their_proportions_among_long_documents_and_among_the_othe
     assert drawn == pytest.approx(200 * long["books"] / sum(long.values()), abs=1)
 
 
-def test_settings_do_not_share_cached_indices(configure, lengths, tmp_path):
-    for minimum in (64, 40, 50):
-        rows = tokens_of(build(configure(["books"], minimum, 0.5)))
-        sizes = [sizes for _, _, sizes in origins(rows, lengths)]
-        assert sum((of_row < minimum).all() for of_row in sizes) == sum((of_row >= minimum).all() for of_row in sizes)
-    assert len(list((tmp_path / "cache").glob("*/*ShorterDocuments-train-document_index.npy"))) == 3
-
-
 def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
     config = configure(["books", "web"], 64, 0.6)
     whole = tokens_of(build(config))
@@ -183,16 +175,10 @@ def messages(caplog, level):
     return [record.getMessage() for record in caplog.records if record.levelname == level]
 
 
-@pytest.mark.parametrize(
-    "minimum, share, repeated, fix",
-    [(140, 0.9, "at least 140", "lower the share or the minimum"),
-     (30, 0.1, "less than 30", "raise the share or the minimum")],
-)  # fmt: skip
-def test_a_part_that_is_repeated_often_is_warned_about_with_the_fix(configure, caplog, minimum, share, repeated, fix):
-    build(configure(["books"], minimum, share, steps=200))
+def test_a_part_that_is_repeated_often_is_warned_about(configure, caplog):
+    build(configure(["books"], 140, 0.9, steps=200))
     (warning,) = messages(caplog, "WARNING")
-    assert re.search(rf"repeats the \d+ documents of {repeated} tokens in .*books \d+\.\d times", warning)
-    assert warning.endswith(f"{fix}, train fewer steps, or add such documents")
+    assert re.search(r"repeats the \d+ documents of at least 140 tokens in .*books \d+\.\d times", warning)
 
 
 def test_passes_are_those_of_the_batches(configure, lengths, caplog):
@@ -213,7 +199,6 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
     "names, minimum, share, key, said",
     [
         (["web"], 64, 0.6, "minimum", "of 360 documents the longest has 59 tokens"),
-        (["web", "notes"], 64, 0.6, "minimum", "at least 64 tokens in the largest dataset hold 0 tokens"),
         (["books"], 20, 0.6, "share", "less than 20 tokens"),
     ],
 )

@@ -143,11 +143,10 @@ def test_inspection_names_the_tokenizer_and_refuses_another(preprocess, tmp_path
 
 def test_a_malformed_origin_is_one_sentence(preprocess):
     prefix = preprocess("out")
-    for content in ("{", "[]", '{"tokenizer": []}'):
-        with open(f"{prefix}.origin", "w") as file:
-            file.write(content)
-        with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file, or make the dataset"):
-            check_tokenizer([prefix], None, "")
+    with open(f"{prefix}.origin", "w") as file:
+        file.write('{"tokenizer": []}')
+    with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file, or make the dataset"):
+        check_tokenizer([prefix], None, "")
 
 
 def documents(*ends):
@@ -159,13 +158,9 @@ def documents(*ends):
     "ends",
     [
         [None, *[EOD] * 40],
-        [*[EOD] * 40, None],
-        [EOD, *[7] * 40],
         [*[EOD] * 40, 7],
-        [None, 7, *[EOD] * 40],
         [EOD, None] * 300 + [7],
         [EOD] * 500 + [7] * 500,
-        [EOD, 7] * 256 + [EOD],
         [EOD, 7, 7, 7] * 256 + [EOD],
     ],
 )
@@ -178,15 +173,6 @@ def test_the_ends_of_documents_are_looked_at_throughout_a_dataset(tmp_path, toke
     with pytest.raises(ConfigError, match="does not end in the end-of-document token 63") as error:
         check_datasets(config)
     assert ends[int(re.search(r"document (\d+) of", str(error.value))[1])] == 7
-
-
-def test_documents_cannot_end_where_no_token_ends_them(tmp_path, tokenizers):
-    write_dataset(tmp_path / "a")
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "tokenizer.json").write_text((tmp_path / "own.json").read_text())
-    (tmp_path / "none" / "tokenizer_config.json").write_text('{"eos_token": null}')
-    with pytest.raises(ConfigError, match="none, which has no end-of-document token, that documents could end in"):
-        check_datasets(settings({"none": str(tmp_path / "none")}, str(tmp_path / "a"), "none"))
 
 
 def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp_path, capsys):
@@ -209,13 +195,3 @@ def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp
     with pytest.raises(ConfigError) as error:
         check_same_data(settings(tokenizers, one, packed=False, data__stages=stages), saved, tmp_path / "step-1")
     assert error.value.subject == "data.stages"
-
-
-def test_examples_that_were_replaced_are_noticed(tokenizers, tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"input": "w1", "output": "w2"}\n')
-    config = make(data__prefix=None, data__tokenizer=tokenizers["own"], data__examples={"path": str(path)})
-    saved = fingerprints(config)
-    path.write_text('{"input": "w1", "output": "w3"}\n')
-    with pytest.raises(ConfigError, match="^data.examples has changed since"):
-        check_same_data(config, saved, tmp_path)

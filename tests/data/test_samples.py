@@ -2,14 +2,13 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from configurations import make
 from models import build, small_model
 
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.samples import padded_sample, sample_source
+from megatron_tape.data.samples import sample_source
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.synthetic import Addition, random_of
 
@@ -18,13 +17,6 @@ def settings(**changes):
     data = {"data__prefix": None, "data__tokenizer": None, "data__generator": {"task": "addition", "digits": 4}}
     train = {"train__global_batch_size": 8, "train__eval_interval": 1, "train__eval_steps": 2}
     return make(small_model(), **data | train | changes)
-
-
-def test_labels_are_the_next_tokens_and_padding_is_never_in_the_loss():
-    sample = padded_sample(np.array([3, 1, 2, 5]), np.array([True, False, True, True]), 6)
-    assert sample["tokens"].tolist() == [3, 1, 2, 5, 0, 0]
-    assert sample["labels"].tolist() == [1, 2, 5, 0, 0, 0]
-    assert sample["loss_mask"].tolist() == [False, True, True, False, False, False]
 
 
 def test_samples_are_those_of_the_generator_and_validation_has_others():

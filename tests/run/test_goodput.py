@@ -59,12 +59,6 @@ def test_steps_after_the_one_from_which_a_later_attempt_went_on_are_repeated_one
     assert totals(tmp_path, until=300)[BETWEEN] == 10 + 50
 
 
-def test_an_attempt_that_never_trained_leaves_the_steps_before_it_as_they_are(tmp_path):
-    record(tmp_path, 1, 0, 20, since=20, began=10, from_step=0, step=10, stages={"training": 10.0})
-    record(tmp_path, 2, 30, 70, since=40, stage="reading the checkpoint", step=0)
-    assert totals(tmp_path) == {KEPT: 10.0, START: 10.0 + 40, BETWEEN: 10.0}
-
-
 @pytest.mark.parametrize("outcome, limit", [("hung", 1000.0), ("failed", 29.0)])
 def test_the_silence_before_a_hang_ends_is_a_stall(tmp_path, outcome, limit):
     stages = {"training": 40.0}
@@ -79,11 +73,6 @@ def test_a_killed_attempt_ended_with_its_last_heartbeat_or_when_the_next_one_beg
     record(tmp_path, 2, 40, time=90, **beat | {"since": 60, "began": 50, "from_step": 4, "step": 8})
     record(tmp_path, 3, 80)
     assert totals(tmp_path) == {KEPT: 10.0 + 5 + 10 + 20, START: 20.0, BETWEEN: 15.0}
-
-
-def test_a_run_without_records_of_time_has_no_shares(tmp_path):
-    record(tmp_path, 1, 1000)
-    assert totals(tmp_path) == {} and shares(seconds_by_kind(read_attempts(tmp_path))) == {}
 
 
 def test_a_watch_counts_each_stage_from_the_beginning_of_training(tmp_path, monkeypatch):

@@ -101,19 +101,6 @@ def test_a_file_torn_at_any_byte_resumes(tmp_path, monkeypatch):
         assert (tmp_path / "metrics.jsonl").read_bytes() == whole
 
 
-def test_an_interrupted_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
-    write(tmp_path, [10, 20, 30])
-    whole = (tmp_path / "metrics.jsonl").read_bytes()
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        plain(tmp_path, resume_step=10)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
-
-
 def test_the_console_line_names_everything_once(tmp_path, capsys):
     times = iter([0.0, 30.0])
     writer = plain(tmp_path, clock=lambda: next(times))
@@ -123,15 +110,6 @@ def test_the_console_line_names_everything_once(tmp_path, capsys):
         "step  10/100 | loss 2.5000 | grad norm 0.500 | lr 1.000e-03 | 12,345 tokens/s | 1.50 TFLOP/s | ETA 0:04:30"
         " | validation loss 2.0000, perplexity 7.39\n"
     )
-
-
-def test_the_time_left_follows_the_recent_steps_and_forgets_a_slow_start(tmp_path, capsys):
-    times = iter([0.0, 1000.0, *(1000.0 + step for step in range(2, 41))])
-    writer = plain(tmp_path, clock=lambda: next(times))
-    for step in range(1, 41):
-        writer.log(step, SCALARS)
-    writer.close()
-    assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 0:01:00")
 
 
 def test_the_time_left_counts_sequences_as_a_ramp_makes_later_steps_larger(tmp_path, capsys):
@@ -204,41 +182,12 @@ def test_many_attempts_leave_each_step_once(tmp_path):
     assert curve(tmp_path) == expected
 
 
-def test_a_fresh_run_keeps_no_event(tmp_path):
-    write(tmp_path, [1, 2], tensorboard=True)
-    write(tmp_path, [5], tensorboard=True)
-    assert curve(tmp_path) == [(5, 2.5)]
-
-
 def test_the_event_file_of_a_killed_attempt_is_read_as_far_as_it_goes(tmp_path):
     write(tmp_path, [1, 2], tensorboard=True)
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-3])
     write(tmp_path, [3], tensorboard=True, resume_step=2)
     assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
-
-
-def test_what_was_logged_before_a_sync_is_in_the_event_file(tmp_path):
-    writer = MetricsWriter(tmp_path, 4)
-    for step in (1, 2, 3):
-        writer.log(step, SCALARS)
-    writer.sync()
-    assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
-    writer.close()
-
-
-def test_tensorboard_is_given_up_with_a_warning_where_its_file_cannot_be_written(tmp_path, monkeypatch, caplog):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    writer = MetricsWriter(tmp_path, 100)
-    monkeypatch.setattr(RecordWriter, "write", full)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    for step in (1, 2, 3):
-        writer.log(step, SCALARS)
-        writer.sync()
-    writer.close()
-    assert caplog.text.count("TensorBoard shows nothing until") == 1 and steps(tmp_path) == [1, 2, 3]
 
 
 def test_tensorboard_goes_on_at_the_first_sync_after_there_is_room_again(tmp_path, monkeypatch, caplog):
@@ -256,13 +205,6 @@ def test_tensorboard_goes_on_at_the_first_sync_after_there_is_room_again(tmp_pat
     writer.close()
     shown = [step for step, _ in curve(tmp_path)]
     assert shown[-1] == 6 and shown == sorted(set(shown))
-
-
-def test_a_running_tensorboard_forgets_the_steps_past_a_resume(tmp_path):
-    write(tmp_path, [1, 2, 3, 4], tensorboard=True)
-    watching = events(tmp_path)
-    write(tmp_path, [3], tensorboard=True, resume_step=2)
-    assert [event.step for event in watching.Reload().Scalars("train/loss")] == [1, 2, 3]
 
 
 class Disk:

@@ -5,7 +5,6 @@ import shutil
 import pytest
 from configurations import make
 
-from megatron_tape.io import files, versions
 from megatron_tape.run import nodes
 
 
@@ -105,31 +104,3 @@ def test_missing_and_small_gpus_are_named():
     assert weak.sentence.startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0")
     assert weak.nodes == ("b",) and not weak.mistake
     assert all(problem.mistake for problem in nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib))
-
-
-def test_fingerprints_differ_where_bytes_differ(tmp_path):
-    small, other = tmp_path / "small", tmp_path / "other"
-    small.write_bytes(b"x" * 1000)
-    other.write_bytes(b"x" * 999 + b"y")
-    assert files.fingerprint(small) != files.fingerprint(other)
-    large, size = tmp_path / "large", files.BLOCKS << 18
-    with open(large, "wb") as file:
-        file.truncate(size + 1)
-    before = files.fingerprint(large)
-    for place in (0, size):
-        with open(large, "r+b") as file:
-            file.seek(place)
-            file.write(b"y")
-        assert files.fingerprint(large) != before
-        before = files.fingerprint(large)
-
-
-def test_the_code_digest_follows_the_code(monkeypatch, tmp_path):
-    folders = ["megatron_tape/run", "megatron_tape/io"]
-    before = versions.code_digest(folders)
-    for folder in folders:
-        shutil.copytree(versions.ROOT / folder, tmp_path / folder)
-    monkeypatch.setattr(versions, "ROOT", tmp_path)
-    assert versions.code_digest(folders) == before
-    (tmp_path / "megatron_tape" / "io" / "files.py").write_text("another version")
-    assert versions.code_digest(folders) != before

