@@ -22,10 +22,6 @@ class DocumentSettings:
     lengths: list[int] | None = None
     """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
     tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
-    minimum_length: int | None = None
-    """Documents that do not have more tokens than this are left out, and the scored tokens are those that a context of
-    this length scores: they begin stride tokens, or a quarter of it if that is less, before its end. null means the
-    longest of lengths. Evaluations of different lengths score the same tokens if this is the same."""
     documents: int | None = None
     """At most so many documents of each name are used, the first ones that are long enough; null means 50."""
     stride: int = 256

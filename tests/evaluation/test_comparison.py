@@ -88,21 +88,19 @@ def test_what_a_file_says_is_plain_text_in_markdown(metrics):
     odd = "x<img src=x onerror=alert(1)> <script>y</script> [c](javascript:z) | **b** `code` https://h.org"
     scores = [Score(f"{odd} {number}", 0.5, "higher", group=odd, unit=odd, task=odd) for number in range(metrics)]
     runs = [replace(run(odd, seed, *scores), hardware=odd, data={odd: str(seed)}) for seed in (1, 2)]
-    text = markdown(Comparison({"train": {"steps": odd}}, {}, odd, runs), [odd])
+    text = markdown(Comparison({}, {}, odd, runs), [odd])
     assert "<img" in markdown(Comparison({}, {}, odd, runs), escape=str)
     blocks = MarkdownIt("commonmark").enable(["table"]).parse(text)
     inline = [child for block in blocks for child in block.children or ()]
     assert {token.type for token in inline} == {"text"}
     assert not [block for block in blocks if block.type.startswith(("html", "code", "fence"))]
-    # In a heading, a caption for each table, cells, and notes on steps, hardware, data, missing runs and variants.
+    # In a heading, a caption for each table, cells, and notes on hardware, data, missing runs and variants.
     shown = "".join(child.content for child in inline)
-    assert shown.lower().count(odd.lower()) >= 10
+    assert shown.lower().count(odd.lower()) >= 9
 
 
-def test_the_notes_say_what_was_trained_and_that_one_seed_has_no_test():
+def test_the_notes_say_that_one_seed_has_no_test():
     assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[2]
-    made = replace(comparison(), settings={"model": {"num_layers": 2, "seq_length": 48}, "train": {"steps": 9}})
-    assert notes(made)[0] == "3 variants, 2 layers, 48 tokens, 9 steps; on CPU x, 2 cores."
 
 
 def test_a_warning_names_what_was_not_the_same_for_all_runs():

@@ -123,19 +123,13 @@ def test_few_shot_examples_do_not_depend_on_what_ran_before(model, folder):
     assert first["outcomes"][0]["fewshot"] == 2 and first["max_length"] == 500
 
 
-def test_an_unknown_task_is_refused_with_what_was_meant(folder, monkeypatch):
+def test_an_unknown_task_is_refused(folder, monkeypatch):
     from megatron_tape.evaluation.tasks import harness
 
     # The harness's whole list takes long to read.
     monkeypatch.setattr(harness, "index", lambda include, defaults, read=harness.index: read(include, False))
-    with pytest.raises(ConfigError, match="next_wrd, which lm_eval does not know; did you mean next_word"):
+    with pytest.raises(ConfigError, match="next_wrd, which lm_eval does not know"):
         LmEval(settings(folder, tasks=["next_wrd"])).check(info())
-
-
-def test_a_task_of_another_shape_is_refused_by_its_directory(tmp_path):
-    (tmp_path / "odd.yaml").write_text("task: 3\n")
-    with pytest.raises(ConfigError, match=f"include_path is {tmp_path}, whose tasks cannot be read .TypeError"):
-        LmEval(settings(tmp_path)).check(info())
 
 
 def test_data_that_cannot_be_had_is_named(model, folder, tmp_path):
@@ -157,8 +151,3 @@ def test_a_tokenizer_without_an_end_is_refused(folder):
     model.tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="the tokenizer of random has no token that ends a text"):
         model.harness()
-
-
-def test_the_tokenizer_of_other_tasks_stays_as_it_is():
-    model = random_llama(bpe_tokenizer(bos=True), 64)
-    assert model.harness().tokenizer.pad_token is not None and model.tokenizer.pad_token is None

@@ -12,11 +12,8 @@ from evaluation.loss_cases import ByteModel, copies, result_of, run, score, unif
 from harness_cases import BYTES, bpe_tokenizer, random_llama
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
-from megatron_tape.data.raw_chunks import DOCUMENT_BYTES
-from megatron_tape.errors import FileError
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.task import Summary
-from megatron_tape.evaluation.tasks import text_sources
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
 
 RANDOM = np.random.default_rng(0)
@@ -95,14 +92,6 @@ def test_every_length_scores_exactly_the_same_tokens_in_order(tmp_path, bos, str
         assert sum(windows, []) == list(range(first, min(first + 3 * stride, 1190)))
 
 
-def test_a_minimum_length_gives_evaluations_of_different_lengths_the_same_tokens(tmp_path):
-    np.arange(1000, 1190, dtype="<u2").tofile(tmp_path / "count.bin")
-    model, settings = ByteModel(uniform(2000), vocab_size=2000), {"data": str(tmp_path / "count.bin"), "stride": 8}
-    both = record_scored(model, lengths=[8, 32], **settings)
-    alone = record_scored(model, lengths=[8], minimum_length=32, **settings)
-    assert alone["count/0/8"] == both["count/0/8"] and sum(alone["count/0/8"], [])[0] == 1025
-
-
 def test_a_copying_model_is_good_where_the_copy_is_within_reach(tmp_path):
     period = list(map(chr, RANDOM.permutation(np.arange(32, 127))[:40]))
     data = write_jsonl(tmp_path / "periodic.jsonl", ["".join(period) * 8] * 2)
@@ -176,20 +165,6 @@ def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
     assert score(result, "perplexity", 16, "letters").low is None, "one document gives no interval"
 
 
-def test_only_the_first_documents_are_used(texts):
-    result = run(Perplexity, ByteModel(uniform(9)), data=texts, lengths=[16], documents=2, windows=1)
-    assert list(result.examples) == ["texts/0/16", "texts/1/16"]
-
-
-def test_empty_texts_count_as_too_short(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["", "one text of more than sixteen bytes", "", "short"])
-    task = Perplexity(Perplexity.Settings(data=str(path), lengths=[16]))
-    model = ByteModel(uniform(9))
-    task.check(model.info)
-    assert [unit.key for unit in task.units(model)] == ["a/1/16"]
-    assert task.notes_on_documents() == ["a: 3 documents were too short and left out."]
-
-
 def test_lengths_follow_what_a_model_of_transformers_calls_its_own(texts, tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 256, "n_positions": 32}')
@@ -228,16 +203,3 @@ def test_a_split_leaves_only_documents_for_validation(tmp_path):
     run(Perplexity, model, split="60,30,10", **settings)
     held_out = [token for number in (6, 7, 8) for token in reader.document(number)[1:10]]
     assert [token for window in model.scored for token in window] == held_out
-
-
-def test_a_text_may_be_larger_than_a_document_for_training(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_bytes(b"a" * (DOCUMENT_BYTES + 1))
-    (source,) = text_sources.find_sources(str(tmp_path / "a.txt"), None, "perplexity")
-    model = ByteModel(uniform(256))
-    monkeypatch.setattr(model, "encode", lambda text: [len(text) % 256] * 8)
-    text_sources.check_sources([source], model.info, "text", 4, None, "perplexity.data")
-    (document,), short = text_sources.long_documents(source, model, "text", 4, None)
-    assert document.tokens.tolist() == [(DOCUMENT_BYTES + 1) % 256] * 8 and short == 0
-    monkeypatch.setattr(text_sources, "TEXT_BYTES", DOCUMENT_BYTES)
-    with pytest.raises(FileError, match=r"a\.txt cannot be used: more than 12,000,000 bytes in one document; repair"):
-        text_sources.check_sources([source], model.info, "text", 4, None, "perplexity.data")

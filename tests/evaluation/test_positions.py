@@ -5,11 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from configurations import make
 from evaluation.loss_cases import run, write_jsonl
 
-from megatron_tape.errors import ConfigError, FileError
-from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks import position_probes as probes
 from megatron_tape.evaluation.tasks.position_states import PositionPictures, PositionSettings, distances_of
@@ -132,29 +129,9 @@ def test_similarity_of_ropes_phases_is_the_known_sum(results):
     assert all(math.isclose(a, b) for a, b in zip(details["similarity"][0], details["similarity"][-1]))
 
 
-def test_chosen_heads_are_shown(models, data):
-    task = PositionPictures(PositionSettings(data=data, documents=1, heads=[[4, 1], [0, 3]], map_tokens=4))
-    model = models["planted"]
-    task.check(model.info)
-    value = task.evaluate(task.units(model)[-1], model)
-    assert [(one["layer"], one["head"]) for one in value["shown"]] == [(0, 3), (4, 1)]
-
-
 def test_pictures_show_both_models(results):
     pictures = PositionPictures.draw(results)
     names = [picture.name for picture in pictures]
     assert names[:4] == ["positions-distance", "positions-along", "positions-similarity", "positions-ablation"]
     assert names[4:] == ["positions-attention", "positions-maps-0", "positions-maps-1"]
     assert "planted: at most" in pictures[0].alternative_text
-
-
-def test_a_checkpoint_is_checked_by_its_own_settings(data):
-    info = made_by(make(model__position_encoding="tape", logging__directory="runs/tape")).info
-    PositionPictures(PositionSettings(data=data, heads=[[2, 7]])).check(info)
-    with pytest.raises(ConfigError, match="layers from 0 to 2 and heads from 0 to 7"):
-        PositionPictures(PositionSettings(data=data, heads=[[3, 0]])).check(info)
-
-
-def test_documents_that_are_all_too_short_are_refused(models, data):
-    with pytest.raises(FileError, match="5 documents, of which none has the 51 tokens"):
-        PositionPictures(PositionSettings(data=data, length=51)).units(models["planted"])

@@ -33,14 +33,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "qasper.jsonl").write_text('{"id": "1", "pid": "1", "input": "a", "output": "b"}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    (tmp_path / "text.doc").write_text("text")
     np.array([1, 2, 300] * 20, "<u2").tofile(tmp_path / "ids.bin")
-    (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "hay").write_bytes(b"word " * 600 + b"\n\xff\xfe")
     (tmp_path / "few").write_bytes(b"word " * 9)
     (tmp_path / "odd.json").write_text("{}")
-    with open(tmp_path / "sparse", "wb") as file:
-        file.truncate(1 << 30)
     for name in ("damaged.idx", "damaged.bin"):
         (tmp_path / name).write_bytes(b"abc")
 
@@ -50,58 +46,38 @@ def folder(tmp_path, monkeypatch):
     [
         ("perplexity", {"lengths": [16, 1]}, "lengths"),
         ("perplexity", {"stride": 0}, "stride"),
-        ("perplexity", {"lengths": [64], "minimum_length": 32}, "minimum_length"),
         ("perplexity", {"data": {}}, "data"),
-        ("perplexity", {"data": {"a/b": "texts.jsonl"}}, "data"),
         ("perplexity", {"data": "empty.jsonl"}, "data"),
-        ("perplexity", {"data": "text.doc"}, "data"),
         ("perplexity", {"data": "nowhere.jsonl"}, "data"),
         ("perplexity", {"data": "damaged.bin"}, "data"),
         ("perplexity", {"split": "1,0,0"}, "split"),
-        ("perplexity", {"split": "9,1"}, "split"),
         ("perplexity", {"split": "6,3,1"}, "split"),
         ("context_gain", {"lengths": [16, 64], "short": 16}, "short"),
-        ("context_gain", {"lengths": [8]}, "short"),
         ("passkey", {"samples": 0}, "samples"),
-        ("passkey", {"digits": 0}, "digits"),
         ("passkey", {"lengths": [160, 160]}, "lengths"),
         ("passkey", {"form": "landmark", "lengths": [256]}, "lengths"),
         ("ruler", {"tasks": ["vt", "niah"]}, "tasks"),
-        ("ruler", {"tasks": ["vt", "vt"]}, "tasks"),
         ("ruler", {"tasks": []}, "tasks"),
         ("ruler", {"samples": 501}, "samples"),
-        ("ruler", {"trained_length": 0}, "trained_length"),
         ("ruler", {"haystack": "no/such/file"}, "haystack"),
         ("ruler", {"lengths": [0]}, "lengths"),
         ("lm_eval", {"tasks": []}, "tasks"),
-        ("lm_eval", {"tasks": ["own", "own"]}, "tasks"),
         ("lm_eval", {"tasks": ["no.yaml"]}, "tasks"),
         ("lm_eval", {"include_path": "nowhere"}, "include_path"),
-        ("lm_eval", {"limit": 0}, "limit"),
         ("scrolls", {"generate": False, "loss": False}, "generate"),
-        ("scrolls", {"examples": 0}, "examples"),
         ("scrolls", {"template": "Answer:"}, "template"),
-        ("scrolls", {"length": 4}, "length"),
         ("scrolls", {"target_tokens": 400}, "target_tokens"),
         ("scrolls", {"data": {}}, "data"),
         ("scrolls", {"data": "nowhere"}, "data"),
         ("scrolls", {"data": {"own": "qasper.jsonl"}}, "data"),
-        ("scrolls", {"data": {"qasper": "a.jsonl"}}, "data"),
-        ("positions", {"documents": 0}, "documents"),
         ("positions", {"length": 1}, "length"),
-        ("positions", {"heads": [[5, 0]]}, "heads"),
-        ("positions", {"heads": [[1]]}, "heads"),
-        ("positions", {"data": "nowhere.jsonl"}, "data"),
         ("addition", {"samples": 0}, "samples"),
-        ("addition", {"longest": 0}, "longest"),
         ("addition", {"step": 100}, "step"),
-        ("addition", {"digits": 10**6}, "digits"),
         ("addition", {"seed": -1}, "seed"),
         ("selective_copy", {"blanks": {}}, "blanks"),
         ("selective_copy", {"blanks": {"IID": -4}}, "blanks"),
         ("grid_navigation", {"variants": {}}, "variants"),
         ("grid_navigation", {"variants": {"IID": [1.5, 2, 0]}}, "variants.IID"),
-        ("grid_navigation", {"variants": {"IID": [9, 8]}}, "variants.IID"),
         ("grid_navigation", {"dimensions": 3}, "dimensions"),
         ("recall", {"lengths": []}, "lengths"),
         ("recall", {"keys": 2}, "keys"),
@@ -117,13 +93,11 @@ def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key)
         ("perplexity", {"data": "bad.jsonl"}, "bad.jsonl:2", "the value of 'text' is not a string"),
         ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "no key 'body'"),
         ("perplexity", {"data": "ids.bin", "lengths": [16]}, "ids.bin", "token 2 of document 0 is 300"),
-        ("perplexity", {"data": "odd.bin"}, "odd.bin", "3 bytes"),
         ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "none has the 101 tokens"),
         ("perplexity", {"lengths": [100]}, "texts.jsonl", "the longest has 33 bytes"),
         ("perplexity", {"data": "damaged"}, "damaged", "its header is damaged"),
         ("ruler", {"haystack": "hay"}, "hay", "utf-8"),
         ("ruler", {"haystack": "few"}, "few", "9 words"),
-        ("ruler", {"haystack": "sparse"}, "sparse", "larger than 67,108,864 bytes"),
         ("ruler", {"hotpotqa": "odd.json"}, "odd.json", "is an object"),
     ],
 )

@@ -97,12 +97,6 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
     assert "niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe" in result.notes[0]
 
 
-def test_saying_nothing_scores_0(tokenizer):
-    scores = evaluated(Answering(tokenizer, lambda prompt: ""), lengths=[1024]).scores
-    assert {score.value for score in scores} == {0.0}
-    assert not [score for score in scores if score.metric == "area under the curve"]
-
-
 def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokenizer):
     def fails_at_vt_of_2048(prompt):
         return "" if prompt.endswith("they are:") and len(tokenizer(prompt).input_ids) > 1024 else solve(prompt)

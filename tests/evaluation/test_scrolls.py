@@ -39,13 +39,10 @@ def test_scores_are_those_that_the_official_evaluator_documents():
     "metric, prediction, references, values",
     [
         ("exact_match", " The answer,  is: YES! ", ["answer is yes"], [100]),
-        ("exact_match", "answers is yes", ["answer is yes"], [0]),
         # Words in common 2, of 3 and of 4: precision 2/3, recall 1/2; the better reference counts.
         ("f1", "the red red cat", ["a red dog and cat", "nothing"], [100 * 4 / 7]),
-        ("f1", "", ["yes"], [0]),
         # Without stemming: "cats" is not "cat". The longest common subsequence is "sat on mat".
         ("rouge", "the cats sat on mat", ["the cat sat on the mat"], [800 / 11, 200 / 9, 800 / 11]),
-        ("rouge", "sat cat", ["cat sat"], [100, 0, 50]),
         # Each part is the best over the references, which need not be the same one.
         ("rouge", "a b c", ["c b a", "a b x x x x"], [100, 200 * (1 / 5 * 1 / 2) / (1 / 5 + 1 / 2), 400 / 9]),
     ],
@@ -121,15 +118,6 @@ def test_a_planted_failure_shows_in_its_dataset_alone(known):
     assert score(result, "scrolls_score").value == pytest.approx(600 / 7)
 
 
-def test_a_constant_answer_scores_its_share(data):
-    result = run(
-        Scrolls, Knowing(lambda _: "entailment."), data={"contract_nli": f"{data}/contract_nli.zip"}, loss=False
-    )
-    found = score(result, "exact_match")
-    assert found.value == pytest.approx(100 / 3) and found.low < 34 < found.high
-    assert len(result.scores) == 1, "no mean of a single dataset, and no loss"
-
-
 def test_the_mean_of_some_datasets_is_not_called_the_score_of_scrolls(data):
     some = {"contract_nli": f"{data}/contract_nli.zip", "qasper": f"{data}/qasper.jsonl"}
     result = run(Scrolls, Knowing(lambda _: "entailment."), data=some, loss=False, examples=3)
@@ -193,10 +181,3 @@ def test_prompts_begin_with_bos_as_those_of_the_training(llama, tmp_path, monkey
     monkeypatch.setattr(llama, "tokenizer", SimpleNamespace(bos_token_id=None))
     with pytest.raises(ConfigError, match="^scrolls.bos is true, but the tokenizer has no such token"):
         run(Scrolls, llama, bos=True, **data)
-
-
-def test_pictures_name_every_dataset(known):
-    pictures = Scrolls.draw(known)
-    assert [picture.name for picture in pictures] == ["scrolls-scores", "scrolls-loss"]
-    text = pictures[0].alternative_text
-    assert "not qmsum: 100 qasper" in text and "0 qmsum" in text and "85.71 scrolls_score" in text

@@ -23,13 +23,6 @@ _FOR_MARKDOWN = partial(markdown_text.plain, longest=10_000)
 _SMALLEST_P = 0.0001
 """Smaller p values are shown as less than this."""
 _COLUMNS = (*tables.SUBJECT, "variant", "seeds", "mean", "deviation", "difference", "95 % interval", "p")
-_SIZES = {
-    ("model", "num_layers"): "layers",
-    ("model", "hidden_size"): "wide",
-    ("model", "seq_length"): "tokens",
-    ("train", "steps"): "steps",
-    ("train", "global_batch_size"): "sequences each",
-}
 
 
 def by_task(comparison: Comparison) -> dict[str, Found]:
@@ -82,10 +75,9 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     """Return what a reader must know before reading the tables; `missing` names runs that are not finished."""
     seeds = {label: sum(run.variant == label for run in comparison.runs) for label in comparison.variants}
     most = max(seeds.values(), default=0)
-    sizes = [(comparison.settings.get(section, {}).get(key), what) for (section, key), what in _SIZES.items()]
-    made = [counted(len(seeds), "variant"), *(f"{size} {what}" for size, what in sizes if size is not None)]
+    machines = list(dict.fromkeys(run.hardware for run in comparison.runs))
     found = [
-        f"{', '.join(made)}; on {enumerated(list(dict.fromkeys(run.hardware for run in comparison.runs)))}.",
+        f"{counted(len(seeds), 'variant')} on {enumerated(machines)}.",
         "Each point is one run. The (standard) deviation is that over the seeds of a variant. A seed decides the order "
         "of the data and the initial weights that variants have in common, so differences are taken between runs of "
         "the same seed, and p is that of a two-sided paired t test on them, corrected for the number of variants by "

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_tape.config.evaluation import DocumentSettings
-from megatron_tape.config.values import shown
-from megatron_tape.errors import refuse
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import (
     Document,
@@ -74,22 +72,11 @@ class DocumentTask(Task):
     def lengths(self, info: ModelInfo) -> list[int]:
         return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
 
-    def longest(self, info: ModelInfo) -> int:
-        """Return the context length that scored tokens are placed for."""
-        return self.settings.minimum_length or max(self.lengths(info))
-
     def needed(self, info: ModelInfo) -> int:
-        return self.longest(info) + 1
+        return max(self.lengths(info)) + 1
 
     def check(self, info: ModelInfo) -> None:
-        self.refuse_below(stride=1, windows=1, documents=1, minimum_length=1)
-        lengths, minimum = self.lengths(info), self.settings.minimum_length
-        refuse(
-            self.longest(info) < max(lengths),
-            (self.key("minimum_length"), self.key("lengths")),
-            f"is {minimum}, less than the longest of lengths {shown(lengths)}",
-            "raise it, or leave it null",
-        )
+        self.refuse_below(stride=1, windows=1, documents=1)
         text_key, key = self.settings.text_key, self.key("data")
         check_sources(self.sources, info, text_key, self.needed(info), self.most_documents, key)
 
@@ -115,7 +102,7 @@ class DocumentTask(Task):
 
     def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
         """Return the windows of a document, which score the same tokens at every length."""
-        settings, longest = self.settings, self.longest(model.info)
+        settings, longest = self.settings, max(self.lengths(model.info))
         first = longest + 1 - scored_per_window(longest, settings.stride)
         stop = min(first + (settings.windows or 8) * settings.stride, len(document.tokens))
         step = scored_per_window(length, settings.stride)

@@ -46,9 +46,6 @@ class Perplexity(DocumentTask):
     def most_documents(self) -> int | None:
         return self.settings.documents if self._longlora else super().most_documents
 
-    def longest(self, info: ModelInfo) -> int:
-        return max(self.lengths(info)) if self._longlora else super().longest(info)
-
     def needed(self, info: ModelInfo) -> int:
         return 2 if self._longlora else super().needed(info)
 

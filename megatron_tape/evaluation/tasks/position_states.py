@@ -7,7 +7,7 @@ Layers are counted from 0. The state of a layer is the one that it reads: layer 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,8 +66,6 @@ class PositionSettings:
     ablation: bool = True
     """Also compute the loss with the state of one layer put back to RoPE's, for every layer: as many runs of the model
     as it has layers."""
-    heads: list[list[int]] = field(default_factory=list)
-    """Heads whose attention maps are drawn, as [layer, head], both from 0; none means the three that change most."""
     map_tokens: int = 64
     """How many tokens, from the beginning of the first document, attention maps show."""
 
@@ -81,20 +79,13 @@ class PositionPictures(Task):
     generates: ClassVar[bool] = True
 
     def check(self, info: ModelInfo) -> None:
-        settings, config = self.settings, info.config
-        kind = config.get("model_type")
+        settings = self.settings
+        kind = info.config.get("model_type")
         problem = f"looks at the position states of TAPE models, and {info.label} is a {kind} model, which has none"
         refuse(kind != MODEL_TYPE, self.name, problem, "leave the task out, or evaluate a TAPE model")
         self.refuse_below(documents=1, map_tokens=1)
         length = self._length(info)
         refuse(length < 2, self.key("length"), f"is {length}", "set it to at least 2")
-        # A checkpoint's settings have names of their own.
-        layers = config["num_hidden_layers"] if "num_hidden_layers" in config else config["num_layers"]
-        sizes = layers, config["num_attention_heads"]
-        for pair in settings.heads:
-            good = len(pair) == 2 and all(0 <= index < size for index, size in zip(pair, sizes))
-            fix = f"give pairs [layer, head] with layers from 0 to {sizes[0] - 1} and heads from 0 to {sizes[1] - 1}"
-            refuse(not good, self.key("heads"), f"names {pair}", fix)
         check_sources(self._sources(), info, settings.text_key, length, settings.documents, self.key("data"))
 
     def inputs(self) -> list[Path]:
@@ -153,16 +144,12 @@ class PositionPictures(Task):
             # Total variation: the share of attention that goes elsewhere, averaged over queries.
             change = (own - rope).abs().sum(-1).mean(-1) / 2
             changes.append(change.tolist())
-            wanted = [head for at, head in self.settings.heads if at == layer] or (
-                [] if self.settings.heads else change.topk(min(_SHOWN_HEADS, len(change))).indices.tolist()
-            )
             shown.extend(
                 {"layer": layer, "head": head, "state": _triangle(own[head]), "phases": _triangle(rope[head])}
-                for head in wanted
+                for head in change.topk(min(_SHOWN_HEADS, len(change))).indices.tolist()
             )
-            if not self.settings.heads:
-                shown.sort(key=lambda one: -changes[one["layer"]][one["head"]])
-                del shown[_SHOWN_HEADS:]
+            shown.sort(key=lambda one: -changes[one["layer"]][one["head"]])
+            del shown[_SHOWN_HEADS:]
 
         probes.attention_maps(model, tokens[:, : self.settings.map_tokens], see)
         return {"change": changes, "shown": shown}

@@ -25,7 +25,7 @@ TEXT_BYTES = 1_000_000_000
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
 """Kinds of models, by `model_type` of their config.json, that cannot read more tokens than they were trained on."""
 
-_NEED, _LONGER = "lengths and minimum_length need", "shorten them, or give longer documents"
+_NEED, _LONGER = "lengths need", "shorten them, or give longer documents"
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,13 @@ def find_sources(data: dict[str, str] | str, split: str | None, section: str) ->
 def _find_source(name: str, path: str, key: str) -> Source:
     fix = "give {NAME: path} with a name without slashes"
     refuse(not name or "/" in name, key, f"has the name {shown(name)}", fix)
-    prefix = path.removesuffix(".bin").removesuffix(".idx")
-    try:
-        is_file, is_dataset, is_part = (Path(p).is_file() for p in (path, f"{path}.idx", f"{prefix}.idx"))
-    except OSError as error:
-        raise ConfigError(key, f"is {shown(path)}, which cannot be read ({error.strerror})", "correct it") from None
-    if is_dataset:
+    if Path(f"{path}.idx").is_file():
         return Source(name, path, "indexed")
-    refuse(not is_file, key, f"is {shown(path)}, but there is no such file or indexed dataset", "correct it")
+    missing = not Path(path).is_file()
+    refuse(missing, key, f"is {shown(path)}, but there is no such file or indexed dataset", "correct it")
+    prefix = path.removesuffix(".bin")
     part = f"is {path}, a part of the indexed dataset {prefix}"
-    refuse(is_part, key, part, f"give {prefix}, without the ending")
+    refuse(Path(f"{prefix}.idx").is_file(), key, part, f"give {prefix}, without the ending")
     formats = (
         ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of uint16 ids, or the prefix of an indexed dataset"
     )
