@@ -39,11 +39,10 @@ def settings(data):
 
 
 def cases():
-    """Every ZeRO stage and both tensor-parallel sizes, and among them the kinds of models.
+    """Both tensor-parallel sizes, and among them the kinds of models.
 
     A checkpoint holds the same shares of the weights with every ZeRO stage; test_resuming.py compares all layouts.
     """
-    rope = option("model.position_encoding", "rope")
     kind = {
         "position.token_mixing": "per_head",
         "num_query_groups": 4,
@@ -51,9 +50,7 @@ def cases():
         "position.gate_input": "attention",
     }
     return {
-        "tp1_zero1": [tp(1), zero(1)],
-        "tp1_zero2_rope": [tp(1), zero(2), rope],
-        "tp2_zero1_scaled_rope": [tp(2), zero(1), rope, option("model.position.rope_scaling_factor", 2)],
+        "tp1_zero2_rope": [tp(1), zero(2), option("model.position_encoding", "rope")],
         "tp2_zero2_tied_per_head": [
             tp(2),
             zero(2),

@@ -1,7 +1,6 @@
 """tools/convert_checkpoint.py: what transformers loads equals what was trained; what cannot be exported is refused."""
 
 import json
-import os
 import shutil
 
 import export_cases
@@ -31,7 +30,7 @@ def trained(tmp_path_factory, code_tokenizer, source_text):
     tokenizer = load_tokenizer(code_tokenizer)
     documents = [part for name in ("textwrap", "bisect", "heapq") for part in source_code(name).split("\n\n")]
     write_documents(f"{folder}/text", [[*tokenizer.encode(part), tokenizer.eod] for part in documents])
-    run_group("export_cases", 4, folder)
+    run_group("export_cases", 2, folder)
     return folder
 
 
@@ -77,13 +76,6 @@ def test_logits_equal_the_training_models_on_real_text(logits, expected, name):
     torch.testing.assert_close(logits[name], expected[name][..., : export_cases.VOCABULARY], atol=1e-5, rtol=0)
 
 
-def test_training_moved_tape_away_from_rope(exported):
-    weights = load_file(exported / "tp2_zero3" / "model.safetensors")
-    zero_at_first = ("token_mixing.weight", "down_proj.weight")
-    learnt = [weights[f"model.layers.{i}.position.{name}"] for i in (0, 1) for name in zero_at_first]
-    assert all(tensor.abs().max() > 1e-3 for tensor in learnt)
-
-
 def test_several_weight_files_hold_the_same_model(logits, exported):
     assert torch.equal(logits["sharded"], logits["tp2_zero3"])
     folder = exported / "sharded"
@@ -122,41 +114,22 @@ def test_rope_exports_no_code(exported, loaded):
 def test_the_card_gives_the_training_facts(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
     rows = [json.loads(line) for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()]
-    assert f"| Training loss | {rows[-1]['loss']:.4f} | 3 |" in card
-    assert f"| Validation loss | {rows[-1]['validation_loss']:.4f} | 3 |" in card
+    assert f"| Training loss | {rows[-1]['loss']:.4f} nats per token, at step 3 |" in card
+    assert f"| Validation loss | {rows[-1]['validation_loss']:.4f} nats" in card
     batch = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())["train"]["global_batch_size"]
-    for fact in (
-        "3 of 3",
-        f"{3 * batch * 48:,} ({batch} sequences of 48 a step)",
-        "tensor parallel 2, data parallel 2, ZeRO stage 3",
-    ):
-        assert fact in card
+    assert "3 of 3" in card and f"{3 * batch * 48:,} ({batch} sequences of 48 a step)" in card
     assert "16 rows" in card and str(trained) not in card
     assert "tags:\n- tape\n- pretrained\n" in card
     weights = load_file(exported / "tp2_zero3" / "model.safetensors")
     assert f"| Parameters | {sum(tensor.numel() for tensor in weights.values()):,} |" in card
 
 
-@pytest.mark.parametrize("chosen", ["run", "checkpoints", "step"])
-def test_a_run_its_checkpoints_and_a_step_mean_the_same(trained, exported, tmp_path, chosen):
-    run = trained / "tp1_zero1"
-    path = {"run": run, "checkpoints": run / "checkpoints", "step": run / "checkpoints" / "step-00000003"}[chosen]
-    export(path, tmp_path / "out")
-    for file in (exported / "tp1_zero1").iterdir():
-        if file.name != "README.md":
-            assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-    assert os.listdir(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("given", ["file", "directory with settings"])
-def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path, given):
-    (tmp_path / "given").mkdir()
-    write_tokenizer(tmp_path / "given" / "tokenizer.json")
-    source, pad = tmp_path / "given" / "tokenizer.json", None
-    if given != "file":
-        source, pad = tmp_path / "given", "w1"
-        settings = {"eos_token": "<|endoftext|>", "pad_token": pad, "tokenizer_class": "PreTrainedTokenizerFast"}
-        (source / "tokenizer_config.json").write_text(json.dumps(settings))
+def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path):
+    source, pad = tmp_path / "given", "w1"
+    source.mkdir()
+    write_tokenizer(source / "tokenizer.json")
+    settings = {"eos_token": "<|endoftext|>", "pad_token": pad, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
     with changed_state(trained / "tp1_zero2_rope" / "checkpoints" / "step-00000003", tmp_path) as (step, state):
         shutil.rmtree(step / "tokenizer")
         del state["progress"]["tokenizer"]
@@ -168,18 +141,18 @@ def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path, given):
     assert tokenizer("w5 w0 w62")["input_ids"] == [5, 0, 62]
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token) == (EOD, None, pad)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (EOD + 1, EOD, 1 if pad else None)
+    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (EOD + 1, EOD, 1)
 
 
 def test_a_tokenizer_json_of_the_runs_sentencepiece_model_can_be_given_alone(trained, exported, tmp_path):
-    shutil.copy(exported / "tp1_zero1" / "tokenizer.json", tmp_path)
-    export(trained / "tp1_zero1", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
+    shutil.copy(exported / "tp2_zero3" / "tokenizer.json", tmp_path)
+    export(trained / "tp2_zero3", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path / "out").same_as == load_tokenizer(trained / "tokenizer.model").digest
     settings = json.loads((tmp_path / "tokenizer.json").read_text())
     settings["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(FileError, match="encodes text in another way than the one that trained the model"):
-        export(trained / "tp1_zero1", tmp_path / "bad", tokenizer=str(tmp_path / "tokenizer.json"))
+        export(trained / "tp2_zero3", tmp_path / "bad", tokenizer=str(tmp_path / "tokenizer.json"))
 
 
 def flip(file):
@@ -191,7 +164,6 @@ def flip(file):
 DAMAGES = {
     "tensors-tp01-dp00000.safetensors is missing": lambda file, config: file.unlink(),
     "sha256": lambda file, config: flip(file),
-    "decoder.layers.2.position.token_mixing is missing": lambda file, config: config["model"].update(num_layers=4),
     "experts": lambda file, config: config["model"].update(experts=8),
     "tokenizer/tokenizer.model has": lambda file, config: flip(file.parent / "tokenizer" / "tokenizer.model"),
 }
@@ -206,7 +178,7 @@ def test_a_broken_or_foreign_checkpoint_is_refused_in_one_sentence(trained, tmp_
 
 
 FIRST = "tensors-tp00-dp00000.safetensors"
-NORM, MATRIX = "weight/gpt.decoder.final_layernorm.weight", "weight/gpt.decoder.layers.0.mlp.linear_fc2.weight"
+MATRIX = "weight/gpt.decoder.layers.0.mlp.linear_fc2.weight"
 
 
 def in_header(before, after):
@@ -229,8 +201,6 @@ LIES = {
     f"holds {MATRIX} as (48, 32)": in_header(
         f'{MATRIX}":{{"dtype":"F32","shape":[32,48]', f'{MATRIX}":{{"dtype":"F32","shape":[48,32]'
     ),
-    f"holds {NORM} as (32,), torch.int32": in_header(f'{NORM}":{{"dtype":"F32"', f'{NORM}":{{"dtype":"I32"'),
-    f"holds no {NORM} that can be read": in_header(NORM, NORM.replace("norm", "mron")),
     "that can be read: Error while deserializing": lambda step, *_: (step / FIRST).write_bytes(b"x" * 300_000),
     "linear_fc2.weight is cut in a way that it cannot be: {'dim': 1, 'stride': 7}": cut(1, 7),
 }
@@ -253,20 +223,14 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(500)}, unk_token="w0")).save(str(tmp_path / "big.json"))
-    arguments = ["to-hf", "--checkpoint", trained / "tp1_zero1", "--output", tmp_path / "out"]
+    arguments = ["to-hf", "--checkpoint", trained / "tp2_zero3", "--output", tmp_path / "out"]
     refused(tmp_path, "than the one that trained the model (500 ids", *arguments, "--tokenizer", tmp_path / "big.json")
-
-
-def test_an_output_that_exists_is_left_alone(trained, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").write_text("old")
-    refused(tmp_path, "exists", "to-hf", "--checkpoint", trained / "tp1_zero1", "--output", tmp_path / "out")
 
 
 def test_a_run_falls_back_to_the_newest_whole_checkpoint(trained, tmp_path):
     from megatron_tape.huggingface.export.saved_weights import find_checkpoint
 
-    whole = trained / "tp1_zero1" / "checkpoints" / "step-00000003"
+    whole = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
     shutil.copytree(whole, tmp_path / "checkpoints" / whole.name)
     (tmp_path / "checkpoints" / "step-00000009").mkdir()
     warnings = []

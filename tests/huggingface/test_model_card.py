@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shutil
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from conversions import changed_state, convert, refused
 from huggingface_hub import ModelCard
 from test_import import write_source
 
-from megatron_tape.config.schema import OptimizerConfig
-from megatron_tape.huggingface.export import training_facts
 from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
@@ -90,11 +87,6 @@ def test_the_name_of_a_model_in_the_hubs_cache_is_known(tmp_path):
     refused(tmp_path, "form OWNER/NAME", *command)
 
 
-def test_a_pretrained_model_is_tagged_with_its_positions(exports):
-    assert metadata(exports["tape"].directory)["tags"] == ["tape"]
-    assert metadata(exports["rope"].directory)["tags"] == ["llama"]
-
-
 def test_the_recipe_for_adapters_trains_positions_and_merges(exports, tmp_path, monkeypatch):
     (recipe,) = re.findall(
         r"## Adapt\n.*?```python\n(.*?)```", (exports["tape"].directory / "README.md").read_text(), re.S
@@ -149,16 +141,6 @@ def test_the_card_shows_the_evaluation_of_this_model_alone(evaluated, exports, t
     assert "## Evaluation" not in (tmp_path / "rope" / "README.md").read_text()
 
 
-def test_the_losses_of_an_average_are_its_own():
-    logged = {"loss": (3, 1.0), "validation_loss": (3, 2.0), "validation_loss_average": (3, 1.5)}
-    assert "| Validation loss | 1.5000 | 3 |" in training_facts.final_losses(logged, average=True)
-    assert "2.0000" in training_facts.final_losses(logged) and "1.5000" not in training_facts.final_losses(logged)
-
-
-def test_every_optimizer_has_a_name_on_cards():
-    assert set(training_facts._OPTIMIZERS) == set(get_args(get_type_hints(OptimizerConfig)["kind"]))
-
-
 HOSTILE = (
     "<script>alert(1)</script> <img src=x onerror=alert(1)> [x](javascript:alert(1)) ![y](z) `code` ``` | a | **b** "
     "_c_ ~~d~~ &lt;e&gt; <!-- f --> $g$ \\* www.h.org https://h.org a_b_c # --- 1. {{ 7 * 7 }}"
@@ -173,11 +155,10 @@ FRONT_MATTER = {
 }
 RUN = {
     "train": {"steps": 3, "global_batch_size": 2, "precision": ON_LINES % 1, "seed": ON_LINES % 2},
-    "optimizer": {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.9, "lr": 0.1},
+    "optimizer": {"kind": "adamw", "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.9, "lr": 0.1},
     "schedule": {"kind": ON_LINES % 3, "warmup_steps": 1},
-    "deepspeed": {"zero_stage": ON_LINES % 4},
-    "extension": {"from": "x/" + (ON_LINES % 5).replace("/", "%"), "attention": ON_LINES % 6},
-    "data": {"prefix": None, "generator": {ON_LINES % 7: ON_LINES % 8}},
+    "extension": {"from": "x/" + (ON_LINES % 4).replace("/", "%"), "attention": ON_LINES % 5},
+    "data": {"prefix": None, "generator": {ON_LINES % 6: ON_LINES % 7}},
 }
 
 
@@ -195,18 +176,17 @@ def read_card(directory):
     return yaml.safe_load(front_matter), text, links, html + emphasis
 
 
-@pytest.mark.parametrize("config", [{}, RUN])
-def test_what_a_checkpoint_says_is_plain_text_on_its_card(exports, tmp_path, config):
+def test_what_a_checkpoint_says_is_plain_text_on_its_card(exports, tmp_path):
     with changed_state(exports["rope"].checkpoint, tmp_path) as (step, state):
         state["progress"] |= {"origin": ON_LINES % 0, "card": FRONT_MATTER}
-        state["config"] |= config
+        state["config"] |= RUN
     export(step, tmp_path / "out", tokenizer="none")
     facts, text, links, markup = read_card(tmp_path / "out")
     assert {key: facts[key] for key in FRONT_MATTER} == FRONT_MATTER and "evil" not in facts.values()
     assert not links and not markup and "|" in text
-    for number in range(9) if config else [0]:
+    for number in range(8):
         said = " ".join((ON_LINES % number).translate({0x1B: " ", 0x202E: " "}).split())
-        assert text.count(said.replace("/", "%") if number == 5 else said) == 1, number
+        assert text.count(said.replace("/", "%") if number == 4 else said) == 1, number
     with changed_state(exports["rope"].checkpoint, tmp_path / "other") as (step, state):
         state["progress"]["card"] = {"license": {"a": 1}}
     command = ["to-hf", "--checkpoint", step, "--output", tmp_path / "no", "--tokenizer", "none"]

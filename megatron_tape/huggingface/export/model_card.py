@@ -4,34 +4,38 @@ The texts are model_card.md and adapter_card.md; huggingface_hub writes the meta
 """
 
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from megatron_tape.checkpoint.directories import STATE
+from megatron_tape.config.data import blend
 from megatron_tape.errors import CheckpointError
 from megatron_tape.evaluation.results import Results
 from megatron_tape.huggingface.export.evaluation_results import notes_of, rows_of, scores_for_hub
 from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
-from megatron_tape.huggingface.export.training_facts import (
-    base_of_adapter,
-    final_losses,
-    last_logged,
-    training_facts,
-    was_pretrained_here,
-)
 from megatron_tape.huggingface.imports.source_card import CARD, CardFacts
-from megatron_tape.io.records import check_shape
+from megatron_tape.io.records import check_shape, parse_record
+from megatron_tape.model.names import kind_of
+from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import PositionEncoding, encoding_of
+from megatron_tape.run.metrics import read_lines
 
 _HERE = Path(__file__).parent
 _PAPER = "https://arxiv.org/abs/2501.00712"
+_METRICS = "metrics.jsonl"
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
+_BASE = "This is the model that an adapter adds to, without LoRA layers; the adapter's card says how it was trained."
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,9 @@ def write_card(
     """
     model, encoding = saved.model, encoding_of(saved.model)
     tape, is_plain = encoding.exports_to == "tape", encoding.exports_to == "plain"
-    whole = options.with_lora or not saved.extension.adds_lora
-    results = options.results if whole else ()
-    logged = last_logged(saved.path, saved.state) if whole else {}
-    pretrained = was_pretrained_here(saved.state)
+    results = options.results
+    pretrained = _was_pretrained_here(saved.state)
     tag = encoding.name if encoding.exports_to == "code" else kind
-    training = [training_facts(saved, () if whole else ("lora",)), final_losses(logged, saved.average)]
-    if not options.with_lora:
-        training.insert(0, base_of_adapter(saved))
     data = _card_data(
         saved,
         library_name="transformers",
@@ -80,7 +79,7 @@ def write_card(
             encoding.exports_to, f"the positional encoding {plain(encoding.name)}"
         ),
         facts=_facts(saved, rows, options.dtype),
-        training="\n\n".join(filter(None, training)),
+        training=_training(saved) if options.with_lora else _BASE,
         scores=rows_of(results),
         notes=notes_of(results),
         remote="" if is_plain else ", trust_remote_code=True",
@@ -122,13 +121,12 @@ def _described(encoding: PositionEncoding) -> str:
 def write_adapter_card(directory: Path, name: str, saved: SavedWeights, dtype: str, base: str) -> None:
     """Write README.md of an adapter in peft's format for the model in the directory `base`."""
     data = _card_data(saved, library_name="peft", base_model=None)  # which has no name on the Hub
-    losses = final_losses(last_logged(saved.path, saved.state), saved.average)
     card = ModelCard.from_template(
         data,
         _HERE / "adapter_card.md",
         name=plain(name),
         dtype=dtype,
-        training="\n\n".join(filter(None, [training_facts(saved), losses])),
+        training=_training(saved),
         base=json.dumps(base),
         remote="" if encoding_of(saved.model).exports_to == "plain" else ", trust_remote_code=True",
     )
@@ -148,3 +146,112 @@ def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
 
 def _save(card: ModelCard, directory: Path) -> None:
     (directory / CARD).write_text(card.content.rstrip() + "\n", encoding="utf-8")
+
+
+def _was_pretrained_here(state: dict) -> bool:
+    """Return whether the weights were trained from random ones, and so by this project alone."""
+    config = state["config"]
+    return (
+        "train" in config
+        and state["progress"].get("origin") is None
+        and config.get("extension", {}).get("from") is None
+    )
+
+
+def _training(saved: SavedWeights) -> str:
+    """Return a table of what was trained, from what, how, and to which losses.
+
+    Raises CheckpointError if the settings are not those of a run.
+    """
+    state, origin = saved.state, saved.state["progress"].get("origin")
+    config = state["config"]
+    if "train" not in config:
+        return f"Imported from {plain(origin)}; not trained further."
+    try:
+        facts = {} if origin is None else {"Started from": origin}
+        facts |= _extension(config.get("extension", {}))
+        if saved.average:
+            facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
+        facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        problem = f"holds settings that no run can have had ({type(error).__name__}: {str(error):.200})"
+        raise CheckpointError(str(saved.path / STATE), problem, "choose another step") from None
+    rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _extension(extension: dict) -> dict[str, object]:
+    facts: dict[str, object] = {}
+    if extended := extension.get("from"):
+        path = Path(extended)
+        step = re.fullmatch(r"step-(\d+)", path.name)
+        run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        facts["Extends"] = f"{run.name}, step {int(step[1]):,}" if step else path.name
+    if extension.get("attention", "full") != "full":
+        facts["Attention in training"] = extension["attention"]
+    return facts
+
+
+def _trained(saved: SavedWeights) -> dict[str, object]:
+    """Return how many parameters of each kind were trained, if some were not."""
+    shapes, extension = parameter_shapes(saved.model, saved.extension), saved.extension
+    if len(saved.trained) == len(shapes):
+        return {}
+    counts: Counter[str] = Counter()
+    for name in saved.trained:
+        counts[kind_of(name)] += prod(shapes[name])
+    facts: dict[str, object] = {"Trained": ", ".join(f"{kind} ({count:,})" for kind, count in counts.items())}
+    if "lora" in counts:
+        lora = f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for {', '.join(extension.lora_targets)}"
+        facts["LoRA layers"] = lora
+    return facts | {"Trained parameters": f"{counts.total():,} of {sum(map(prod, shapes.values())):,}"}
+
+
+def _settings(state: dict, config: dict) -> dict[str, object]:
+    train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
+    samples, length = state["consumed_samples"], config["model"]["seq_length"]
+    begins = f"{ramp['from']} to " if (ramp := train.get("batch_ramp")) else ""
+    return {
+        "Steps": f"{state['step']:,} of {train['steps']:,}",
+        "Tokens": f"{samples * length:,} ({begins}{train['global_batch_size']} sequences of {length:,} a step)",
+        "Data": _data(config["data"]),
+        "Optimizer": f"{_OPTIMIZERS[optimizer['kind']]}, weight decay {optimizer['weight_decay']:g}, "
+        f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
+        "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
+        "Precision": train["precision"],
+        "Seed": train["seed"],
+    }
+
+
+def _data(data: dict) -> str:
+    """Describe what the model was trained on, by the names of datasets alone: their paths concern nobody else."""
+    if data["prefix"] is None and data.get("examples") is not None:
+        return f"examples of {Path(data['examples']['path']).name}"
+    if data["prefix"] is None:
+        return ", ".join(f"{key} {value}" for key, value in data["generator"].items() if value is not None)
+    stages = "".join(
+        f"; then, for {x['share']:.0%} of the tokens, {_names(x['prefix'])}" for x in data.get("stages") or ()
+    )
+    return _names(data["prefix"]) + stages
+
+
+def _names(prefix: dict | list | str) -> str:
+    prefixes, weights = blend(prefix)
+    names = [Path(prefix).name for prefix in prefixes]
+    shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
+    return ", ".join(shares)
+
+
+def _final_losses(saved: SavedWeights) -> dict[str, object]:
+    """Return the last finite losses that the run logged up to this checkpoint; those of averaged weights are others."""
+    names = {"loss": "Training loss", "validation_loss": "Validation loss"}
+    if saved.average:
+        names = {"validation_loss_average": "Validation loss"}
+    path, found = saved.path.parent.parent / _METRICS, {}
+    for line in read_lines(path) if path.is_file() else ():
+        with suppress(ValueError):  # a line that a killed process left unfinished
+            row = parse_record(line, dict[str, Any])
+            losses = {names[key]: row[key] for key in names if isinstance(row.get(key), float) and isfinite(row[key])}
+            if row.get("step", inf) <= saved.state["step"]:
+                found |= {name: f"{loss:.4f} nats per token, at step {row['step']:,}" for name, loss in losses.items()}
+    return found
