@@ -14,8 +14,6 @@ _DIFFICULT = (
     # Half-width katakana; letters with marks that compose and that do not; jamo.
     "ｶﾞｷﾞ ﾊﾟ Vie\u0323\u0302t \u1112\u1161\u11ab\u1100\u116e\u11a8 \u30ab\u3099 x²\u0302 🇩🇪"
 )
-UNUSUAL = "Vi\u00ea\u0323t \u1f00\u0342"
-"""Marks in another than Unicode's order, which SentencePiece and the converted tokenizer may compose differently."""
 
 
 def trial_texts() -> list[str]:

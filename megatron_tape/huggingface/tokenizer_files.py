@@ -23,7 +23,7 @@ from megatron_tape.data.tokenizer import (
     load_tokenizer,
     write_files,
 )
-from megatron_tape.data.trial_texts import UNUSUAL, find_difference, trial_texts
+from megatron_tape.data.trial_texts import find_difference, trial_texts
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_record
 
@@ -102,7 +102,7 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
     if TOKENIZER_JSON not in tokenizer.files:
         converted = load_tokenizer(output)
         write_files(converted.files, output)  # which keep text from encoding to special tokens
-        _try_out(converted, tokenizer, source, warnings)
+        _try_out(converted, tokenizer, source)
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
     generation = _generation(tokenizer, source, warnings)
     ids |= {key: generation[key] for key in ids if generation.get(key) is not None}
@@ -213,72 +213,57 @@ def _of_sentencepiece(
 def _converted(model: Any) -> Any:
     """Return what transformers makes of a SentencePiece model, as a tokenizer of the `tokenizers` library.
 
-    What transformers leaves out is added: which pieces text becomes, user-defined symbols, white space, and rules for
-    sequences of characters (by NFKC, of which all known rules consist).
+    Names of control tokens and bytes, which transformers would find in text, are not found.
     """
-    from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Regex, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
-    names: dict[int, list[str]] = {}
-    for piece in model.pieces:
-        names.setdefault(piece.type, []).append(piece.piece)
-    symbols = sorted(names.get(_USER_DEFINED, ()), key=len, reverse=True)
-    never = [name for kind in names.keys() - {_NORMAL, _USER_DEFINED} for name in names[kind] if len(name) > 1]
+    never = [piece.piece for piece in model.pieces if piece.type != _NORMAL and len(piece.piece) > 1]
     if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
-        best = max((piece.score for piece in model.pieces if piece.type == _NORMAL), default=0.0)
-
-        def score(piece: Any) -> float:
-            if piece.type == _USER_DEFINED:
-                return len(piece.piece.encode()) * best - 0.1  # as SentencePiece computes it
-            return piece.score if piece.type == _NORMAL else _NEVER
-
-        vocabulary = [(piece.piece, score(piece)) for piece in model.pieces]
-        result = SpmConverter.build_tokenizer_from_spm_proto(model, vocabulary)
+        scores = [(piece.piece, piece.score if piece.type == _NORMAL else _NEVER) for piece in model.pieces]
+        result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
         # Where text has characters that no piece has, even the worst piece is better.
         cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in never)
-        result.pre_tokenizer = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
+        split = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
     else:
         ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
         scores = [(piece.piece, piece.score) for piece in model.pieces]
-        merges = generate_merges(ids, scores, skip_tokens=[*never, *symbols])
+        merges = generate_merges(ids, scores, skip_tokens=never)
         result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
-        if symbols:
-            # Text between symbols is then taken as it is, too, if it is a piece: not if it is the name of another one.
-            cuts = "|".join(rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)" for name in never)
-            splits = (pre_tokenizers.Split(Regex(cut), "isolated") for cut in ("|".join(map(re.escape, symbols)), cuts))
-            result.pre_tokenizer = pre_tokenizers.Sequence([*splits])
-            result.model.ignore_merges = True
-    rules, steps = model.normalizer_spec, []
-    if rules.precompiled_charsmap:
-        steps += [normalizers.NFKC(), normalizers.Precompiled(rules.precompiled_charsmap)]
-    if rules.remove_extra_whitespaces:
-        # SentencePiece removes its own sign for a space at the end, but not at the beginning.
-        steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    steps += [normalizers.Prepend("▁")] if rules.add_dummy_prefix else []
-    result.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    back += [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
-    result.decoder = decoders.Sequence(back)
-    special = [*names.get(_UNKNOWN, ()), *names.get(_CONTROL, ())]
+        split = None
+    set_spaces(result, model.normalizer_spec.add_dummy_prefix)
+    result.pre_tokenizer = split
+    special = [piece.piece for piece in model.pieces if piece.type in (_UNKNOWN, _CONTROL)]
     result.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
     return result
 
 
-def _try_out(converted: Tokenizer, tokenizer: Any, source: str, warnings: list[str]) -> None:
-    """Raise FileError if the converted tokenizer gives other ids than `tokenizer`; add a warning if for rare text."""
+def set_spaces(library: Any, prefix: bool) -> None:
+    """Let a tokenizer of the `tokenizers` library treat spaces as SentencePiece does.
+
+    transformers puts a space before all texts without one; SentencePiece before every text or, without `prefix`, none.
+    """
+    from tokenizers import decoders, normalizers
+
+    steps = [normalizers.Replace(" ", "▁")]
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        steps.insert(0, normalizers.Prepend("▁"))
+        back.append(decoders.Strip(" ", 1, 0))
+    library.normalizer, library.pre_tokenizer = normalizers.Sequence(steps), None
+    library.decoder = decoders.Sequence(back)
+
+
+def _try_out(converted: Tokenizer, tokenizer: Any, source: str) -> None:
+    """Raise FileError if the converted tokenizer gives other ids than `tokenizer`."""
     from sentencepiece import sentencepiece_model_pb2
 
-    texts = [*trial_texts(), "a <0x41> b"]
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
-    for symbol in (piece.piece for piece in model.pieces if piece.type == _USER_DEFINED):
-        texts += [symbol, f"a{symbol}b", f" {symbol}  {symbol} b", f"a {symbol}"]
+    symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
+    texts = [*trial_texts(), "a <0x41> b", *(f"a{symbol}b" for symbol in symbols)]
     if (text := find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)) is not None:
         problem = f"cannot be converted: its tokenizer.json would give other ids for the text {ascii(text):.100}"
         raise FileError(source, problem, _GIVE)
-    if find_difference(tokenizer.encode, converted.encode, [UNUSUAL], tokenizer.scores) is not None:
-        shown = f"such as {ascii(UNUSUAL)}"
-        warnings.append(f"transformers will read unusual sequences of marks, {shown}, in another way than {source}")
 
 
 def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import io
 import json
 import sys
-import unicodedata
 
 import pytest
 from data.test_tokenizer import KINDS, MENTIONS
@@ -14,7 +13,6 @@ from megatron_tape.errors import FileError
 from megatron_tape.huggingface.tokenizer_files import export_problem, read_tokenizer, write_tokenizer
 
 NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
-SYMBOLS = dict(user_defined_symbols=["<sep>", "\n", "»x"])
 
 
 def sentencepiece_model(sentences=None, **options):
@@ -33,56 +31,26 @@ def sentencepiece_model(sentences=None, **options):
 
 @pytest.mark.parametrize(
     "options",
-    {
-        "Llama 2": dict(model_type="bpe", **NO_RULES),
-        "T5": dict(model_type="unigram"),
-        "Gemma": dict(model_type="bpe", add_dummy_prefix=False, **NO_RULES, **SYMBOLS),
-        "unigram with symbols": dict(model_type="unigram", **NO_RULES, **SYMBOLS),
-        "BPE with rules": dict(model_type="bpe"),
-        "BPE without two spaces": dict(model_type="bpe", normalization_rule_name="identity"),
-        "characters": dict(model_type="char"),
-    }.items(),
-    ids=lambda pair: pair[0],
+    [dict(model_type="bpe"), dict(model_type="unigram"), dict(model_type="bpe", add_dummy_prefix=False)],
+    ids=str,
 )
 def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
-    kind, options = options
-    (tmp_path / "t.model").write_bytes(sentencepiece_model(**options))
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(**options, **NO_RULES))
     exported(tmp_path / "t.model", tmp_path / "out")
     ours, theirs = load_tokenizer(tmp_path / "t.model"), load_tokenizer(tmp_path / "out" / "tokenizer.json")
     code = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to divide a line
-    symbols = ["a<sep>b  <s> c", "<sep>", " <sep>  <sep> a ", "<sep><s><sep>", "a <0x41>", "a\n\n b\n", "»x»", "▁ ▁"]
-    for text in [
-        code,
-        *symbols,
-        unicodedata.normalize("NFD", "Việt größer カガ 한글"),
-        "ﾊﾟ ﬁ² \u200b\x01 👩\u200d👧 🇩🇪",
-    ]:
+    for text in (code, "<s> c", "a <0x41>", "a\n\n b\n", "▁ ▁", "größer カガ 한글 ﾊﾟ ﬁ² \u200b\x01 👩\u200d👧"):
         assert theirs.encode(text) == ours.encode(text), ascii(text)
-    if kind != "characters":  # unknown characters have another name there
-        assert theirs.decode(ours.encode(code)) == ours.decode(ours.encode(code))
+    assert theirs.decode(ours.encode(code)) == ours.decode(ours.encode(code))
     assert (theirs.vocab_size, theirs.eod, theirs.bos) == (ours.vocab_size, ours.eod, ours.bos)
     assert theirs.same_as == ours.digest
 
 
-def test_unusual_marks_that_a_conversion_reads_differently_are_said(tmp_path, capsys):
-    for rules, warned in (("nmt_nfkc", True), ("identity", False)):
-        (tmp_path / "t.model").write_bytes(sentencepiece_model(model_type="bpe", normalization_rule_name=rules))
-        exported(tmp_path / "t.model", tmp_path / rules)
-        assert ("unusual sequences of marks" in capsys.readouterr().err) == warned
-
-
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        (dict(model_type="word"), "# Author"),
-        (dict(model_type="bpe", treat_whitespace_as_suffix=True), "# Author"),
-        (dict(model_type="bpe", **SYMBOLS), r"\n"),  # which its rules would replace
-    ],
-)
-def test_a_model_with_other_ids_is_refused_with_the_text(tmp_path, options, text):
-    (tmp_path / "t.model").write_bytes(sentencepiece_model(**options))
+@pytest.mark.parametrize("options", [{}, dict(user_defined_symbols=["<sep>"], **NO_RULES)], ids=["rules", "symbols"])
+def test_a_model_with_other_ids_is_refused_with_the_text(tmp_path, options):
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(model_type="bpe", **options))
     problem = export_problem(load_tokenizer(tmp_path / "t.model"), 128)
-    assert "would give other ids for the text '" in problem and text in problem
+    assert "would give other ids for the text '" in problem
     with pytest.raises(FileError, match="--tokenizer none"):
         exported(tmp_path / "t.model", tmp_path / "out")
 
@@ -273,23 +241,6 @@ def test_flags_of_added_tokens_are_those_of_tokenizer_json(tmp_path):
     text = "a <tool> b"
     ids = read_tokenizer(tmp_path / "out")(text)["input_ids"]
     assert ids == load_tokenizer(source).encode(text) and index in ids
-
-
-@pytest.mark.parametrize("name", ["LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer"])
-def test_a_published_tokenizer_is_read_as_its_file_says(tmp_path, capfd, name):
-    from tokenizers import pre_tokenizers, processors
-
-    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    library = save_bpe(tmp_path, "<s>", END, pre_tokenizer=digits)
-    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    library.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": END, "add_bos_token": True}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    capfd.readouterr()
-    found = read_tokenizer(tmp_path)
-    assert capfd.readouterr() == ("", "")
-    assert found(TEXT, add_special_tokens=False)["input_ids"] == load_tokenizer(tmp_path).encode(TEXT)
-    assert found(TEXT)["input_ids"][0] == 0
 
 
 def test_bad_ids_of_generation_settings_are_left_out_and_named(tmp_path, tokenizer_path, capsys):

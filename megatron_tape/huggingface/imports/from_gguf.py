@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tape import command_line
 from megatron_tape.data.tokenizer import TOKENIZER_JSON
 from megatron_tape.errors import FileError, UserError
+from megatron_tape.huggingface.tokenizer_files import set_spaces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +114,6 @@ class GgufFile:
 
         transformers drops how some tokenizers split text, which would change their tokens; these are not converted.
         """
-        from tokenizers import decoders, normalizers
         from transformers import AutoTokenizer
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -127,16 +127,8 @@ class GgufFile:
         with self._readable("the tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(**self._loaded)
             if kind == "llama":
-                # transformers has a prefix before all texts without a space at the beginning, SentencePiece before
-                # every text or, if the file says so, before none.
-                steps = [normalizers.Replace(" ", "\u2581")]
-                back = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-                if self._fields.get("tokenizer.ggml.add_space_prefix", True):
-                    steps.insert(0, normalizers.Prepend("\u2581"))
-                    back.append(decoders.Strip(" ", 1, 0))
-                tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
-                tokenizer.backend_tokenizer.pre_tokenizer = None
-                tokenizer.backend_tokenizer.decoder = decoders.Sequence(back)
+                prefix = self._fields.get("tokenizer.ggml.add_space_prefix", True)
+                set_spaces(tokenizer.backend_tokenizer, prefix)
             tokenizer.save_pretrained(directory)
         return True
 
