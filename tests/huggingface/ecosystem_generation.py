@@ -56,33 +56,20 @@ def maps_and_states(subject: Subject):
     equal_logits(output.logits, subject.logits())
 
 
-def check_attention(subject: Subject, implementation: str, padded: bool = True):
-    """Compare an attention implementation, asked for at load and later, with eager's logits."""
+@row("attn_implementation sdpa, at load and switched to: eager's logits; padded, and in two parts over a cache")
+def sdpa(subject: Subject):
     expected = subject.logits(subject.load(attn_implementation="eager"))
-    model = subject.load(attn_implementation=implementation)
+    model = subject.load(attn_implementation="sdpa")
     equal_logits(subject.logits(model), expected)
     model.set_attn_implementation("eager")
-    model.set_attn_implementation(implementation)
-    assert model.config._attn_implementation == implementation
-    if padded:
-        ids = torch.cat([torch.full((1, 3), subject.tokenizer.pad_token_id), subject.ids(24)], 1)
-        mask = torch.tensor([[0] * 3 + [1] * 24])
-        equal_logits(subject.logits(model, ids, attention_mask=mask)[:, 3:], expected)
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    ids = torch.cat([torch.full((1, 3), subject.tokenizer.pad_token_id), subject.ids(24)], 1)
+    mask = torch.tensor([[0] * 3 + [1] * 24])
+    equal_logits(subject.logits(model, ids, attention_mask=mask)[:, 3:], expected)
     cache = DynamicCache(config=model.config)
     parts = [subject.logits(model, part, past_key_values=cache) for part in subject.ids(24).split([15, 9], 1)]
     equal_logits(torch.cat(parts, 1), expected)
-
-
-@row("attn_implementation sdpa, at load and switched to: eager's logits; padded, and in two parts over a cache")
-def sdpa(subject: Subject):
-    check_attention(subject, "sdpa")
-
-
-@row("attn_implementation flash_attention_2: eager's logits", needs=("flash_attn",))
-def flash_attention_2(subject: Subject):
-    expected = subject.logits(subject.load(attn_implementation="eager", dtype=torch.bfloat16).cuda())
-    model = subject.load(attn_implementation="flash_attention_2", dtype=torch.bfloat16).cuda()
-    equal_logits(subject.logits(model), expected, 0.05)
 
 
 @row("packed documents (position_ids that start over): each document's own logits")
@@ -123,11 +110,6 @@ def batch(subject: Subject):
     equal_tokens(found, torch.cat([subject.generate(ids, use_cache=False) for ids in prompts]))
 
 
-@row("a prompt in chunks (prefill_chunk_size): the same tokens")
-def chunked_prompt(subject: Subject):
-    equal_tokens(subject.generate(subject.ids(24), prefill_chunk_size=7), subject.greedy)
-
-
 @row("generate from inputs_embeds: the tokens that follow the ids")
 def embeddings(subject: Subject):
     embeds = subject.model.get_input_embeddings()(subject.ids(24))
@@ -143,18 +125,6 @@ def beam_search(subject: Subject):
     equal_tokens(found, expected)
 
 
-@row("sampling with a cache: the tokens that the same seed gives without")
-def sampling(subject: Subject):
-    drawn = []
-    for cached in (True, False):
-        torch.manual_seed(1)
-        drawn.append(
-            subject.generate(subject.ids(24), do_sample=True, top_k=40, num_return_sequences=2, use_cache=cached)
-        )
-    equal_tokens(*drawn)
-    assert drawn[0][0].tolist() != drawn[0][1].tolist()
-
-
 @row("assisted generation (a model; prompt lookup): the greedy tokens")
 def assisted(subject: Subject):
     draft = subject.load()
@@ -162,13 +132,6 @@ def assisted(subject: Subject):
     torch.nn.init.normal_(draft.model.layers[0].mlp.down_proj.weight, std=0.02)  # so that some of its drafts are wrong
     equal_tokens(subject.generate(subject.ids(24), assistant_model=draft), subject.greedy)
     equal_tokens(subject.generate(subject.ids(24), prompt_lookup_num_tokens=3), subject.greedy)
-
-
-@row("assisted by the first layers alone (assistant_early_exit): the greedy tokens, and the same model afterwards")
-def early_exit(subject: Subject):
-    model = subject.load()
-    equal_tokens(subject.generate(subject.ids(24), model, assistant_early_exit=1), subject.greedy)
-    equal_tokens(subject.generate(subject.ids(24), model), subject.greedy)
 
 
 @row("pipeline and TextStreamer: the text of generate")

@@ -2,20 +2,8 @@
 
 import torch
 from ecosystem import Subject, equal_logits, equal_tokens, row
-from ecosystem_generation import Logits, check_attention
-from ecosystem_training import run_trainer, texts
-
-
-@row(
-    "attn_implementation flex_attention, at load and switched to: eager's logits; in two parts over a cache", heavy=True
-)
-def flex_attention(subject: Subject):
-    check_attention(subject, "flex_attention", padded=False)
-
-
-@row("torch.compile with inductor: equal logits", heavy=True)
-def compiled_by_inductor(subject: Subject):
-    equal_logits(subject.logits(torch.compile(subject.load(), fullgraph=True), use_cache=False), subject.logits())
+from ecosystem_generation import Logits
+from ecosystem_training import run_trainer
 
 
 @row(
@@ -62,12 +50,14 @@ def int8(subject: Subject):
     equal_tokens(cached, plain)
 
 
-def _trl(subject: Subject, trainer_class, config_class, rows, **options):
+@row("trl's SFTTrainer: the loss falls, and the positions have moved", needs=("trl", "datasets"), heavy=True)
+def sft(subject: Subject):
     from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
 
     subject.tokenizer.padding_side = "right"
-    arguments = config_class(
-        output_dir=str(subject.work / trainer_class.__name__),
+    arguments = SFTConfig(
+        output_dir=str(subject.work / "sft"),
         max_steps=3,
         per_device_train_batch_size=2,
         learning_rate=3e-3 if subject.is_small else 1e-4,
@@ -79,36 +69,14 @@ def _trl(subject: Subject, trainer_class, config_class, rows, **options):
         save_strategy="no",
         max_length=64,
     )
-    runner = trainer_class(
+    # Every step sees the same text; the losses of different texts say little about each other.
+    runner = SFTTrainer(
         model=subject.load(),
         args=arguments,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list([{"text": subject.tokenizer.decode(subject.ids(20)[0])}] * 6),
         processing_class=subject.tokenizer,
-        **options,
     )
     run_trainer(runner, ".position.")
-
-
-@row("trl's SFTTrainer: the loss falls, and the positions have moved", needs=("trl", "datasets"), heavy=True)
-def sft(subject: Subject):
-    from trl import SFTConfig, SFTTrainer
-
-    # Every step sees the same text; the losses of different texts say little about each other.
-    _trl(subject, SFTTrainer, SFTConfig, [{"text": texts(subject)[0]}] * 6)
-
-
-@row(
-    "trl's DPOTrainer, ref_model given: the loss falls, and the positions have moved",
-    needs=("trl", "datasets"),
-    heavy=True,
-)
-def dpo(subject: Subject):
-    from trl import DPOConfig, DPOTrainer
-
-    first, *others = texts(subject)
-    rows = [{"prompt": first, "chosen": others[0], "rejected": others[1]}] * 6
-    # Without ref_model, trl loads the model a second time, and not with trust_remote_code.
-    _trl(subject, DPOTrainer, DPOConfig, rows, ref_model=subject.load())
 
 
 @row("lm_eval's HFLM: log-likelihoods of the model's own logits", needs=("lm_eval", "accelerate"))

@@ -11,11 +11,6 @@ from transformers import (
 STEPS = 3
 
 
-def texts(subject: Subject, count: int = 4, length: int = 20) -> list[str]:
-    """Return pieces of source code of about `length` tokens."""
-    return [subject.tokenizer.decode(subject.ids(length, 25 * index)[0]) for index in range(count)]
-
-
 def train(model, ids: torch.Tensor, steps: int = STEPS, lr: float = 1e-2) -> list[float]:
     """Take AdamW steps on the parameters that want a gradient, and return the losses before each and at the end."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
@@ -75,26 +70,18 @@ def trainer(subject: Subject):
     run_trainer(Trainer(model=subject.load(), args=arguments, train_dataset=rows))
 
 
-@row("peft, LoRA on all-linear: trains the positions as well; save, load and merge give equal logits", needs=("peft",))
-def lora_all_linear(subject: Subject):
-    _adapter(subject, "lora_all_linear", target_modules="all-linear")
-
-
-@row("peft, LoRA with modules_to_save position: save, load and merge give equal logits", needs=("peft",))
+@row("peft, LoRA on all-linear, positions whole: save, load and merge give equal logits", needs=("peft",))
 def lora_and_positions(subject: Subject):
-    saved = {"modules_to_save": ["position"]} if hasattr(subject.model.model.layers[0], "position") else {}
-    _adapter(subject, "lora_and_positions", target_modules=["q_proj", "v_proj"], **saved)
-
-
-def _adapter(subject: Subject, name: str, **settings):
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    model = get_peft_model(subject.load(), LoraConfig(r=4, task_type="CAUSAL_LM", **settings)).train()
+    settings = {"modules_to_save": ["position"]} if hasattr(subject.model.model.layers[0], "position") else {}
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", **settings)
+    model = get_peft_model(subject.load(), config).train()
     losses = train(model, subject.ids(24), lr=1e-2 if subject.is_small else 2e-4)
     assert losses[-1] < losses[0], f"the loss does not fall: {losses}"
     expected = subject.logits(model.eval())
-    model.save_pretrained(subject.work / name)
-    again = PeftModel.from_pretrained(subject.load(), str(subject.work / name)).eval()
+    model.save_pretrained(subject.work / "adapter")
+    again = PeftModel.from_pretrained(subject.load(), str(subject.work / "adapter")).eval()
     equal_logits(subject.logits(again), expected)
     merged = again.merge_and_unload()
     equal_logits(subject.logits(merged), expected)
@@ -103,62 +90,39 @@ def _adapter(subject: Subject, name: str, **settings):
     assert not still, f"training did not move {', '.join(still)}"
 
 
-@row("AutoModelForSequenceClassification, padded: trains, saves, and gives each text's own score")
+@row("AutoModelForSequenceClassification, padded: gives each text's own score")
 def sequence_classification(subject: Subject):
-    model = _head(subject, AutoModelForSequenceClassification, num_labels=3)
+    model = subject.load(AutoModelForSequenceClassification, num_labels=3)
+    model.config.pad_token_id = subject.tokenizer.pad_token_id
+    torch.nn.init.normal_(model.score.weight)  # as large as a trained head's, so that what the base computes shows
     prompts = [subject.ids(24), subject.ids(9, 30)]
     inputs = subject.tokenizer.pad({"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt")
-    loss = model(**inputs, labels=torch.tensor([0, 2])).loss
-    loss.backward()
-    assert loss.isfinite() and model.score.weight.grad.abs().max() > 0
     found = subject.logits(model, inputs["input_ids"], attention_mask=inputs["attention_mask"])
     equal_logits(found, torch.cat([subject.logits(model, ids) for ids in prompts]))
-    _reload(subject, model, AutoModelForSequenceClassification, lambda model: subject.logits(model))
 
 
-@row("AutoModelForTokenClassification: trains, saves, and scores the base model's states")
-def token_classification(subject: Subject):
-    model = _head(subject, AutoModelForTokenClassification, num_labels=3)
-    ids = subject.ids(24)
-    loss = model(ids, labels=torch.arange(24)[None] % 3).loss
-    loss.backward()
-    assert loss.isfinite() and model.score.weight.grad.abs().max() > 0
+@row("the three heads (AutoModelFor...): train, save, and score the base model's states")
+def heads(subject: Subject):
+    ids, kinds = subject.ids(24), (AutoModelForSequenceClassification, AutoModelForTokenClassification)
+    given = [{"labels": torch.tensor([2])}, {"labels": torch.arange(24)[None] % 3}]
+    given.append({"start_positions": torch.tensor([3]), "end_positions": torch.tensor([7])})
     with torch.no_grad():
         states = subject.model.model(ids).last_hidden_state
-        equal_logits(subject.logits(model), model.score(states))
-    _reload(subject, model, AutoModelForTokenClassification, lambda model: subject.logits(model))
-
-
-@row("AutoModelForQuestionAnswering: trains, saves, and scores the base model's states")
-def question_answering(subject: Subject):
-    model = _head(subject, AutoModelForQuestionAnswering)
-    ids = subject.ids(24)
-    loss = model(ids, start_positions=torch.tensor([3]), end_positions=torch.tensor([7])).loss
-    loss.backward()
-    assert loss.isfinite() and model.qa_outputs.weight.grad.abs().max() > 0
-
-    @torch.no_grad()
-    def logits(model):
-        return torch.stack([model(ids).start_logits, model(ids).end_logits], dim=-1)
-
-    with torch.no_grad():
-        equal_logits(logits(model), model.qa_outputs(subject.model.model(ids).last_hidden_state))
-    _reload(subject, model, AutoModelForQuestionAnswering, logits)
-
-
-def _head(subject: Subject, auto_class, **options):
-    model = subject.load(auto_class, **options)
-    model.config.pad_token_id = subject.tokenizer.pad_token_id
-    # As large as a trained head's, so that what the base model computes shows.
-    for name, parameter in model.named_parameters():
-        if name.startswith(("score", "qa_outputs")):
-            torch.nn.init.normal_(parameter)
-    return model
-
-
-def _reload(subject: Subject, model, auto_class, logits):
-    model.save_pretrained(subject.work / auto_class.__name__)
-    equal_logits(logits(subject.load(auto_class, directory=subject.work / auto_class.__name__)), logits(model), 0)
+    for kind, labels in zip((*kinds, AutoModelForQuestionAnswering), given, strict=True):
+        options = {"num_labels": 3, "pad_token_id": subject.tokenizer.pad_token_id} if kind in kinds else {}
+        model = subject.load(kind, **options)
+        head = model.score if kind in kinds else model.qa_outputs
+        torch.nn.init.normal_(head.weight)
+        loss = model(ids, **labels).loss
+        loss.backward()
+        assert loss.isfinite() and head.weight.grad.abs().max() > 0
+        model.save_pretrained(subject.work / kind.__name__)
+        with torch.no_grad():
+            expected = head(states[:, -1] if kind is kinds[0] else states)
+            for each in (model, subject.load(kind, directory=subject.work / kind.__name__)):
+                found = each(ids)
+                found = found.logits if kind in kinds else torch.stack([found.start_logits, found.end_logits], -1)
+                equal_logits(found, expected)
 
 
 @row("resize_token_embeddings: the old tokens keep their logits")

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from small_models import tokens
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
@@ -17,14 +17,12 @@ from megatron_tape.huggingface.modeling.position_tape import matrix_of
 
 SMALL = small_models.SMALL | dict(position_mlp_size=6)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# DoRA divides by the norm of each row, so matrices at zero have to be trained whole.
 RECIPES = {
     "all-linear": dict(target_modules="all-linear"),
-    "dora": dict(target_modules="all-linear", use_dora=True),
     "dora_saved": dict(target_modules="all-linear", use_dora=True, modules_to_save=["position"]),
     "saved": dict(target_modules=ATTENTION, modules_to_save=["position"]),
-    "both": dict(target_modules="all-linear", modules_to_save=["position"]),
 }
-MATRICES = ("token_mixing", "x_proj", "up_proj", "down_proj")
 
 
 def zero_start():
@@ -64,16 +62,8 @@ def logits(model):
         return model(input_ids=tokens()).logits
 
 
-# DoRA divides by the norm of each row, so matrices at zero have to be trained whole.
-@pytest.mark.parametrize(
-    "recipe, start",
-    [
-        (recipe, start)
-        for recipe in RECIPES
-        for start in ("imported", "trained")
-        if (recipe, start) != ("dora", "imported")
-    ],
-)
+@pytest.mark.parametrize("start", ["imported", "trained"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recipe, start, tmp_path):
     base = TapeForCausalLM.from_pretrained(bases / start)
     before = {name: matrix.clone() for name, matrix in base.state_dict().items() if ".position." in name}
@@ -100,58 +90,21 @@ def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recip
             assert (matrix - before[name]).abs().max() > 1e-3, f"{name} did not move"
 
 
-def test_the_gradient_reaches_some_matrices_at_once_and_all_after_a_step():
-    model = get_peft_model(zero_start(), LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
-
-    def gradients():
-        model(input_ids=tokens(), labels=tokens()).loss.backward()
-        layer = model.get_base_model().model.layers[0].position
-        found = {name: getattr(layer, name).lora_B["default"].weight.grad.abs().max() for name in MATRICES}
-        model.zero_grad()
-        return {name for name in MATRICES if found[name] > 0}
-
-    assert gradients() == {"token_mixing", "down_proj"}
-    train(model, steps=1)
-    assert gradients() == set(MATRICES)
-
-
 @pytest.mark.parametrize(
     "start, changes, training, warns",
     [
         ("imported", dict(target_modules=ATTENTION), True, True),
         ("imported", dict(target_modules=ATTENTION), False, False),
         ("imported", dict(target_modules=ATTENTION, modules_to_save=["position"]), True, False),
-        ("imported", dict(target_modules="all-linear"), True, False),
-        ("imported", None, True, False),
         ("trained", dict(target_modules=ATTENTION), True, False),
     ],
 )
 def test_positions_that_are_trained_while_frozen_at_zero_are_named_once(bases, start, changes, training, warns, caplog):
     model = TapeForCausalLM.from_pretrained(bases / start)
-    if changes is not None:
-        model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **changes))
+    model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **changes))
     with caplog.at_level(logging.WARNING):
         train(model) if training else logits(model)
     assert caplog.text.count('modules_to_save=["position"]') == int(warns)
-
-
-def test_positions_are_frozen_at_zero_as_well_where_the_first_matrix_of_the_mlp_is(caplog):
-    model = zero_start()
-    for name, matrix in model.named_parameters():
-        if ".position.down_proj." in name:
-            torch.nn.init.normal_(matrix)
-        elif ".position.up_proj." in name:
-            torch.nn.init.zeros_(matrix)
-    with caplog.at_level(logging.WARNING):
-        train(get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION)), steps=1)
-    assert 'modules_to_save=["position"]' in caplog.text
-
-
-def test_a_model_with_frozen_positions_is_trained_in_one_graph():
-    model = get_peft_model(zero_start(), LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION)).train()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    compiled(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
-    assert any(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def hooked(linear):
@@ -169,12 +122,7 @@ def parametrized(linear):
     return expected
 
 
-def pruned(linear):
-    prune.random_unstructured(linear, "weight", amount=0.5)
-    return linear.weight.detach().clone()
-
-
-@pytest.mark.parametrize("change", [hooked, parametrized, pruned], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [hooked, parametrized], ids=lambda change: change.__name__)
 def test_the_matrix_of_a_module_is_what_the_module_multiplies_by(change):
     linear = nn.Linear(5, 3, bias=False)
     assert matrix_of(linear, 5, torch.ones(1)) is linear.weight

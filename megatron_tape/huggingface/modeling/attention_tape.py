@@ -140,8 +140,7 @@ def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, *
     """Return whether nothing is asked for but the averages: no gradients, no graph."""
     # Gradient checkpointing runs without gradients first, and must then compute the same again with them.
     gradients = module.training or any(x.requires_grad for x in tensors)
-    transformed = torch._C._are_functorch_transforms_active()  # torch.func.vmap or jvp, for example
-    return not (gradients or dropout or transformed or is_tracing(tensors[0]))
+    return not (gradients or dropout or is_tracing(tensors[0]))
 
 
 def attend_by_blocks(
