@@ -103,9 +103,6 @@ def _main(argv: list[str] | None) -> int:
     except BaseException as error:
         if (sentence := command_line.unforeseen(error)) is None:
             raise
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for every command
-            fix = "choose shorter lengths, a smaller batch_size or --dtype bf16, and run the command again to continue"
-            sentence = f"the GPU's memory is too small ({str(error).split('. ')[0]}); {fix}"
         command_line.say(f"error (rank {rank}): {sentence}")
         return 1
     return 0
@@ -228,8 +225,7 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
 def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planned, source: Source) -> None:
     """Do a task together with the other ranks; rank 0 records and shows what came out."""
     from megatron_tape.evaluation.figures import clean
-    from megatron_tape.evaluation.report.scores import score_table
-    from megatron_tape.evaluation.report.tables import markdown
+    from megatron_tape.evaluation.report.tables import markdown, score_table
     from megatron_tape.evaluation.runner import draw, record, run_task
 
     started = time.monotonic()
@@ -241,7 +237,7 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
     results = record(output, info.label, evaluated, planned, result)
     pictures = draw(output, task, results)
     print(f"{task.name}: {info.label}, {duration(time.monotonic() - started)}")
-    for table in score_table({info.label: result}, comparable=lambda score: True):
+    for table in score_table({info.label: result}):
         print("\n".join(markdown(table, clean)))
     for note in result.notes:
         print(f"  note: {note}")

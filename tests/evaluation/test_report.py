@@ -35,7 +35,6 @@ class Page:
             for table in section.iter("table"):
                 rows = [[_text_of(cell) for cell in row] for row in table.iter("tr")]
                 self.tables[title] = [row for row in rows]
-        self.marked = [element.text_content() for element in self.root.iter("strong")]
 
 
 def _text_of(cell):
@@ -116,58 +115,14 @@ def test_sections_have_scores_curves_pictures_and_notes(compared):
     ] * 3
 
 
-def test_what_judges_nothing_has_no_best_value(tmp_path):
-    def shiny(value):
-        distances = [score("distance", value, "neither", group=f"layer {layer}") for layer in (0, 1)]
-        return {"tasks": {"shiny": task([score("loss", value, group="books", unit="nats"), *distances])}}
-
-    parsed = evaluated(tmp_path, x=shiny(1.5), y=shiny(2.5))
-    assert [row[:2] for row in parsed.tables["Shiny"]] == [
-        ["metric", "group"],
-        ["loss (nats) \N{DOWNWARDS ARROW}", "books"],
-        ["distance", "layer 0"],
-        ["distance", "layer 1"],
-    ]
-    assert parsed.marked == ["1.500"]
-
-
-KEYS = {"books/0": [1, 2]}
-INTERVAL = {"low": 1.0, "high": 3.0}
-
-
-@pytest.mark.parametrize(
-    "name, first, second, marked, warning",
-    [
-        ("shiny", task([score(value=1.5)]), task([score(value=2.5)]), ["1.500"], None),
-        # Other settings are warned of, and there is no best value.
-        ("shiny", task([score(value=1.5)], settings={"samples": 1}), task([score(value=2.5)], settings={"samples": 2}),
-         [], "may not be comparable: samples."),
-        # What is measured on samples is judged only if every value has an interval.
-        ("shiny", task([score(value=1.5, count=9, **INTERVAL)]), task([score(value=2.5, count=9, **INTERVAL)]),
-         ["1.500"], None),
-        ("shiny", task([score(value=1.5, count=1)]), task([score(value=2.5, count=9, **INTERVAL)]), [], None),
-        ("context_gain",
-         task([score("key_gain", 1.5, "higher"), score("gain", 1, "higher")], details={"key_tokens": KEYS}),
-         task([score("key_gain", 2.5, "higher"), score("gain", 2, "higher")], details={"key_tokens": {"books/0": [1]}}),
-         ["2"], "key tokens of its own"),
-    ],
-)  # fmt: skip
-def test_the_best_value_is_marked_where_values_can_be_compared(tmp_path, name, first, second, marked, warning):
-    parsed = evaluated(tmp_path, x={"tasks": {name: first}}, y={"tasks": {name: second}})
-    assert parsed.marked == marked
-    (text,) = parsed.sections.values()
-    assert warning in text if warning else "compar" not in text
-
-
-def measured(value, *, vocab_size=None, digest=None):
+def measured(value, *, vocab_size=None, digest=None, key_tokens=None):
     """Return the results of tasks that measure losses, with what is recorded of the scored tokens if `digest`."""
     place = {"length": 512, "group": "books"}
     scores = [score("loss", value, unit="nats per token", **place), score("perplexity", 10 * value, **place)]
-    scores += [score("bits_per_byte", value / 2, unit="bits per byte", **place)]
     gains = [score("gain", value, "higher", unit="nats per token", **place)]
-    gains += [score("key_perplexity", 10 * value, **place)]
     details = {} if digest is None else {"scored": {"books": {"count": 512, "digest": digest}}}
-    tasks = {"perplexity": task(scores, details=details), "context_gain": task(gains, details=details)}
+    of_gains = details | ({} if key_tokens is None else {"key_tokens": key_tokens})
+    tasks = {"perplexity": task(scores, details=details), "context_gain": task(gains, details=of_gains)}
     return {"tasks": tasks, "config": CONFIG if vocab_size is None else {**CONFIG, "vocab_size": vocab_size}}
 
 
@@ -175,18 +130,21 @@ def measured(value, *, vocab_size=None, digest=None):
     "first, second, warned",
     [
         ({"digest": "a"}, {"digest": "a", "vocab_size": 9}, False),
-        ({"vocab_size": 1500}, {"vocab_size": 1500}, False),
         ({}, {"vocab_size": 1500}, False),
         ({"vocab_size": 1500}, {"vocab_size": 49152}, True),
-        ({"vocab_size": 1500, "digest": "a"}, {"vocab_size": 49152}, True),
         ({"digest": "a"}, {"digest": "b"}, True),
     ],
 )
-def test_figures_per_token_of_different_tokens_are_warned_of_and_have_no_best_value(tmp_path, first, second, warned):
+def test_figures_per_token_of_different_tokens_are_warned_of(tmp_path, first, second, warned):
     parsed = evaluated(tmp_path, x=measured(1.5, **first), y=measured(2.5, **second))
-    assert parsed.marked == (["0.750"] if warned else ["1.500", "15", "0.750", "2.500", "15"])
     found = ["did not score the same tokens" in text for text in parsed.sections.values()]
     assert found == [warned, warned]
+
+
+def test_figures_of_different_key_tokens_are_warned_of(tmp_path):
+    first, second = (measured(1.5, digest="a", key_tokens={"books/0": tokens}) for tokens in ([1, 2], [1]))
+    assert "key tokens of its own" in evaluated(tmp_path, x=first, y=second).sections["Context gain"]
+    assert "key tokens of its own" not in evaluated(tmp_path, x=first, y=first).sections["Context gain"]
 
 
 def test_what_changes_no_score_is_not_warned_of(tmp_path):

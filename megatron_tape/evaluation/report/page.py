@@ -24,8 +24,15 @@ from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import Comparison
 from megatron_tape.evaluation.figures import clean, in_order, png
 from megatron_tape.evaluation.report import comparison_tables
-from megatron_tape.evaluation.report.scores import comparability, score_table
-from megatron_tape.evaluation.report.tables import Table, enumerated, number, table, text
+from megatron_tape.evaluation.report.tables import (
+    Table,
+    comparison_warnings,
+    enumerated,
+    number,
+    score_table,
+    table,
+    text,
+)
 from megatron_tape.evaluation.results import NAME, Results, read_results
 from megatron_tape.evaluation.task import Picture
 from megatron_tape.evaluation.tasks import TASKS, title_of
@@ -149,14 +156,14 @@ def _comparison(comparison: Comparison, missing: Sequence[str]) -> list[Section]
 def _task(results: Mapping[str, Results], name: str) -> Section:
     results = {label: one for label, one in results.items() if name in one.tasks}
     tasks = {label: one.tasks[name] for label, one in results.items()}
-    warnings, comparable = comparability(list(results.values()), name)
+    warnings = comparison_warnings(list(results.values()), name)
     pictures = draw([(name, partial(TASKS[name].draw, tasks))] if name in TASKS else [])
     about: dict[str, list[str]] = {}
     for label, task in tasks.items():
         for note in task.notes:
             about.setdefault(note, []).append(label)
     notes = [note if len(of) == len(tasks) else f"{enumerated(of)}: {note}" for note, of in about.items()]
-    return Section(title_of(name), score_table(tasks, comparable), pictures, warnings, notes)
+    return Section(title_of(name), score_table(tasks), pictures, warnings, notes)
 
 
 def runs_table(runs: Mapping[str, Run]) -> list[Table]:

@@ -1,17 +1,21 @@
-"""Tables as data, of which the page and Markdown are made: what a cell shows, and by what it is sorted. No torch."""
+"""Tables as data, of which the page and Markdown are made, and the table of a task's scores by model. No torch."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
-from megatron_tape.evaluation.results import Score
+from megatron_tape.evaluation.results import Results, Score, TaskResult
 
 MISSING = "\N{EN DASH}"
 SUBJECT = ("metric", "group", "length (tokens)")
 """The columns of `subject`."""
+_NOT_COMPARED = ("data", "batch_size", "trained_length")
+"""Settings of tasks that change no score; of data, the contents of the files are compared."""
 _ARROWS = {"higher": " \N{UPWARDS ARROW}", "lower": " \N{DOWNWARDS ARROW}", "neither": ""}
 
 
@@ -23,7 +27,6 @@ class Cell:
     sort: float | str | None = None
     detail: str = ""
     """Smaller, below the text."""
-    best: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,12 @@ def text(value: str) -> Cell:
     return Cell(value, value)
 
 
-def number(value: float | None, decimals: int | None = None, detail: str = "", best: bool = False) -> Cell:
+def number(value: float | None, decimals: int | None = None, detail: str = "") -> Cell:
     """Return the cell of a number with so many decimals, by default as many as its size calls for."""
     if value is None:
         return Cell(MISSING)
     shown = shown_number(value, decimals_for([value]) if decimals is None else decimals)
-    return Cell(shown, float(value), detail, best)
+    return Cell(shown, float(value), detail)
 
 
 def decimals_for(values: Iterable[float]) -> int | None:
@@ -104,3 +107,57 @@ def interval(low: float | None, high: float | None, decimals: int | None) -> str
 def enumerated(items: Sequence[str]) -> str:
     """Return `a, b and c`."""
     return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)
+
+
+def score_table(tasks: Mapping[str, TaskResult]) -> list[Table]:
+    """Return the table of a task: a row for each metric, group and length, and a column for each model."""
+    found: dict[Score, dict[str, Score]] = {}
+    values: dict[str, list[float]] = {}
+    for label, task in tasks.items():
+        for score in task.scores:
+            found.setdefault(score.subject, {})[label] = score
+            values.setdefault(score.metric, []).extend({score.value, score.low, score.high} - {None})
+    decimals = {metric: decimals_for(numbers) for metric, numbers in values.items()}
+    rows = [
+        subject(what) + [_score_cell(scores.get(label), decimals[what.metric]) for label in tasks]
+        for what, scores in found.items()
+    ]
+    return table("Below each value: its 95 % interval, and what it is measured on", [*SUBJECT, *tasks], rows)
+
+
+def _score_cell(score: Score | None, decimals: int | None) -> Cell:
+    if score is None:
+        return number(None)
+    between = interval(score.low, score.high, decimals)
+    return number(score.value, decimals, " \N{MIDDLE DOT} ".join(filter(None, (between, score.shown_count))))
+
+
+def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
+    """Return warnings of what keeps scores of a task from being compared between models."""
+    tasks = [one.tasks[name] for one in results]
+    settings = dict.fromkeys(key for task in tasks for key in task.settings if key not in _NOT_COMPARED)
+    changed = [key for key in settings if _differ(task.settings[key] for task in tasks if key in task.settings)]
+    # Where the files lay does not matter.
+    changed += ["data"] if _differ(sorted(task.data.values()) for task in tasks) else []
+    changed += ["dtype"] if _differ(task.dtype for task in tasks) else []
+    warnings = [f"These differ, and scores may not be comparable: {', '.join(changed)}."] if changed else []
+    per_token = [one for one in results if any(map(_is_per_token, one.tasks[name].scores))]
+    # What tells which tokens were scored: their digests or, of tasks that have none, the size of the vocabulary.
+    tokens = [one.tasks[name].details.get("scored") or one.model.config.get("vocab_size") for one in per_token]
+    if _differ(one for one in tokens if one is not None):
+        warnings.append(
+            "The models did not score the same tokens: losses, gains and perplexities, which are per token, cannot be "
+            "compared between them. Bits per byte, which perplexity measures on texts, can."
+        )
+    if _differ(task.details.get("key_tokens") for task in tasks):
+        warnings.append("Each model was measured on key tokens of its own, and figures of these cannot be compared.")
+    return warnings
+
+
+def _differ(values: Iterable[Any]) -> bool:
+    return len({json.dumps(value, sort_keys=True) for value in values}) > 1
+
+
+def _is_per_token(score: Score) -> bool:
+    """Return whether the value of a score depends on the tokenizer."""
+    return score.unit == "nats per token" or score.metric in ("perplexity", "key_perplexity")
