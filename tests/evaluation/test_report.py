@@ -252,24 +252,6 @@ def test_a_model_has_the_same_colour_in_every_picture(tmp_path, monkeypatch):
     assert parsed.pictures["Shiny"] == [f"Found by second in {figures.COLORS[1]}."]
 
 
-ODD = ["$\\frac{$", "a\nb " * 20, "\u202e\u05d0\x1b[31m\u65e5\U0001f389 %s {} &<script>", "_" + "x" * 100_000]
-
-
-def test_any_name_can_be_drawn(tmp_path):
-    paths = []
-    for number, name in enumerate(ODD):
-        losses = [score("perplexity", length**3, length=length, group=name) for length in LENGTHS]
-        tasks = {name: task(losses, notes=[name]), "perplexity": task(losses)}
-        paths.append(write_results(tmp_path / str(number), results(name, tasks)))
-        run = write_run(tmp_path / "runs" / re.sub(r"\s", "_", name)[:100], steps=20)
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        text = "".join(json.dumps(row | {f"evaluation/{name}/512": 1.0}) + "\n" for row in rows)
-        (run / "metrics.jsonl").write_text(text)
-        paths.append(run)
-    content = page(*read(paths))
-    assert "could not be drawn" not in content and content.count("<img") == 7 and len(content) < 8_000_000
-
-
 def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=20)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
