@@ -5,22 +5,37 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.backend import FusedKernels, chosen_backend
 from megatron_tape.model.decoder import Decoder
-from megatron_tape.model.layers import LayerPosition, Shared, SwiGLU
-from megatron_tape.model.specs import block_spec
+from megatron_tape.model.layers import (
+    CoreAttention,
+    LayerPosition,
+    PositionSelfAttention,
+    PositionTransformerLayer,
+    RMSNorm,
+    Shared,
+    SwiGLU,
+)
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
 from megatron_tape.ops.stage_boundary import packed_width, unpack
 from megatron_tape.parallel.token_layout import TokenLayout
-from megatron_tape.position import encoding_of
+from megatron_tape.position import PositionEncoding, encoding_of
 
 
 def transformer_config(
@@ -66,6 +81,50 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str, first: int, packs: bool) -> ModuleSpec:
+    """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP.
+
+    `backend` is one of `ops.backends.BACKENDS`; see `PositionTransformerLayer` for `first` and `packs`.
+    """
+    norm = RMSNorm if model.qk_norm else None
+    return ModuleSpec(
+        module=PositionTransformerLayer,
+        params={"encoding": encoding, "first": first, "packs": packs},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=PositionSelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal, "output_gate": model.attention_output_gate},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=ModuleSpec(module=CoreAttention, params={"backend": backend}),
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear, activation_func=SwiGLU, linear_fc2=RowParallelLinear
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(
+    model: ModelConfig, encoding: PositionEncoding, backend: str, layers: range
+) -> TransformerBlockSubmodules:
+    """Return the spec of these of the decoder's layers, and of the final norm."""
+    packs = layers.stop < model.num_layers and encoding.carries(layers.stop)
+    specs = [layer_spec(model, encoding, backend, layers.start, packs and layer == layers[-1]) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 class LanguageModel(torch.nn.Module):

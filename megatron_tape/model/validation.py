@@ -3,7 +3,7 @@
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import lacks, unsupported_heads
-from megatron_tape.position import check_encoding, encoding_of
+from megatron_tape.position import encoding_of
 
 
 def validate_model(model: ModelConfig) -> None:
@@ -52,4 +52,9 @@ def validate_model(model: ModelConfig) -> None:
         why = unsupported_heads(model.attention_backend, model.head_dim)
         problem = f"is {model.attention_backend}, which {why}"
         refuse(why is not None, "model.attention_backend", problem, "choose another, or auto")
-    check_encoding(model)
+    every = model.layers_without_positions
+    problem = f"does not apply to {encoding.name}, with which no layer gets positions"
+    refuse(every is not None and not encoding.needs, "model.layers_without_positions", problem, "remove it")
+    problem = f"is {every}, more than model.num_layers {model.num_layers}, so that every layer would get positions"
+    refuse((every or 0) > model.num_layers, "model.layers_without_positions", problem, "lower it, or remove it")
+    encoding.check()

@@ -18,7 +18,7 @@ from megatron_tape.position.encoding import (
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
 from megatron_tape.position.nope import NoPosition
-from megatron_tape.position.of_model import check_encoding, encoding_of, model_config
+from megatron_tape.position.of_model import encoding_of, model_config
 from megatron_tape.position.path import PathPosition
 from megatron_tape.position.path_fox import PathFoxPosition
 from megatron_tape.position.randpe import RandomizedPosition
@@ -60,7 +60,6 @@ __all__ = [
     "Parameter",
     "PositionEncoding",
     "Positions",
-    "check_encoding",
     "encoding_of",
     "model_config",
     "register",

@@ -10,11 +10,7 @@ from megatron_tape.position.path import PathPosition, PathSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PathFoxSettings(PathSettings, FoxSettings):
-    """The settings of both, and how the gates enter."""
-
-    path_fox_scaled_gates: bool = False
-    """path_fox: divide the logarithms of the gates by sqrt(D), as flash-linear-attention does with its authors' layer,
-    and their paper's equation does not."""
+    """The settings of both."""
 
 
 class PathFoxPosition(PathPosition, FoxPosition):
@@ -39,6 +35,4 @@ class PathFoxPosition(PathPosition, FoxPosition):
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         given = (layer, parameters, state, hidden_states_sBC, memory)
         gates = FoxPosition.positions(self, *given).log_gate_TBH
-        if self.settings.path_fox_scaled_gates:
-            gates = gates * self.model.head_dim**-0.5
         return replace(PathPosition.positions(self, *given), log_gate_TBH=gates)

@@ -7,14 +7,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from models import small_model
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import ConfigError
 from megatron_tape.model import backend as model_backend
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES, choice
 from megatron_tape.ops.backends.choice import choose_backend, flash_attn_version, takes_wide_value, unsupported
-from megatron_tape.position import encoding_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -230,39 +228,6 @@ def test_a_named_backend_that_cannot_is_refused_with_the_reason(flash_attn, want
     assert error.value.key == "model.attention_backend" and error.value.problem == f"is {wanted}, which {why}"
 
 
-@pytest.mark.parametrize(
-    "backend, why", [("triton", "is not installed"), ("flash_attn", "cannot be imported in a version that runs")]
-)
-def test_a_backend_that_is_not_installed_is_refused(installed, backend, why):
-    choice._flash_attn_version.cache_clear()
-    installed.clear()
-    with pytest.raises(ConfigError, match=f"which {why}"):
-        chosen(GPU, wanted=backend)
-
-
-def test_needs_that_no_backend_has_are_refused_together():
-    with pytest.raises(ConfigError) as error:
-        chosen(CPU, {ROTATION, "dream"})
-    assert error.value.subjects == ("model.attention_backend", "model.position_encoding")
-    assert "dream" in error.value.problem
-
-
-def test_an_interpreter_that_cannot_read_the_bounds_of_loops_is_reported(installed, monkeypatch):
-    def refuse(count):
-        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
-
-    triton, numpy = ModuleType("triton"), ModuleType("numpy")
-    numpy.__version__, numpy.zeros = "2.5.2", refuse
-    monkeypatch.setattr(choice, "triton_interprets", lambda: True)
-    for name, module in (("triton", triton), ("numpy", numpy)):
-        monkeypatch.setitem(sys.modules, name, module)
-    triton.__version__ = "3.6.0"
-    why = "cannot be interpreted by triton 3.6.0 with numpy 2.5.2; use triton 3.7 or newer"
-    assert unsupported("triton", CPU, FP32, 64) == why
-    triton.__version__ = "3.7.1"
-    assert unsupported("triton", CPU, FP32, 64) is None
-
-
 def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text("raise ImportError('built for another torch')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -271,8 +236,3 @@ def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "8.0 or newer" in unsupported("triton", GPU, BF16, 64)
-
-
-def test_encodings_need_what_the_choice_goes_by():
-    needs = {name: encoding_of(small_model(position_encoding=name)).needs for name in ("path", "path_fox", "alibi")}
-    assert needs == {"path": {REFLECTIONS}, "path_fox": {REFLECTIONS, GATE}, "alibi": {POINTWISE}}

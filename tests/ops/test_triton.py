@@ -15,11 +15,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import attention_inputs, parity
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import HEAD_DIMS
+from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.ops.kernels import triton_attention, triton_position_update, triton_rotation, triton_swiglu
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import backend_fails, inexact, swiglu_disagrees, update_fails
-from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
+from megatron_tape.ops.position_update import fused_update, plain_update
 from megatron_tape.ops.rotation import with_modulus
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ UNEVEN = [
     [
         *(SMALL_HEADS | dict(length=length) for length in (1, 63, 129)),
         *(dict(heads=h, groups=g, dtype=t) for h, g, t in ((3, 3, BF16), (4, 2, FP16), (5, 1, BF16))),
-        *(dict(heads=2, groups=1, dim=dim, dtype=BF16) for dim in HEAD_DIMS),
+        *(dict(heads=2, groups=1, dim=dim, dtype=BF16) for dim in BACKENDS["triton"].head_dims),
         *(case | dict(dim=32, dtype=dtype) for case, dtype in zip(UNEVEN, (FP32, BF16, BF16))),
         *(dict(dtype=BF16, wide=False, rotated=rotated) for rotated in (True, False)),
     ],
@@ -237,10 +237,6 @@ def test_what_is_wrong_in_one_row_is_named(tensor, row):
     message = inexact(wrong, lambda *x: attention(*x, True, None, "torch"), inputs, BF16)
     first = row // parity.ROWS * parity.ROWS
     assert f"tensor {tensor}" in message and ("rows" not in message or f"rows {first} to {first + 15}" in message)
-
-
-def test_which_fused_updates_fit():
-    assert fits_fused(32, 32) and fits_fused(64, 128) and not fits_fused(65, 65) and not fits_fused(8, 136)
 
 
 def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_query():

@@ -9,8 +9,7 @@ from torch.nn.functional import conv1d, linear, silu
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, through_reflections
 from megatron_tape.ops.packing import Packing
-from megatron_tape.position import encoding_of
-from megatron_tape.position.encoding import NO_MEMORY, Memory
+from megatron_tape.position.encoding import Memory
 from megatron_tape.position.path import short_convolution
 
 NAMES = ["path", "path_fox"]
@@ -99,18 +98,6 @@ def test_reflections_outside_of_a_document_do_not_matter(backend):
         alone = [x[part, b : b + 1] for x in (q, k, v, w, beta)]
         expected, _ = attention(*alone[:3], None, backend=backend, rescore=rescore_of(*alone[3:]))
         torch.testing.assert_close(packed[part, b : b + 1], expected, atol=1e-11, rtol=1e-10)
-
-
-def test_in_float32_long_products_stay_exact_enough():
-    """All transformations are reflections (beta 2), whose product neither shrinks nor grows."""
-    q, k, _, w, beta = (x.detach() for x in random_inputs(400, B=1, G=1, R=1, D=16))
-    beta.fill_(2.0)
-    found = []
-    for dtype in (torch.float64, torch.float32):
-        queries, keys = (x.permute(1, 2, 0, 3).to(dtype) for x in (q, k))
-        scores = rescore_of(w.to(dtype), beta.to(dtype))
-        found.append(scores.rows(None, queries, keys, None, slice(0, 400), *scores.prepared(queries, keys)).tril())
-    assert (found[1] - found[0]).abs().max() < 1e-5 * found[0].abs().max()
 
 
 def test_the_convolution_is_torchs_and_stays_in_its_document():
@@ -213,16 +200,3 @@ def test_with_open_gates_path_fox_is_path():
     assert (gated(ids) - path(ids)).abs().max() > 1e-2
     change(gated, gate=0.0, gate_bias=200.0)
     torch.testing.assert_close(gated(ids), path(ids))
-
-
-def test_scaled_gates_are_those_of_flash_linear_attention():
-    hidden, gates = torch.randn(16, 2, 32, dtype=torch.float32), {}
-    for scaled in (False, True):
-        built, _ = build(small_model(position_encoding="path_fox", path_fox_scaled_gates=scaled, num_layers=1))
-        parameters = dict(built.gpt.decoder.layers[0].position.named_parameters())
-        gates[scaled] = built.encoding.positions(0, parameters, None, hidden, NO_MEMORY).log_gate_TBH
-    torch.testing.assert_close(gates[True], gates[False] / 8**0.5)
-
-
-def test_a_model_without_the_convolution_has_no_weights_of_it():
-    assert "conv" not in encoding_of(small_model(position_encoding="path", path_conv_size=0)).parameters(0)

@@ -40,8 +40,6 @@ ONLY_HALF = frozenset(name for name, backend in BACKENDS.items() if "fp32" not i
 """Backends that compute in 16 bits only."""
 LIBRARIES = ("torch", "torch_wide", "flash_attn")
 """The backends that are kernels of other libraries: if one is not exact, `auto` takes the next row of its table."""
-HEAD_DIMS = BACKENDS["triton"].head_dims
-"""Widths of heads that `triton` is tested with."""
 
 
 def described(needs: Set[str]) -> str:

@@ -188,17 +188,7 @@ def triton_interprets() -> bool:
 
 
 def why_not_interpreted(dtype: torch.dtype) -> str | None:
-    """Return why Triton's interpreter cannot be used here, as the predicate of a sentence, or None."""
-    import numpy
-    import triton
-
-    if dtype is torch.bfloat16:
-        # Triton 3.6 and 3.7 truncate to bf16 and multiply its bits.
-        return "computes bfloat16 incorrectly in the interpreter; use fp32 there"
-    versions = triton.__version__, numpy.__version__
-    if tuple(int(part) for part in versions[0].split(".")[:2]) < (3, 7):
-        try:
-            int(numpy.zeros(1))
-        except TypeError:  # what that interpreter does in every loop
-            return "cannot be interpreted by triton {} with numpy {}; use triton 3.7 or newer".format(*versions)
-    return None
+    """Return why Triton's interpreter cannot be used, as the predicate of a sentence, or None."""
+    # It truncates to bf16 and multiplies its bits.
+    wrong = dtype is torch.bfloat16
+    return "computes bfloat16 incorrectly in the interpreter; use fp32 there" if wrong else None
