@@ -105,11 +105,3 @@ def test_zero_tape_matrices_make_it_rope(zero):
             weights[name] = torch.zeros_like(weights[name])
     rope = {name: value for name, value in weights.items() if ".position." not in name}
     assert torch.equal(forward(weights, tokens(), config)["logits"], forward(rope, tokens(), config)["logits"])
-
-
-def test_a_document_in_a_pack_has_the_logits_of_the_document_alone():
-    weights, config = random_tape()
-    ids = tokens(batch=1, length=12)
-    documents = torch.tensor([[0] * 5 + [1] * 7])
-    packed = forward(weights, ids, config, documents=documents)["logits"]
-    torch.testing.assert_close(packed[:, 5:], forward(weights, ids[:, 5:], config)["logits"], atol=1e-5, rtol=0)

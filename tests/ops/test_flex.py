@@ -53,18 +53,6 @@ def test_flex_gives_what_the_naive_backend_does_with_every_gradient(packed, quer
     assert_same(ours, theirs, [*tensors, table, logits])
 
 
-def test_flex_needs_no_bias_and_knows_its_segments_heads():
-    q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
-    torch.testing.assert_close(
-        attention(q, k, v, z, packing=PACKING, backend="flex"), attention(q, k, v, z, packing=PACKING, backend="naive")
-    )
-    bias = table_bias(draw(12, HEADS, seed=5)).of_heads(slice(3, 6))
-    torch.testing.assert_close(
-        attention(q[:, :, 3:], k[:, :, 1:], v[:, :, 1:], None, backend="flex", bias=bias),
-        attention(q[:, :, 3:], k[:, :, 1:], v[:, :, 1:], None, backend="naive", bias=bias),
-    )
-
-
 def pair_by_pair(bias, batch, heads, tokens):
     """Every pair's bias from `score`, (B, H, S, S)."""
     score = bias.score
@@ -100,12 +88,6 @@ def test_the_blocks_of_a_mask_are_those_found_pair_by_pair(S, T, packed):
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-
-
-def test_a_bias_that_is_only_computed_by_tiles_is_refused():
-    q, k, v, _ = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
-    with pytest.raises(ValueError, match="flex, which cannot add a bias to the scores, tile by tile"):
-        attention(q, k, v, None, backend="flex", bias=Bias(lambda rows, columns: torch.zeros(1, 1, 1, 1)))
 
 
 def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog):
@@ -159,22 +141,6 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         monkeypatch.setattr(flex, "attend", exact)
         assert verified_backend(small_model(**model), layout, torch.float32) == "flex"
         assert "the kernels of flex agree with plain torch here" in caplog.text
-
-
-def test_every_length_is_compiled(monkeypatch):
-    compiled, of_torch = [], torch.compile
-
-    def backend(graph, inputs):
-        compiled.append(inputs)
-        return graph
-
-    monkeypatch.setattr(torch, "compile", lambda function, **options: of_torch(function, backend=backend, **options))
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, limit, 3)
-    attend = flex._compiled.__wrapped__()
-    for length in range(2, 8):
-        attend(*torch.zeros(3, 1, 2, length, 16))
-    assert len(compiled) == 6
 
 
 def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank(monkeypatch, caplog):

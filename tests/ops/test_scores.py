@@ -7,14 +7,13 @@ from torch.nn.functional import logsigmoid
 
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.backends import BACKENDS, BIAS, GATE, tiled
+from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing, document_bounds
 from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 8
-CAN = [(name, need) for name in ("tiled", "torch") for need in (BIAS, GATE) if need in BACKENDS[name].can]
 
 
 @pytest.fixture(autouse=True)
@@ -80,18 +79,6 @@ def test_biases_and_gates_with_every_gradient(backend, packed, queries):
     assert_same(ours, theirs, [*tensors, *learned, gates])
 
 
-@pytest.mark.parametrize("backend, need", CAN)
-def test_a_bias_without_gradient_and_gates_of_one_change_nothing_else(backend, need):
-    tensors = inputs()
-    changes = {"log_gate_TBH": torch.zeros(LENGTH, 2, HEADS, dtype=torch.float64)}
-    if need == BIAS:
-        changes = {
-            "bias": Bias(lambda rows, columns: torch.zeros(1, 1, rows.stop - rows.start, columns.stop - columns.start))
-        }
-    ours, theirs = attention(*tensors, True, None, backend, **changes), attention(*tensors, True, None, backend)
-    torch.testing.assert_close(ours, theirs)
-
-
 def counting(scores, q, k, seen, tokens, weight):
     """Positions that count how many keys matter (as in CoPE): a row's scores depend on all scores of the row."""
     r, t = tokens.stop - tokens.start, tokens.stop
@@ -125,20 +112,6 @@ def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
     given = dict(rotate=queries == LENGTH, bias=bias, log_gate_TBH=-gates.square(), rescore=rescore)
     ours, theirs = (attention(*tensors, True, packing, backend, **given) for backend in ("tiled", "naive"))
     assert_same(ours, theirs, [*tensors, *of_bias, gates, weight])
-
-
-def test_a_backend_refuses_what_it_cannot_do():
-    q, k, v, z = inputs()
-    gates = torch.zeros(LENGTH, 2, HEADS, dtype=torch.float64)
-    for backend, changes, what in (
-        ("flash_attn", {"log_gate_TBH": gates}, "lower the scores of keys with forget gates"),
-        ("triton", {"bias": Bias(lambda rows, columns: 0)}, "add a bias to the scores"),
-        ("torch", {"rescore": Rescore(lambda scores, *_: scores)}, "compute scores from whole rows"),
-    ):
-        with pytest.raises(ValueError, match=f"backend is {backend}, which cannot {what}"):
-            attention(q, k, v, z, backend=backend, **changes)
-    with pytest.raises(ValueError, match="need a value for each of 21 keys and each query head"):
-        attention(q, k, v, z, log_gate_TBH=gates[:5])
 
 
 def test_the_masks_of_a_batch_of_packs_are_computed_once(monkeypatch):
@@ -191,19 +164,6 @@ def test_rounded_outputs_do_not_blur_the_gradients_of_gates_of_other_tokens(shif
         gradients[backend, dtype] = torch.autograd.grad(o, leaf, direction.to(o.dtype))[0].double()
     exact, plain, ours = gradients.values()
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
-
-
-@pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
-def test_a_bias_may_have_one_row_or_one_column(backend):
-    tensors, packing = inputs(), Packing.of(torch.arange(LENGTH).expand(2, -1) // 8)
-    by_key, by_query = draw(1, 1, 1, LENGTH, seed=8), draw(1, HEADS, LENGTH, 1, seed=9)
-    zeros = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.float64)
-    for bias, whole in (
-        (Bias(lambda rows, columns: by_key[..., columns]), by_key + zeros),
-        (Bias(lambda rows, columns: by_query[:, :, rows]), by_query + zeros),
-    ):
-        ours = attention(*tensors, True, packing, backend, bias=bias)
-        torch.testing.assert_close(list(ours), plain(*tensors, whole, packing, True))
 
 
 def test_gradients_of_gates_beside_rows_of_scores_in_bf16_are_those_of_fp32():

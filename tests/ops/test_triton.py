@@ -7,8 +7,6 @@ import pytest
 import torch
 from configurations import model_config
 from ops_interpreter import DEVICE, rounding_to_nearest
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -20,7 +18,6 @@ from megatron_tape.ops.kernels import triton_attention, triton_position_update, 
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import backend_fails, inexact, swiglu_disagrees, update_fails
 from megatron_tape.ops.position_update import fused_update, plain_update
-from megatron_tape.ops.rotation import with_modulus
 
 pytestmark = pytest.mark.gpu
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -93,13 +90,6 @@ def test_attention(case):
 def test_repeatable_gradients(monkeypatch, dim, dtype, ends):
     monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: True)
     check_attention(length=97, dim=dim, dtype=dtype, ends=ends)
-
-
-def test_a_state_that_needs_no_gradient_gets_none():
-    state = draw(65, 1, 2, 80, dtype=BF16, seed=9)
-    inputs = [draw(65, 1, n, 80, dtype=BF16, seed=n) for n in (4, 2, 3)]
-    inputs[2] = inputs[2][:, :, :2]
-    assert_as_exact_as_torch(lambda backend, *x: attention(*x, state.to(x[0]), True, None, backend), inputs, BF16)
 
 
 def test_one_state_for_all_sequences_and_groups_gets_the_sum_of_their_gradients():
@@ -186,11 +176,6 @@ def test_the_update_reads_averages_of_sequences_that_lie_one_after_the_other():
     assert torch.equal(update(fused_update, z, u, *rest)[0], fused_update(z, u, *rest))
 
 
-def test_an_update_that_keeps_the_modulus():
-    inputs = update_inputs(33, 3, 6, 80, 7, BF16)
-    assert_as_exact_update(lambda update, *x: with_modulus(update(*x), 1.0), inputs, BF16)
-
-
 @pytest.mark.parametrize("full", [True, False])
 def test_a_state_in_fp32_is_updated_in_fp32(full):
     inputs = update_inputs(33, 4, 4, 32, 7, BF16, full)
@@ -204,23 +189,17 @@ def test_a_state_in_fp32_is_updated_in_fp32(full):
         assert (function(z, *small) - truth).abs().max() > 1e-3
 
 
-def test_tensors_of_several_types_are_refused_by_the_update():
-    z, u, *others = update_inputs(3, 2, 4, 32, 6, BF16)
+def test_what_the_update_would_read_wrongly_is_refused():
+    z, u, *others = update_inputs(3, 4, 4, 32, 6, BF16)
     with pytest.raises(ValueError, match="state in fp32, not bfloat16, float32"):
         fused_update(z, u.float(), *others)
-    with pytest.raises(ValueError, match="state in fp32, not bfloat16, float16"):
-        fused_update(z.half(), u, *others)
+    for index in range(6):
+        inputs = [x[:-1] if i == index else x for i, x in enumerate((z, u, *others))]
+        with pytest.raises(ValueError, match="does not fit"):
+            fused_update(*inputs)
 
 
-@pytest.mark.parametrize("index, full", [*((index, True) for index in range(6)), (3, False)])
-def test_shapes_that_do_not_fit_are_refused_by_the_update(index, full):
-    inputs = update_inputs(3, 4, 4, 32, 6, FP32, full)
-    inputs[index] = inputs[index][:-1]
-    with pytest.raises(ValueError, match="does not fit u, gate, mixing, up and down"):
-        fused_update(*inputs)
-
-
-@pytest.mark.parametrize("tensor, row", [(0, 1), (1, 40), (2, 47), (3, 0), (4, 40), (5, 20)])
+@pytest.mark.parametrize("tensor, row", [(1, 40), (5, 20)])
 def test_what_is_wrong_in_one_row_is_named(tensor, row):
     inputs = [draw(48, 1, 2, 32, dtype=BF16, seed=n) for n in range(4)]
 
@@ -281,14 +260,6 @@ def test_a_model_with_kernels_equals_the_one_without(changes):
 
 def failure(**changes):
     return backend_fails("triton", kernel_shapes(model_config(**(SMALL | changes)), 2), FP32, DEVICE)
-
-
-@pytest.mark.parametrize("changes", [{"token_mixing": "per_head"}, {"position_encoding": "rope"}])
-def test_kernels_pass_their_checks_before_they_train(monkeypatch, changes):
-    monkeypatch.setattr(parity, "LENGTH", 33)
-    assert failure(**changes) is None
-    assert update_fails(kernel_shapes(model_config(**(SMALL | changes)), 2), FP32, DEVICE) is None
-    assert swiglu_disagrees(48, FP32, DEVICE) is None and swiglu_disagrees(1100, BF16, DEVICE) is None
 
 
 def test_kernels_are_checked_before_they_train(monkeypatch):
@@ -360,52 +331,6 @@ def test_gradients_of_both_averages_are_joined_in_the_layout_of_the_averages(bat
     (gradient,) = torch.autograd.grad((o, u), x, slopes)
     assert torch.equal(torch.cat([o, u], -1), x) and torch.equal(gradient, torch.cat(slopes, -1))
     assert gradient.stride() == x.stride()
-
-
-class Copies(TorchDispatchMode):
-    """Counts the operators that copy tensors of more than one number."""
-
-    NAMES = ("clone", "cat", "copy_", "contiguous", "_to_copy", "stack")
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name in self.NAMES and args and getattr(tree_leaves(args)[0], "numel", lambda: 0)() > 1:
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("library", [False, True])
-def test_values_and_state_are_written_side_by_side_once_and_never_copied(monkeypatch, library):
-    monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: True)
-    # The interpreter copies tensors itself.
-    monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **__: None)
-    # As a model's projection returns them: views of one tensor.
-    projected = draw(48, 1, 2, 6 * 32, dtype=FP32, seed=1).requires_grad_()
-    z = draw(48, 1, 2, 32, dtype=FP32, seed=2).requires_grad_()
-    q, k, v = projected.split([4 * 32, 32, 32], dim=-1)
-    gradients = {}
-    v.register_hook(partial(gradients.setdefault, "v"))
-    q = q.reshape(48, 1, 8, 32)
-    with Copies() as copies:
-        if library:
-            inputs = attention_inputs.AttentionInputs(q_SBHD=q, k_TBGD=k, v_TBGD=v, z_TBGD=z, average_state=True)
-            q, k, value = inputs.with_one_value()
-            outputs = (q, k, value)
-            assert value.shape == (48, 1, 2, 64) and value.is_contiguous()
-        else:
-            outputs = attention(q, k, v, z, True, None, "triton")
-    assert copies.found == []
-    slopes = [torch.ones_like(x) for x in outputs]
-    with Copies() as copies:
-        torch.autograd.backward(outputs, slopes)
-    # torch puts the gradients of queries, keys and values together, and dq comes in fp32 from our attention.
-    assert copies.found.count("cat") <= 1 and set(copies.found) <= {"cat", "clone", "copy_"}
-    assert len(copies.found) <= 3
-    assert gradients["v"].is_contiguous()  # torch.cat of a view takes three times as long
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="here the interpreter stands in for a GPU with too little memory")

@@ -1,8 +1,6 @@
 """Learned increments of positions, and a position state whose complex numbers keep their modulus."""
 
-import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +10,11 @@ from models import INCREMENTS, LEARNED, SIGNED, SOME_LAYERS, build, random_token
 from plans import middle_model, on_cpu, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
-from megatron_tape.errors import ConfigError
-from megatron_tape.huggingface.export import to_transformers as export
-from megatron_tape.model.validation import validate_model
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import BUILT_IN, ENCODINGS, encoding_of
+from megatron_tape.position import BUILT_IN
 from megatron_tape.position.encoding import NO_MEMORY
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
@@ -192,27 +187,3 @@ def test_some_layers_are_those_of_a_model_without_positions(name):
     assert max(outputs[2], outputs[4]) < 1e-6 < min(outputs[1], outputs[3])
     moved = {int(key.split(".")[3]) for key in some.state_dict() if ".position." in key}
     assert moved <= {0, 2}
-
-
-@pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
-def test_encodings_have_no_setting_that_would_not_change_them(name):
-    names = {item.name for item in dataclasses.fields(ENCODINGS[name].Settings)}
-    assert ("increments" in names) == (name in ("rope", "tape")) and ("state_norm" in names) == (name == "tape")
-    if name in ("nope", "sincos"):
-        with pytest.raises(ConfigError) as raised:
-            validate_model(small_model(position_encoding=name, layers_without_positions=2))
-        assert raised.value.key == "model.layers_without_positions"
-
-
-def test_a_model_that_is_no_longer_a_llama_or_the_exported_tape_is_not_exported_as_one(monkeypatch):
-    usual = [encoding_of(small_model(position_encoding=name)).exports_to for name in ("rope", "tape")]
-    assert usual == ["plain", "tape"]
-    for case, changes in INCREMENTS.items():
-        model = small_model(**changes)
-        assert encoding_of(model).exports_to == "code", case
-        monkeypatch.setattr(export, "find_checkpoint", lambda path, say: path)
-        monkeypatch.setattr(export, "open_weights", lambda path, average: SimpleNamespace(model=model))  # noqa: B023
-        config = export.huggingface_config(export.open_exportable("here").model, 64, "fp32")
-        assert config["model_type"] == "encoded_tape" and config["position_settings"].items() >= {
-            (key, value) for key, value in changes.items() if key.startswith(("rope_", "increments"))
-        }

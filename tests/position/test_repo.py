@@ -92,16 +92,6 @@ def test_only_layers_from_the_first_on_predict_positions():
     assert torch.equal(everywhere(ids), everywhere(ids, positions=shift * 2))
 
 
-def test_scaled_positions_are_scaled_in_every_layer():
-    ids = random_tokens()
-    plain, scaled = built_and_moved(repo_first_layer=0), built_and_moved(repo_first_layer=0, rope_scaling_factor=2.0)
-    assert (plain(ids) - scaled(ids)).abs().max() > 1e-3
-    with torch.no_grad():
-        for layer in scaled.gpt.decoder.layers:
-            layer.position.position_proj.mul_(2)
-    torch.testing.assert_close(plain(ids), scaled(ids))
-
-
 def test_positions_are_in_fp32_where_the_model_is_in_bf16():
     built = built_and_moved(torch.bfloat16)
     parameters = dict(built.gpt.decoder.layers[1].position.named_parameters())
@@ -115,15 +105,3 @@ def test_positions_are_in_fp32_where_the_model_is_in_bf16():
     assert in_bf16.dtype == torch.bfloat16 and exact.abs().max() > 8
     assert (found - exact).norm() < (in_bf16 - exact).norm()
     assert built(random_tokens()).isfinite().all()
-
-
-def test_tokens_a_few_at_a_time_have_the_phases_of_all_at_once():
-    built = built_and_moved()
-    h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1))
-    state = built.encoding.initial_state(torch.arange(S)[:, None], torch.float32)
-    for layer in (0, 1):
-        parameters = dict(built.gpt.decoder.layers[layer].position.named_parameters())
-        whole = built.encoding.positions(layer, parameters, state, h, NO_MEMORY).z_TBGD
-        parts = [slice(0, 7), slice(7, 8), slice(8, S)]
-        few = [built.encoding.positions(layer, parameters, state[x], h[x], NO_MEMORY).z_TBGD for x in parts]
-        torch.testing.assert_close(torch.cat(few), whole)

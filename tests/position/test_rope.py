@@ -40,12 +40,6 @@ def test_yarn_is_bit_for_bit_that_of_transformers(case, head_dim):
             ).abs().max() < 1e-6  # fmt: skip
 
 
-def test_only_yarn_changes_the_modulus():
-    for kind in ("linear", "llama3"):
-        model = small_model(rope_scaling_type=kind, rope_scaling_factor=8.0, rope_attention_factor=1.25)
-        assert encoding_of(model).attention_factor == 1.0
-
-
 @pytest.mark.parametrize("share, left", [(0.75, 6), (0.5, 4), (0.2, 1), (1.0, 8)])
 def test_a_share_of_the_frequencies_is_that_of_transformers(share, left):
     model = small_model(position_encoding="rope", kv_channels=16, rope_share=share, rope_scaling_factor=2.0)
