@@ -5,8 +5,6 @@ from importlib.machinery import PathFinder
 
 import torch
 
-from megatron_tape.position import Memory
-
 
 def draw(*shape, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed + sum(shape))
@@ -37,14 +35,3 @@ def authors_form(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-class Growing(Memory):
-    """Keeps everything, as a cache does."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def all_tokens(self, name, new):
-        self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
-        return self.kept[name]

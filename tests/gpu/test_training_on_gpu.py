@@ -94,18 +94,6 @@ def test_a_run_gives_what_the_cpu_gives(name, device, expected):
         assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "nothing is learned"
 
 
-@pytest.mark.parametrize("name", [slow("tape bf16 ZeRO 2")])
-def test_the_phases_of_a_step_are_measured(name, device):
-    for row in device.rows(name):
-        assert all(row[f"seconds/{phase}"] > 0 for phase in ("forward", "backward", "optimizer"))
-        assert (row.get("usage/memory_allocated_gib", 0) > 0) == ON_GPU
-
-
-@pytest.mark.parametrize("name", [slow("tape packed fp32")])
-def test_packed_documents_do_not_see_each_other(name, device):
-    assert device.rows(name)[0]["loss"] != pytest.approx(device.rows("tape fp32")[0]["loss"], rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][: 1 + ON_GPU])
 @pytest.mark.parametrize("name", map(slow, GRADIENTS))
 def test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most(name, dtype, device, expected):
@@ -133,30 +121,6 @@ def test_a_run_continued_in_another_process_ends_with_the_same_bits(name, device
     again = device.result(name, training_runs.start(folder, "device", [name]))
     assert_close(again, rows, dict.fromkeys(SAME, 0.0))
     assert digests and device.digests(name) == digests
-
-
-@pytest.mark.parametrize("name", [slow("tape fp32")])
-def test_an_exported_model_gives_the_same_logits(name, device, folder):
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import load_file
-
-    from megatron_tape.huggingface.export.to_transformers import export
-
-    device.rows(name)
-    export(device.directory(name), folder / "exported")
-    (file,) = device.last_checkpoint(name).glob("tensors-*.safetensors")
-    saved = {name.removeprefix("weight/"): x for name, x in load_file(file).items() if name.startswith("weight/")}
-    model = device.build("tape", torch.float32, BACKEND, {})
-    model.load_state_dict(saved, strict=False)
-    assert saved.keys() >= dict(model.named_parameters()).keys()
-    place = next(model.parameters()).device
-    exported = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "exported", trust_remote_code=True, dtype=torch.float32
-    )
-    tokens = torch.arange(2 * SIZE.seq_length, device=place).view(2, -1) % SIZE.vocab_size
-    with torch.no_grad():
-        ours, other = model(tokens), exported.to(place)(tokens).logits
-    assert float((ours - other).abs().max() / ours.abs().max()) <= 1e-4
 
 
 @pytest.mark.parametrize("name", map(slow, TOGETHER))

@@ -177,7 +177,7 @@ class Side:
                 shutil.rmtree(path)
 
     def build(self, encoding: str, dtype: torch.dtype, backend: str, weights: dict):
-        """Return a model on this side's device, with whole weights by Hugging Face's names, if there are any."""
+        """Return a model on this side's device, with whole weights by Hugging Face's names."""
         from megatron_tape.checks.arguments import parse_run_config
         from megatron_tape.model.language_model import LanguageModel, transformer_config
         from megatron_tape.model.weights import load_weights
@@ -189,8 +189,7 @@ class Side:
         layout = initialize_distributed()
         model = LanguageModel(settings, transformer_config(settings, dtype=dtype), layout.groups, layout.device)
         allocate(model, layout.device)
-        if weights:
-            load_weights(model.gpt, weights, settings, 0, 1)
+        load_weights(model.gpt, weights, settings, 0, 1)
         return model
 
     def gradients(self, name: str, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:

@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comparing import Growing, assert_same, authors_form, draw
+from comparing import assert_same, authors_form, draw
 from models import build, random_tokens, small_model
 
 from megatron_tape.ops import contextual
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
-from megatron_tape.ops.bias import gates_as_bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position import encoding_of
 from megatron_tape.position.encoding import NO_MEMORY
@@ -134,35 +133,3 @@ def test_fox_with_gates_of_one_is_nope_and_starts_with_its_bias():
     started = build(small_model(position_encoding="fox", fox_bias_start=3.5), randomize=False)[0]
     bias = started.gpt.decoder.layers[1].position.gate_bias
     assert bias.tolist() == [3.5] * 4 and bias.decay is False
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("padding", [0, 6])
-def test_tokens_a_few_at_a_time_and_after_padding_are_those_of_the_whole(name, padding):
-    found, hidden, (q, k, v) = encoding(name), draw(TOKENS, 2, HIDDEN, seed=5), heads()
-    parameters, memory = parameters_of(found), Growing()
-    padded = (torch.arange(TOKENS) >= torch.tensor([[padding], [0]])).int()
-    parts = []
-    for a, b in ((0, 11), (11, 12), (12, 15), (15, TOKENS)):
-        given = found.positions(0, parameters, None, hidden[a:b], memory)
-        packing = Packing.of(padded[:, :b]) if padding else None
-        of_cache = dict(packing=packing, rotate=False, backend="tiled")
-        parts.append(attention(q[a:b], k[:b], v[:b], **of_cache, **vars(given))[0])
-    for batch, first in ((slice(0, 1), padding), (slice(1, 2), 0)):
-        given = found.positions(0, parameters, None, hidden[first:, batch], NO_MEMORY)
-        whole = attention(q[first:, batch], k[first:, batch], v[first:, batch], backend="naive", **vars(given))
-        torch.testing.assert_close(torch.cat(parts)[first:, batch], whole[0])
-    halves = ({key: x.bfloat16() for key, x in parameters.items()}, None, hidden.bfloat16())
-    memory = Growing()
-    found.positions(0, *halves, memory)
-    assert all(kept.dtype == torch.float32 for kept in memory.kept.values())
-
-
-def test_gates_keep_the_differences_of_neighbours_after_128k_tokens():
-    log_gate = -torch.rand(131072, 1, 1, generator=torch.Generator().manual_seed(0))
-    bias = gates_as_bias(log_gate)
-    near = slice(131000, 131072)
-    exact = log_gate.double()[near, 0, 0].cumsum(0)
-    # A tile of few queries may leave out a number for each.
-    found = bias.of(near, near)[0, 0].double().expand(72, -1)
-    torch.testing.assert_close(found[:, 1:] - found[:, :1], (exact[0] - exact[1:]).expand(72, -1), atol=1e-5, rtol=0)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from models import build, move_positions, random_tokens, small_model
+from configurations import with_values
+from models import INCREMENTS, SOME_LAYERS, build, move_positions, random_tokens, small_model
 from plans import on_cpu, saved_bytes
 from torch.nn.functional import linear
+from toy_encodings import TOYS, registered
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.validation import validate_model
@@ -149,15 +151,21 @@ def test_tiles_recomputation_and_whole_scores_give_the_same_gradients(name, monk
         assert expected.norm() > 0 and (found[key] - expected).norm() <= 1e-4 * expected.norm(), key
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_costs_are_those_of_the_model(name):
-    model, nope = model_of(name), small_model(position_encoding="nope")
-    for recompute in ("none", "selective", "full"):
-        built, _ = build(model, recompute=recompute)
-        assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(saved_bytes(built, model), rel=0.02)
-    assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
-    added = sum(encoding_of(model).costs(layer, BATCH).multiply_adds for layer in range(model.num_layers))
-    assert flops_per_token(model) == flops_per_token(nope) + 6 * added
+OTHERS = {name: {"attention_backend": "torch"} | changes for name, changes in (INCREMENTS | SOME_LAYERS).items()}
+OTHERS |= {name: {"position_encoding": name} for name in TOYS}
+
+
+@pytest.mark.parametrize("case", [*CHANGES, *OTHERS])
+def test_costs_are_those_of_the_model(case):
+    with registered():
+        model = model_of(case) if case in CHANGES else small_model(**OTHERS[case])
+        for precision, recompute in (("fp32", "none"), ("bf16", "none"), ("fp32", "full")):
+            dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+            built, _ = build(model, recompute=recompute, dtype=dtype)
+            assert on_cpu(model, 2, precision, recompute) == pytest.approx(saved_bytes(built, model), rel=0.02)
+        assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
+        added = sum(encoding_of(model).costs(layer, BATCH).multiply_adds for layer in range(model.num_layers))
+        assert flops_per_token(model) == flops_per_token(with_values(model, position_encoding="nope")) + 6 * added
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
-from comparing import Growing
 from configurations import with_values
-from models import INCREMENTS, LEARNED, SIGNED, SOME_LAYERS, build, random_tokens, small_model
+from models import INCREMENTS, LEARNED, SIGNED, build, random_tokens, small_model
 from plans import middle_model, on_cpu, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
-from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN
 from megatron_tape.position.encoding import NO_MEMORY
 from megatron_tape.training.trained_parameters import select_trained, trained_by
@@ -55,21 +52,6 @@ def test_where_the_sum_begins_changes_nothing(case):
     torch.testing.assert_close(packed[:1, 5:], built(ids[:1, 5:]), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(packed[1:], built(ids[1:]), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["rope_learned", "rope_signed", "both_yarn"])
-def test_a_few_tokens_at_a_time_get_the_state_that_they_get_together(case, dtype):
-    built, _ = build(small_model(**INCREMENTS[case]), dtype=dtype)
-    parameters = dict(built.gpt.decoder.layers[0].position.named_parameters())
-    hidden = torch.randn(16, 2, 32, dtype=dtype)
-    assert built.encoding.initial_state(torch.arange(16)[:, None], dtype) is None
-    whole, memory = built.encoding.enter(0, parameters, None, hidden, NO_MEMORY), Growing()
-    parts = [built.encoding.enter(0, parameters, None, part, memory) for part in hidden.split([7, 1, 3, 1, 1, 3])]
-    torch.testing.assert_close(torch.cat(parts), whole, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
-    (kept,) = memory.kept.values()
-    assert kept.dtype is torch.float64 and kept.shape == (16, 2, 1 if case == "both_yarn" else 2)
-    assert built.encoding.enter(1, {}, whole, hidden, memory) is whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,19 +113,6 @@ def test_the_modulus_has_finite_gradients_at_zero_and_those_of_its_definition_el
     rounded = with_modulus(torch.randn(9, 2, 2, 8).bfloat16(), 1.0)
     assert rounded.dtype is torch.bfloat16
     assert (rounded.float().unflatten(-1, (2, -1)).norm(dim=-2) - 1).abs().max() < 2**-7
-
-
-@pytest.mark.parametrize("case", [*INCREMENTS, *SOME_LAYERS])
-def test_costs_are_those_of_the_model(case):
-    model = small_model(**(INCREMENTS | SOME_LAYERS)[case], attention_backend="torch")
-    for precision, recompute in (("fp32", "none"), ("bf16", "none"), ("fp32", "full")):
-        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        built, _ = build(model, recompute=recompute, dtype=dtype)
-        assert on_cpu(model, 2, precision, recompute) == pytest.approx(saved_bytes(built, model), rel=0.01)
-    assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
-    fixed = with_values(model, increments="fixed")
-    sums = 0 if case == "unit" or case in SOME_LAYERS else 2 if "rope" in case else 1
-    assert flops_per_token(model) == flops_per_token(fixed) + 6 * sums * 32
 
 
 @pytest.mark.parametrize("name", ["rope", "tape", "t5", "path"])

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from comparing import Growing, assert_same, authors_form
+from comparing import assert_same, authors_form
 from models import build, move_positions, random_tokens, small_model
 from torch.nn.functional import conv1d, linear, silu
 
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, through_reflections
-from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.householder import blocks_of_reflections, through_reflections
 from megatron_tape.position.encoding import Memory
 from megatron_tape.position.path import short_convolution
 
@@ -89,17 +88,6 @@ def test_in_bf16_the_scores_are_computed_in_float32():
         torch.testing.assert_close(found.float(), expected, atol=2**-7, rtol=2**-7)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "naive"])
-def test_reflections_outside_of_a_document_do_not_matter(backend):
-    q, k, v, w, beta = random_inputs(150)
-    documents = torch.tensor([[0] * 40 + [1] * 60 + [2] * 50, [0] * 70 + [1] * 80])
-    packed, _ = attention(q, k, v, None, False, Packing.of(documents), backend, rescore=rescore_of(w, beta))
-    for b, part in ((0, slice(40, 100)), (0, slice(100, 150)), (1, slice(70, 150))):
-        alone = [x[part, b : b + 1] for x in (q, k, v, w, beta)]
-        expected, _ = attention(*alone[:3], None, backend=backend, rescore=rescore_of(*alone[3:]))
-        torch.testing.assert_close(packed[part, b : b + 1], expected, atol=1e-11, rtol=1e-10)
-
-
 def test_the_convolution_is_torchs_and_stays_in_its_document():
     torch.manual_seed(1)
     for T, width in ((9, 3), (2, 4), (5, 1)):
@@ -123,30 +111,6 @@ def moved_layer(name, **changes):
     generator = torch.Generator().manual_seed(3)
     parameters = {key: torch.randn(x.shape, generator=generator) for key, x in built.encoding.parameters(1).items()}
     return built.encoding, parameters
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("width", [3, 0])
-def test_tokens_may_come_a_few_at_a_time(name, width):
-    encoding, parameters = moved_layer(name, path_conv_size=width)
-    torch.manual_seed(2)
-    T = BLOCK + 9
-    hidden, (q, k, v) = torch.randn(T, 2, 32), random_inputs(T)[:3]
-    state = encoding.initial_state(torch.arange(T)[:, None], torch.float64)
-    found = encoding.positions(1, parameters, state, hidden, Memory())
-    whole, _ = attention(q, k, v, None, backend="tiled", **attention_arguments(found))
-    for cuts in ([1] * T, [BLOCK - 1, 3, 1, 6]):
-        memory, outputs, start = Growing(), [], 0
-        for count in cuts:
-            new, start = slice(start, start + count), start + count
-            found = encoding.positions(1, parameters, state[new], hidden[new], memory)
-            given = attention_arguments(found)
-            outputs.append(attention(q[new], k[:start], v[:start], None, backend="tiled", rotate=False, **given)[0])
-        torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-11, rtol=1e-9)
-
-
-def attention_arguments(positions):
-    return {key: value for key, value in vars(positions).items() if key in ("rescore", "log_gate_TBH")}
 
 
 def test_w_and_beta_are_those_of_the_authors_layer():

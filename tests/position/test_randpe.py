@@ -35,14 +35,6 @@ def test_other_sequences_are_spread_evenly():
     assert encoding_of(model_of(None)).token_positions(16, None).tolist() == list(range(0, 64, 4))
 
 
-def test_a_cache_holds_no_more_tokens_than_a_training_sequence():
-    encoding = encoding_of(model_of())
-    encoding.check_cached(16)
-    with pytest.raises(NotImplementedError, match=r"sequence of 17 tokens, more than the 16 .*use_cache=False"):
-        encoding.check_cached(17)
-    encoding_of(small_model(position_encoding="rope")).check_cached(10**6)
-
-
 def test_it_is_rope_on_its_positions():
     ids, rope = random_tokens(), build(small_model(position_encoding="rope"))[0]
     (dense, _), (built, _) = build(model_of(16)), build(model_of())
@@ -77,14 +69,3 @@ def test_an_engine_draws_once_for_a_step_and_not_for_evaluation(stage):
     first, second = (model.encoding.token_positions(16, stream_of(5, step)).tolist() for step in (1, 2))
     assert first != second and used[:4] == [first, first, second, second]
     assert used[4] == [50 * i // 16 for i in range(16)] and used[5] == used[4][:7]
-
-
-def test_documents_of_a_drawn_pack_have_the_positions_of_a_sequence():
-    built, _ = build(model_of())
-    ids = random_tokens(1)
-    drawn = built.token_positions(ids, stream_of(1, 3))
-    packed = built(ids, documents=torch.tensor([[0] * 5 + [1] * 11]), positions=drawn)
-    for columns in (slice(0, 5), slice(5, 16)):
-        length = columns.stop - columns.start
-        alone = built(ids[:, columns], positions=drawn[:length])
-        torch.testing.assert_close(packed[:, columns], alone, atol=1e-5, rtol=1e-5)
