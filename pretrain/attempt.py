@@ -5,18 +5,16 @@
         [--evaluate TASK... [--TASK.setting value ...]]
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
-    python -m pretrain.attempt crash-limit
 
 `check` refuses settings that cannot work. `chain` does so for a run, for the extension of the model that this run will
 make, and for the evaluation of what the extension makes, and prints the directories of both runs. `begin` also
 refuses, copies the code and the resolved configuration into RUN/jobs/ID (a requeued job continues with that copy),
 takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop` with the reason, and which
-nodes to `exclude` from the next attempt. `crash-limit` prints after how many crashes in a row no job is started again.
+nodes to `exclude` from the next attempt.
 """
 
 import argparse
 import contextlib
-import errno
 import os
 import random
 import shlex
@@ -42,7 +40,6 @@ from megatron_tape.io.versions import commit
 from megatron_tape.parallel.launcher import restart_count
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import (
-    CRASH_LIMIT,
     crash_loop,
     decide,
     last_error,
@@ -82,7 +79,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--run", required=True, help="the run's directory")
     add("--checkpoints", required=True, help="its checkpoint directory")
     add("--attempt", type=int, required=True, help="which attempt")
-    verbs.add_parser("crash-limit", help="print after how many crashes a job is not started again")
     options = parser.parse_args(argv)
     if options.verb == "check":
         config = parse_run_config(_arguments(options.arguments, ""))
@@ -91,8 +87,6 @@ def main(argv: list[str] | None = None) -> None:
         print(*check_chain(options.arguments, options.scratch), sep="\n")
     elif options.verb == "decide":
         judge(Path(options.run), options.checkpoints, options.attempt)
-    elif options.verb == "crash-limit":
-        print(CRASH_LIMIT)
     else:
         begin(options)
 
@@ -136,7 +130,9 @@ def begin(options: argparse.Namespace) -> None:
         resume = "auto"  # the job has passed the checkpoint that it was to start from
     config = replaced(config, {"checkpoint.resume": resume})
     check(config, Level.START, options.processes, extends=options.module == EXTENDING)
-    _make_directories(config)
+    for made in (run, checkpoints, config.data.cache_directory):
+        if made is not None:
+            Path(made).mkdir(parents=True, exist_ok=True)
     _refuse_other_job(run, attempts, options.job)
     if of_job:
         _refuse_crash_loop(run, of_job, checkpointed_step(checkpoints), options.job)
@@ -200,22 +196,6 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
         # Before the recipes, whose own directory counts: that of a run's config.yaml is the run.
         arguments = [f"--logging.directory={scratch}/runs/{Path(recipes[-1]).stem}", *arguments]
     return arguments
-
-
-def _make_directories(config: RunConfig) -> None:
-    for key, directory in (
-        ("logging.directory", config.logging.directory),
-        ("checkpoint.directory", config.checkpoint.directory),
-        ("data.cache_directory", config.data.cache_directory),
-    ):
-        try:
-            if directory is not None:
-                Path(directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-                problem = f"is {directory}, which cannot be created ({error.strerror})"
-                raise ConfigError(key, problem, "choose another") from None
-            raise
 
 
 def _refuse_other_job(run: Path, attempts: list, job: str) -> None:

@@ -22,7 +22,7 @@ from megatron_tape.errors import (
 )
 from megatron_tape.home import private_directory, provide_caches
 from megatron_tape.parallel.launcher import check_launched, local_rank, rank_and_size
-from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt, RunVanished
+from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Trains 
         if sentence is None:
             raise
         print(f"error{'' if is_rank_0 else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
-        if isinstance(error, StaleAttempt) and not isinstance(error, RunVanished):
+        if isinstance(error, StaleAttempt):
             return EXIT_STALE
         return EXIT_REFUSED if isinstance(error, ConfigError) else 1
     if reason is None:

@@ -237,12 +237,11 @@ run_task() {
 # may_start_again: count a crash of a job without attempts, and succeed unless that is as many as a run may have. Other
 # restarts of the job, such as those after preemption, are not counted.
 may_start_again() {
-  local limit crashes=$PWD/runs/.jobs/$SLURM_JOB_ID.crashes
-  patiently limit run_module pretrain.attempt crash-limit || return
+  local crashes=$PWD/runs/.jobs/$SLURM_JOB_ID.crashes
   mkdir -p "$PWD/runs/.jobs"
   # Slurm may have given this number to another job before.
   [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$crashes"
-  echo "$STEP_STATUS" >>"$crashes" && [ "$(wc -l <"$crashes")" -lt "$limit" ]
+  echo "$STEP_STATUS" >>"$crashes" && [ "$(wc -l <"$crashes")" -lt 3 ]
 }
 
 # patiently VARIABLE COMMAND...: put the command's output into VARIABLE; retry after status 75, which means that the

@@ -101,7 +101,8 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError, ValueError) as error:  # ValueError for numbers that it cannot hold
-        raise _explained(str(error), vocab_size) from error
+        problem = f"is {vocab_size}, which SentencePiece refuses: {' '.join(str(error).split())}"
+        raise ConfigError("--vocab-size", problem, "give another") from error
     return model.getvalue()
 
 
@@ -114,17 +115,6 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _explained(message: str, vocab_size: int) -> ConfigError:
-    """Return what SentencePiece's message means for the user."""
-    if largest := re.search(r"<= (\d+)", message):
-        problem, fix = "more than these texts yield", f"give at most {largest[1]}, or give more text"
-    elif smallest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        problem, fix = "too small for the bytes and characters", f"give more than {smallest[1]}"
-    else:
-        problem, fix = f"refused by SentencePiece: {' '.join(message.split())}", "give another"
-    return ConfigError("--vocab-size", f"is {vocab_size}, {problem}", fix)
 
 
 def parser() -> argparse.ArgumentParser:

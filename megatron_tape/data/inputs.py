@@ -1,7 +1,6 @@
 """Check that the files that a run learns from exist, are complete and suit the run. Does not import torch."""
 
 import errno
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -151,19 +150,10 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
 
 
 def _without_end(dataset: IndexedDatasetReader, eod: int) -> int | None:
-    """Return the number of a document that does not end in `eod`, among some of each part that are not empty."""
-    bounds = np.unique(np.linspace(0, len(dataset), _SAMPLED + 1).astype(int)).tolist()
-    generator = np.random.default_rng(0)  # evenly spaced ones could be alike
-    tried = [0, len(dataset) - 1]
-    for start, stop in zip(bounds, bounds[1:]):
-        first = int(generator.integers(start, stop))
-        tried += itertools.islice((n for n in (*range(first, stop), *range(start, first)) if _length(dataset, n)), 1)
-    ends = (number for number in tried if _length(dataset, number) and dataset.document(number)[-1] != eod)
-    return next(ends, None)
-
-
-def _length(dataset: IndexedDatasetReader, number: int) -> int:
-    return len(dataset.document(number))
+    """Return the number of a document that does not end in `eod`, among the first, the last and some random ones."""
+    tried = np.random.default_rng(0).integers(0, len(dataset), _SAMPLED).tolist()
+    documents = ((number, dataset.document(number)) for number in sorted({0, len(dataset) - 1, *tried}))
+    return next((number for number, tokens in documents if len(tokens) and tokens[-1] != eod), None)
 
 
 def recorded_tokenizer(config: RunConfig) -> TokenizerRecord | None:

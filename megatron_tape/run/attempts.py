@@ -116,10 +116,6 @@ class SkippedData(TypedDict):
     """How many the run has had."""
 
 
-class RunVanished(StaleAttempt):
-    """The directories that the run writes into have been removed, or are no longer mounted."""
-
-
 @dataclass(frozen=True)
 class Attempt:
     """One attempt: its records are in `directory`, and it may write checkpoints as long as `home` exists."""
@@ -196,21 +192,14 @@ class Attempt:
         return self.home.is_dir()
 
     def check_owner(self) -> None:
-        """Raise StaleAttempt, or RunVanished, unless the run belongs to this attempt."""
+        """Raise StaleAttempt unless the run belongs to this attempt."""
         if not self.is_owner():
             raise self.loss()
 
     def loss(self) -> StaleAttempt:
         """Return why the run does not belong to this attempt any more."""
-        attempts, root = self.directory.parent, self.home.parent
-        if max([*_numbers(attempts, ""), *_numbers(root, ".attempt-")], default=0) > self.number:
-            return StaleAttempt(f"attempt {self.number} ends: a newer attempt has taken over this run")
-        places = (attempts.parent, root, self.directory, self.home)
-        gone = next((place for place in places if not place.is_dir()), self.home)
-        return RunVanished(
-            f"attempt {self.number} ends: {gone} has vanished; if it was not removed on purpose, mount or restore it, "
-            "and run the same command to continue"
-        )
+        why = f"a newer attempt has taken over this run, or {self.home} was removed or is no longer mounted"
+        return StaleAttempt(f"attempt {self.number} ends: {why}")
 
     def leave(self) -> None:
         """Remove the directory through which checkpoints were written, once no rank writes any more."""

@@ -32,7 +32,7 @@ from megatron_tape.run.attempts import (
 logger = logging.getLogger(__name__)
 
 CRASH_LIMIT = 3
-"""A job stops after this many crashes in a row without a new checkpointed step."""
+"""A job stops after this many crashes in a row without a new checkpointed step; as in slurm/common.sh."""
 IDLE_LIMIT = 10
 """The same limit for attempts that ended in any way: a run could be interrupted before its first step forever."""
 

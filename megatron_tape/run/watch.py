@@ -24,7 +24,6 @@ from megatron_tape.run.attempts import (
     STALE,
     TRAINING,
     Attempt,
-    RunVanished,
     stop_reason,
 )
 
@@ -144,8 +143,7 @@ class Watch:
             with contextlib.suppress(OSError):
                 if now - owner_seen >= owner_seconds:
                     if not self._attempt.is_owner() and not self.done:
-                        loss = self._attempt.loss()
-                        self._leave(STALE, 1 if isinstance(loss, RunVanished) else EXIT_STALE, str(loss))
+                        self._leave(STALE, EXIT_STALE, str(self._attempt.loss()))
                     owner_seen = now
                 if self._rank == 0:
                     # One rank is enough: all ranks share the result after every step.

@@ -33,12 +33,9 @@ def test_sampling_takes_other_documents_with_another_seed(tmp_path, corpus, run_
 
 def test_user_errors_are_one_sentence_and_leave_nothing(tmp_path, corpus, run_tool):
     output = ["--output", tmp_path / "t.model"]
-    error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 100000, *output, code=2).stderr
-    assert "error: --vocab-size is 100000, more than these texts yield; give at most" in error
-    error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 50, *output, code=2).stderr
-    assert "error: --vocab-size is 50, too small for the bytes and characters; give more than" in error
-    error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 2**40, *output, code=2).stderr
-    assert "error: --vocab-size is 1099511627776, refused by SentencePiece: " in error
+    for size in (100000, 50):
+        error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", size, *output, code=2).stderr
+        assert f"error: --vocab-size is {size}, which SentencePiece refuses: " in error
     error = run_tool("train_tokenizer", "--input", corpus, "--max-document-bytes", 1000, *output, code=2).stderr
     assert "cannot be used: more than 1,000 bytes in one document; repair, split or remove it" in error
     assert list(tmp_path.iterdir()) == []

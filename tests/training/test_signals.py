@@ -220,9 +220,9 @@ def test_a_run_whose_directory_vanishes_says_so(run, monkeypatch, capfd):
         return original(self, *args)
 
     monkeypatch.setattr(Engine, "train_step", step)
-    assert run("--checkpoint.interval=2") == 1
+    assert run("--checkpoint.interval=2") == 76
     said = capfd.readouterr().err.splitlines()
-    assert f"error: attempt 1 ends: {run.folder} has vanished; if it was not" in said[-1]
+    assert "error: attempt 1 ends: " in said[-1] and str(run.folder) in said[-1]
     assert not any("Traceback" in line for line in said) and not run.folder.exists()
 
 
