@@ -10,8 +10,7 @@ import argparse
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.data.descriptors import raise_limit
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, raise_file_limit
 from megatron_tape.data.origins import Origin, check_tokenizer, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, record_of
 from megatron_tape.errors import FileError
@@ -21,7 +20,7 @@ def main() -> None:
     """Parse the command line, check the datasets and describe them."""
     arguments = parser().parse_args()
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
-    raise_limit()
+    raise_file_limit()
     datasets = [IndexedDatasetReader(prefix) for prefix in arguments.prefix]
     if tokenizer is None:
         origins = {prefix: read_origin(prefix) for prefix in arguments.prefix}

@@ -13,6 +13,7 @@ output appears only when it is complete.
 """
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from pathlib import Path
 from megatron_tape import command_line
 from megatron_tape.data.documents import LONE_SURROGATE, Problems, document_bytes_option
 from megatron_tape.data.raw_chunks import TooLarge
-from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.files import atomic_output
 
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
@@ -133,37 +134,10 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
     import datasets
 
     command_line.say(f"opening {arguments.name} ...")
-    rows = _open(datasets, arguments)
-    if rows.column_names is not None and arguments.text_key not in rows.column_names:
-        problem = f"is {arguments.text_key!r}, but {arguments.name} has only the columns {rows.column_names}"
-        raise ConfigError("--text-key", problem, "choose one of them")
-    for number, row in enumerate(_rows(rows, arguments.name), start=1):
-        text = row.get(arguments.text_key)
-        if not isinstance(text, str):
-            problem = f"is {arguments.text_key!r}, under which row {number} has {type(text).__name__}, not text"
-            raise ConfigError("--text-key", problem, "choose another column")
-        if text:
-            yield {"text": text}
-
-
-def _rows(rows: Iterable[dict], name: str) -> Iterator[dict]:
-    try:
-        yield from rows
-    except MemoryError:
-        raise
-    except Exception as error:  # the library raises a dozen kinds here, too
-        raise FileError(name, f"cannot be read ({_reason(error)})", "repair or download it again") from error
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
-
-
-def _open(datasets, arguments: argparse.Namespace):
     # A text file is one document, as it is to preprocess_data.py; data sets of the Hub say themselves what theirs are.
     options = {"sample_by": "document"} if arguments.name == "text" else {}
-    try:
-        return datasets.load_dataset(
+    with _library_errors(arguments.name, "opened", "check name, --config-name and --split"):
+        rows = datasets.load_dataset(
             arguments.name,
             arguments.config_name,
             split=arguments.split,
@@ -171,9 +145,29 @@ def _open(datasets, arguments: argparse.Namespace):
             data_files=arguments.data_files,
             **options,
         )
-    except Exception as error:  # the library raises a dozen kinds, mostly caused by the user or the network
-        fix = "check name, --config-name and --split"
-        raise FileError(arguments.name, f"cannot be opened ({_reason(error)})", fix) from error
+    if rows.column_names is not None and arguments.text_key not in rows.column_names:
+        problem = f"is {arguments.text_key!r}, but {arguments.name} has only the columns {rows.column_names}"
+        raise ConfigError("--text-key", problem, "choose one of them")
+    with _library_errors(arguments.name, "read", "repair or download it again"):
+        for number, row in enumerate(rows, start=1):
+            text = row.get(arguments.text_key)
+            if not isinstance(text, str):
+                problem = f"is {arguments.text_key!r}, under which row {number} has {type(text).__name__}, not text"
+                raise ConfigError("--text-key", problem, "choose another column")
+            if text:
+                yield {"text": text}
+
+
+@contextlib.contextmanager
+def _library_errors(name: str, what: str, fix: str) -> Iterator[None]:
+    """Turn what the library raises, a dozen kinds mostly caused by the user or the network, into a FileError."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        raise FileError(name, f"cannot be {what} ({reason})", fix) from error
 
 
 def parser() -> argparse.ArgumentParser:

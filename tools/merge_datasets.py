@@ -9,8 +9,12 @@ import argparse
 
 from megatron_tape import command_line
 from megatron_tape.config.datasets import matching
-from megatron_tape.data.descriptors import raise_limit
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, check_output_prefix
+from megatron_tape.data.indexed_dataset import (
+    IndexedDatasetReader,
+    IndexedDatasetWriter,
+    check_output_prefix,
+    raise_file_limit,
+)
 from megatron_tape.data.origins import check_tokenizer, common_origin, unknown_tokenizers
 from megatron_tape.errors import FileError
 
@@ -32,7 +36,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     origins = check_tokenizer(prefixes, None, "")
     if warning := unknown_tokenizers(origins, "the same as of the others"):
         command_line.say(warning)
-    raise_limit()
+    raise_file_limit()
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
     dtype = datasets[0].dtype
     for prefix, dataset in zip(prefixes, datasets):

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.data import SAMPLE_SOURCES, split_shares
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import Stage, stage_at, stages_of
-from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.index_cache import build_on_rank_0, digest_of
+from megatron_tape.data.indexed_dataset import raise_file_limit
 from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
-from megatron_tape.errors import ConfigError, UserError, refuse
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class Batches:
         if not masked:
             dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
         loader = DataLoader(
-            _ErrorsAsSamples(dataset),
-            collate_fn=_collate,
+            dataset,
             batch_sampler=tokens.micro_batches(samples.start, samples.stop, train.micro_batch_size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
@@ -100,8 +99,6 @@ class Batches:
         device = self.layout.device
         try:
             for batch in batches:
-                if isinstance(batch, UserError):
-                    raise batch
                 self._check(batch)
                 yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
@@ -141,25 +138,6 @@ class _Samples(Dataset):
         if self._eod is not None:
             result["documents"] = documents_from_tokens(sample["tokens"], self._eod)
         return result
-
-
-class _ErrorsAsSamples(Dataset):
-    """Samples, with a UserError as the value of one that raises it: the loader would only return its traceback."""
-
-    def __init__(self, samples: Dataset):
-        self._samples = samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor] | UserError:
-        try:
-            return self._samples[index]
-        except UserError as error:
-            return error
-
-
-def _collate(samples: list[dict[str, Tensor] | UserError]) -> dict[str, Tensor] | UserError:
-    """Return the samples as a batch, or the first error among them."""
-    error = next((sample for sample in samples if isinstance(sample, UserError)), None)
-    return default_collate(samples) if error is None else error
 
 
 def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
@@ -207,8 +185,7 @@ def build_batches(
     All ranks call it together. The run has done `step` steps, which consumed the first samples. `eod` is the
     end-of-document id, needed with `data.reset_attention_mask`. `moved` is called while an index grows. A dataset of a
     blend that is too small for a split is left out of that split, and the others keep their proportions. Raises
-    ConfigError if a split that is needed does not contain a whole sequence, the index cannot be kept, or the process
-    may not open so many files.
+    ConfigError if a split that is needed does not contain a whole sequence, or the index cannot be kept.
     """
     assert eod is not None or not config.data.reset_attention_mask, "data.inputs refuses other tokenizers"
     train = config.train
@@ -218,7 +195,7 @@ def build_batches(
     if config.data.source in SAMPLE_SOURCES:
         validation = sample_source(config, validation=True) if evaluates else None
         return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples, remaining)
-    check_descriptors(config)
+    raise_file_limit()
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
     speaks = layout.rank == 0
     if speaks:

@@ -8,7 +8,6 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any
 
 from megatron_tape import command_line
@@ -149,13 +148,7 @@ def _split_lines(payload: bytes) -> list[bytes]:
 def parse_json(line: bytes) -> Any:
     """Return the value of a JSON line; raises ValueError, which says what is wrong with it."""
     try:
-        text = line.decode("utf-8")
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            raise
-        except ValueError:  # Python refuses to make an int of more than some thousand digits
-            return json.loads(text, parse_int=Decimal)
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         reason = "invalid UTF-8"
     except ValueError:

@@ -2,9 +2,8 @@
 
 All arrays of a run are one directory of the cache, whose name is a digest of what the index depends on. Megatron's
 datasets write straight to their cache, where a job that is killed leaves truncated arrays. Here they write to a
-temporary directory, which gets its name when it is complete. It holds fingerprints of its files, by which a start tells
-whether they are still what was built. Arrays are loaded without pickles: whoever can write to the cache cannot run
-code.
+temporary directory, which gets its name when it is complete. Arrays are loaded without pickles, so that whoever can
+write to the cache cannot run code.
 """
 
 import contextlib
@@ -30,13 +29,11 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_tape.errors import ConfigError, FileError, UserError
-from megatron_tape.io.files import fingerprint, sync_directory
-from megatron_tape.io.records import read_record, write_record
+from megatron_tape.io.files import sync_directory
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
-FINGERPRINTS = "fingerprints.json"
 _STAGING = ".building-"
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
@@ -45,15 +42,6 @@ _LOADING = Lock()
 """Python 3.11 may raise SystemError when threads, here Megatron's, parse the headers of arrays at the same time."""
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errors of a cache that cannot hold the index."""
-
-
-class DamagedIndex(FileError):
-    """An index with an array that is missing, or does not suit the data. The next start may build it again."""
-
-    @classmethod
-    def of(cls, directory: str | Path, problem: str) -> "DamagedIndex":
-        fix = "remove that directory, and the index is built again"
-        return cls(str(directory), f"holds an index that cannot be used: {problem}", fix)
 
 
 def digest_of(*parts: Any) -> str:
@@ -78,8 +66,8 @@ def cached(
 def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
     """Map an array of the cache into memory. The other arguments are those of `numpy.load`; pickles are never loaded.
 
-    Raises DamagedIndex if the file is missing or holds anything but whole numbers in one dimension (in two, as pairs,
-    for a `sample_index`); OSError if the file system does not answer.
+    Raises FileError if the file is missing or holds anything but whole numbers; OSError if the file system does not
+    answer.
     """
     problem = None
     try:
@@ -89,11 +77,8 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
             with _LOADING, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
-            pairs = str(path).endswith("-sample_index.npy")
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
                 problem = "it does not hold whole numbers"
-            elif not array.ndim or array.shape[1:] != ((2,) if pairs else ()):
-                problem = f"its shape is {list(array.shape)}"
     except FileNotFoundError as error:
         problem = error.strerror
     except (OSError, MemoryError):
@@ -101,12 +86,13 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
     except Exception as error:  # a damaged header raises many kinds
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     if problem is not None:
-        raise DamagedIndex.of(os.path.dirname(path), f"{os.path.basename(path)} cannot be used ({problem})")
+        fix = "remove its directory, and the index of the data is built again"
+        raise FileError(str(path), f"cannot be used ({problem})", fix)
     return array
 
 
 def build_on_rank_0(directory: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
-    """Have rank 0 call `build(temporary)` if `directory` is missing or damaged; all ranks call this together.
+    """Have rank 0 call `build(temporary)` if `directory` is missing; all ranks call this together.
 
     What `build` writes becomes `directory`, which lies in the cache. As long as files grow there or rank 0 computes,
     every rank calls `moved`: an index that takes hours is no hang. Raises ConfigError, on all ranks, if the cache
@@ -151,34 +137,27 @@ def _finish(future: Future, staging: list[Path], directory: Path, build: Callabl
 
 
 def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
-    """Build the index in a temporary directory, which is added to `staging`, unless `directory` is whole."""
+    """Build the index in a temporary directory, which is added to `staging`, unless `directory` exists."""
     cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
-    damaged = None
     if directory.exists():
-        damaged = _damaged(directory)
-        if damaged is None:
-            return
+        for path in directory.glob("*.npy"):
+            load_array(path)
+        return
     if not os.access(cache, os.W_OK):
-        lacks = "it lacks the index" if damaged is None else f"{damaged} is damaged"
-        raise PermissionError(errno.EACCES, f"{lacks}, and it is not writable", str(cache))
+        raise PermissionError(errno.EACCES, "it lacks the index, and it is not writable", str(cache))
     for left in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(left)
-    if damaged is not None:
-        logger.warning("warning: %s is damaged; the index is built again", damaged)
     temporary = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.uname().nodename}-", dir=cache))
     staging.append(temporary)
     try:
         new = temporary / "new"
         new.mkdir()
         build(str(new))
-        write_record(new / FINGERPRINTS, _fingerprints(new), durable=False)
         for path in (*new.iterdir(), new):
             sync_directory(path)
-        if damaged is not None and _damaged(directory) is not None:  # no other job has replaced it meanwhile
-            os.rename(directory, temporary / "old")
         try:
             os.rename(new, directory)
         except OSError as error:
@@ -187,28 +166,6 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
         sync_directory(cache)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _fingerprints(directory: Path) -> dict[str, str]:
-    return {path.name: fingerprint(path) for path in directory.iterdir() if path.name != FINGERPRINTS}
-
-
-def _damaged(directory: Path) -> Path | None:
-    """Return the first file of an index that is not what was built, or None."""
-    try:
-        expected = read_record(directory / FINGERPRINTS, dict[str, str])
-    except (OSError, ValueError):
-        return directory / FINGERPRINTS
-    for name, digest in expected.items():
-        path = directory / name
-        try:
-            if not stat.S_ISREG(path.lstat().st_mode) or fingerprint(path) != digest:
-                return path
-            if path.suffix == ".npy":
-                load_array(path)
-        except (OSError, DamagedIndex):
-            return path
-    return None
 
 
 def _bytes_in(directories: list[Path]) -> int:

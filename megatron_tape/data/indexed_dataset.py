@@ -14,8 +14,10 @@ whole datasets that are appended keep their documents. `P.origin`, if it exists,
 (see `data.origins`); Megatron-core does not read it.
 """
 
+import contextlib
 import json
 import os
+import resource
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -33,6 +35,13 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 BLOCK = 1 << 18
 _COPIED_BYTES = 1 << 24
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files as far as the system allows: every mapped file of a dataset takes a descriptor."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -14,9 +14,8 @@ from megatron_tape.config.datasets import is_pattern
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.config.values import shown
-from megatron_tape.data.descriptors import check_descriptors
 from megatron_tape.data.examples import cutter_of, read_examples
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, raise_file_limit
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, record_of
@@ -88,7 +87,7 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
 
     Also raises it for data of another tokenizer than the run's: `data.tokenizer`, or what a checkpoint `saved`.
     """
-    check_descriptors(config)
+    raise_file_limit()
     tokenizer = load_run_tokenizer(config)
     for stage in stages_of(config):
         with stage.naming_the_setting():

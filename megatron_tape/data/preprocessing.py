@@ -18,15 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.data.descriptors import raise_limit
 from megatron_tape.data.documents import Problems, parse_chunk
-from megatron_tape.data.indexed_dataset import token_dtype
+from megatron_tape.data.indexed_dataset import raise_file_limit, token_dtype
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer, record_of
-from megatron_tape.errors import FileError, refuse
+from megatron_tape.errors import refuse
 
 CHUNKS_IN_FLIGHT = 3
-_LESS_MEMORY = "use fewer --workers, or lower --max-document-bytes"
 MOST_WORKERS = 1024
 
 
@@ -66,11 +64,11 @@ class EncodedChunk:
 
 
 def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
-    """Parse and tokenize a chunk. Raises FileError, which names the document, if the tokenizer cannot encode one."""
+    """Parse and tokenize a chunk."""
     texts, numbers, problems = parse_chunk(chunk, encoding.text_key)
     end = np.array([encoding.tokenizer.eod] if encoding.append_eod else [], dtype=np.int32)
     parts, lengths = [np.empty(0, np.int32)], []
-    for ids, number in zip(_encode(encoding.tokenizer, texts, numbers, chunk), numbers):
+    for ids, number in zip(encoding.tokenizer.encode_batch(texts), numbers):
         if len(ids):
             parts += (ids, end)
             lengths.append(len(ids) + len(end))
@@ -85,26 +83,14 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     )
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], numbers: list[int], chunk: Chunk) -> list[np.ndarray]:
-    try:
-        return tokenizer.encode_batch(texts)
-    except FileError:
-        for text, number in zip(texts, numbers):
-            try:
-                tokenizer.encode_batch([text])
-            except FileError as error:
-                raise error.at(chunk.place(number)) from None
-        raise
-
-
 def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
     """Yield the documents of files, in order, encoded by `workers` processes.
 
     A file that cannot be read to its end becomes a problem of a chunk without documents. Raises ChildProcessError when
-    a worker dies or lacks memory, and UserError for more workers than this process can have.
+    a worker dies, and UserError for too many workers.
     """
     refuse(workers > MOST_WORKERS, "--workers", f"is {workers:,}", f"give at most {MOST_WORKERS:,}")
-    raise_limit()
+    raise_file_limit()
     executor = ProcessPoolExecutor(
         workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoding,)
     )
@@ -122,7 +108,7 @@ def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes
             yield _result(pending.popleft())
     except BrokenProcessPool:
         problem = "a worker process died; the kernel may have killed it for lack of memory"
-        raise ChildProcessError(f"{problem}; {_LESS_MEMORY}") from None
+        raise ChildProcessError(f"{problem}; use fewer --workers, or lower --max-document-bytes") from None
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -157,8 +143,4 @@ def _exit_with_parent() -> None:
 
 
 def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
-    try:
-        return encode_chunk(chunk, _encoding)
-    except MemoryError:
-        problem = f"a worker process lacks memory for the documents from {chunk.place(chunk.first)} on"
-        raise ChildProcessError(f"{problem}; {_LESS_MEMORY}") from None
+    return encode_chunk(chunk, _encoding)

@@ -89,18 +89,6 @@ def test_the_limit_of_open_files_is_raised_for_the_data(build, folder):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_blend_that_needs_more_files_than_are_allowed_is_refused(build, monkeypatch):
-    many, stage = {f"d{i}": 1.0 for i in range(300)}, [StageSettings(prefix=["d0", "d300"], share=0.5)]
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (512, 512))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
-    needs = "for which a process needs 2,656 file descriptors, but only 512 are allowed; raise the hard limit"
-    with pytest.raises(ConfigError, match=f"^data.prefix names 300 datasets, {needs}.*merge_datasets") as refusal:
-        build(many)
-    assert refusal.value.key == "data.prefix"
-    with pytest.raises(ConfigError, match="^data.prefix and data.stages name 301 datasets, "):
-        build(many, stages=stage)
-
-
 def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
     built = build({f"{folder}/a": 0.3, f"{folder}/b": 0.7})
     settings = GPTDatasetConfig(

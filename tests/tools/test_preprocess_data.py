@@ -121,14 +121,10 @@ def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
 
 
-def test_blank_lines_are_no_documents_and_numbers_have_any_length(preprocess, tmp_path):
-    number = b"9" * 5000
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"n": %b, "text": "b"}\r\n \t\r\n\n\n' % number)
+def test_blank_lines_are_no_documents(preprocess, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\r\n \t\r\n\n\n')
     preprocess(tmp_path / "a.jsonl", "--chunk-bytes", 1)
     assert len(IndexedDataset(str(tmp_path / "out"))) == 2
-    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": %b}\n' % number)
-    error = preprocess(tmp_path / "bad.jsonl", "--overwrite", code=2).stderr
-    assert f"{tmp_path}/bad.jsonl:3 cannot be used: the value of 'text' is not a string" in error
 
 
 def cut_off(content):
@@ -255,20 +251,6 @@ def test_what_is_too_large_takes_little_memory(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 23
-
-
-def test_a_document_that_the_tokenizer_cannot_encode_is_named(preprocess, tmp_path):
-    number = 70
-    content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str())
-    # The library panics where such an expression matches at the beginning.
-    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(?=b)"}, "content": "xx"}
-    content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    write_lines(tmp_path / "a.jsonl", ["a"] * (number - 1) + ["b", "a"])
-    arguments = [tmp_path / "a.jsonl", "--tokenizer", tmp_path / "tokenizer.json", "--on-error", "skip"]
-    error = preprocess(*arguments, code=2).stderr
-    assert f"error: {tmp_path}/a.jsonl:{number}: {tmp_path}/tokenizer.json cannot encode a text (" in error
-    assert "Traceback" not in error and files_in(tmp_path) == ["a.jsonl", "tokenizer.json"]
 
 
 def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_path):
