@@ -1,9 +1,15 @@
 """The section `evaluation`: the tasks that a run does while it trains. pretrain.evaluate has the same settings."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatron_tape.config.values import Count, PathText
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+BelowMillion = Annotated[int, Field(ge=1, lt=10**6)]
+"""Digits and samples of sums, so that every sum has a number of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +28,12 @@ class DocumentSettings:
     lengths: list[int] | None = None
     """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
     tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
-    documents: int | None = None
+    documents: Count | None = None
     """At most so many documents of each name are used, the first ones that are long enough; null means 50."""
-    stride: int = 256
+    stride: Count = 256
     """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
     its context."""
-    windows: int | None = None
+    windows: Count | None = None
     """At most so many times stride tokens are scored of each document; null means 8."""
 
 
@@ -38,13 +44,13 @@ class PerplexitySettings(DocumentSettings):
     protocol: Literal["documents", "longlora"] = "documents"
     """documents: the same tokens are scored at every length, each once, within their document. longlora measures what
     the tables of LongLoRA's and TAPE's papers show; a note in the results says what is wrong with that."""
-    documents: int | None = None
+    documents: Count | None = None
     """At most so many documents of each name are used, the first ones that are long enough; null means 50, or all with
     longlora."""
-    stride: int = 256
+    stride: Count = 256
     """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
     its context. With longlora, the distance of the windows' beginnings: a larger one is cheaper."""
-    windows: int | None = None
+    windows: Count | None = None
     """At most so many times stride tokens are scored of each document. With longlora, at most so many windows. null
     means 8, or all with longlora."""
 
@@ -65,20 +71,20 @@ class ContextGainSettings(DocumentSettings):
 class AdditionSettings:
     """Exact match of sums for every pair of operand lengths."""
 
-    digits: int = 40
+    digits: BelowMillion = 40
     """Digits of the longest operands in training."""
-    longest: int | None = None
+    longest: BelowMillion | None = None
     """Digits of the longest operands that are tested; null means twice `digits`."""
-    step: int = 1
+    step: Count = 1
     """Every which operand length is tested: 10 tests 10, 20, 30 and so on."""
     hints: int = 0
     """Number of index hints, as in training; 0 means none."""
-    samples: int = 100
+    samples: BelowMillion = 100
     """Sums for each pair of lengths."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sums. They are drawn apart from those of training; both have the same ones only where operands are so
     short that few sums exist."""
-    batch_size: int = 100
+    batch_size: Count = 100
     """Sums that the model adds at once."""
 
 
@@ -86,11 +92,11 @@ class AdditionSettings:
 class VariantSettings:
     """What the tasks have in common that have variants."""
 
-    samples: int = 1000
+    samples: Count = 1000
     """Sequences per variant."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sequences. They are never those of training."""
-    batch_size: int = 50
+    batch_size: Count = 50
     """Sequences that the model reads at once."""
 
 

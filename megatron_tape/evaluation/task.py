@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import Score, TaskResult
 
 if TYPE_CHECKING:
@@ -135,12 +135,6 @@ class Task:
 
     def key(self, setting: str) -> str:
         return f"{self.section}.{setting}"
-
-    def refuse_below(self, **least: int) -> None:
-        """Raise ConfigError if one of the settings named, which may be null, is below the number given here."""
-        for name, bound in least.items():
-            value = getattr(self.settings, name)
-            refuse(value is not None and value < bound, self.key(name), f"is {value}", f"set it to at least {bound}")
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError if settings, data and model cannot work together.

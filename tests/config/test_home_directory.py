@@ -20,19 +20,16 @@ SETTINGS = {
     "checkpoint.resume": ("~/saved/step-1", "HOME/saved/step-1"),
     "extension.from": ("~/llama", "HOME/llama"),
     "evaluation.perplexity": ("{every: 5, data: ~/a.jsonl}", {"every": 5, "data": "HOME/a.jsonl"}),
-    "evaluation.context_gain": (
-        "{every: 5, data: {a: ~/a}, key_tokens_from: ~/other}",
-        {"every": 5, "data": {"a": "HOME/a"}, "key_tokens_from": "HOME/other"},
-    ),
+    "evaluation.context_gain": ("{every: 5, data: {a: ~/a}}", {"every": 5, "data": {"a": "HOME/a"}}),
     "logging.directory": ("~/run", "HOME/run"),
 }
 EXAMPLES = "{path: ~/train.jsonl, validation: ~/held_out.jsonl, template: '~ {input}'}"
 OF_TASKS = {
     "perplexity": {"data": "~/a"},
-    "context_gain": {"data": "{a: ~/a}", "key_tokens_from": "~/other"},
+    "context_gain": {"data": "{a: ~/a}"},
     "positions": {"data": "~/a"},
     "scrolls": {"data": "{qasper: ~/a}"},
-    "lm_eval": {"tasks": "[~/task.yaml]", "include_path": "~/a", "before": "~/b"},
+    "lm_eval": {"tasks": "[~/task.yaml]", "include_path": "~/a"},
     "ruler": {"haystack": "~/a", "squad": "~/b", "hotpotqa": "~/c"},
 }
 

@@ -76,7 +76,6 @@ class DocumentTask(Task):
         return max(self.lengths(info)) + 1
 
     def check(self, info: ModelInfo) -> None:
-        self.refuse_below(stride=1, windows=1, documents=1)
         text_key, key = self.settings.text_key, self.key("data")
         check_sources(self.sources, info, text_key, self.needed(info), self.most_documents, key)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from megatron_tape.config.values import PathText
+from pydantic import Field
+
+from megatron_tape.config.values import Count, NotNegativeInt, PathText
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_group
@@ -27,13 +29,13 @@ class LmEvalSettings:
     code, and need --trust-remote-code."""
     include_path: PathText | None = None
     """A directory with tasks of your own, which may run code, and needs --trust-remote-code."""
-    limit: int | None = None
+    limit: Count | None = None
     """At most so many documents of each task, the first ones; null means all."""
-    num_fewshot: int | None = None
+    num_fewshot: NotNegativeInt | None = None
     """Examples in every prompt; null means what the task says."""
-    max_length: int | None = None
+    max_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens that the model takes, longer prompts lose their beginning; null means what its configuration says."""
-    batch_size: int = 1
+    batch_size: Count = 1
     """Prompts that run at once."""
 
 
@@ -55,7 +57,6 @@ class LmEval(Task):
         key, include = self.key("tasks"), settings.include_path
         refuse(not settings.tasks, key, "is []", "name some of what lm_eval ls tasks lists")
         refuse(len(set(settings.tasks)) < len(settings.tasks), key, "names a task twice", "name each once")
-        self.refuse_below(limit=1, num_fewshot=0, max_length=2, batch_size=1)
         missing = include is not None and not Path(include).is_dir()
         refuse(missing, self.key("include_path"), f"is {include}, which is not a directory", "correct it")
         for name in settings.tasks:

@@ -7,10 +7,12 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
+from megatron_tape.config.values import Count
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_length, share_maps
@@ -44,19 +46,19 @@ class PasskeySettings:
     lengths: list[int] | None = None
     """Context lengths in tokens: prompt and answer together have exactly so many. null means the length that the model
     was trained on, a half and a quarter of it."""
-    depths: int = 10
+    depths: Count = 10
     """Where the key lies, evenly spaced from the beginning of the filler (0) to its end (1). With landmark, whose
     depths are random, the number of ranges that the heat map has."""
-    samples: int = 10
+    samples: Count = 10
     """Prompts for each length and depth."""
-    digits: int = 5
+    digits: Annotated[int, Field(ge=1, le=18)] = 5
     """Of the key; landmark has one to five."""
     form: Literal["exact", "landmark"] = "exact"
     """exact: exact lengths, set depths. landmark: the prompts of Landmark attention and LongLoRA, whose lengths are
     measured in characters and whose depths are random; for comparison with their tables."""
     seed: int = 0
     """Another one draws other keys."""
-    batch_size: int = 1
+    batch_size: Count = 1
     """Prompts that run at once."""
 
 
@@ -73,8 +75,6 @@ class Passkey(Task):
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
         self.require("lm_eval")
-        self.refuse_below(depths=1, samples=1, batch_size=1)
-        refuse(not 1 <= settings.digits <= 18, self.key("digits"), f"is {settings.digits}", "set it to 1 to 18")
         shortest = self._lengths(info)[0]
         refuse(
             settings.form == "landmark" and not published_filler(shortest),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from megatron_tape.config.values import PathText
+from megatron_tape.config.values import Count, PathText
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.figures import (
     COLOR_MAP,
@@ -59,14 +59,14 @@ class PositionSettings:
     split: str | None = None
     """Shares of an indexed dataset's documents for training, validation and test, as a run's data.split: only those for
     validation are used. null means all documents."""
-    documents: int = 8
+    documents: Count = 8
     """How many documents are used: the first ones that are long enough."""
     length: int | None = None
     """Tokens of each; null means the length that the model was trained on, or 1024 if its configuration names none."""
     ablation: bool = True
     """Also compute the loss with the state of one layer put back to RoPE's, for every layer: as many runs of the model
     as it has layers."""
-    map_tokens: int = 64
+    map_tokens: Count = 64
     """How many tokens, from the beginning of the first document, attention maps show."""
 
 
@@ -83,7 +83,6 @@ class PositionPictures(Task):
         kind = info.config.get("model_type")
         problem = f"looks at the position states of TAPE models, and {info.label} is a {kind} model, which has none"
         refuse(kind != MODEL_TYPE, self.name, problem, "leave the task out, or evaluate a TAPE model")
-        self.refuse_below(documents=1, map_tokens=1)
         length = self._length(info)
         refuse(length < 2, self.key("length"), f"is {length}", "set it to at least 2")
         check_sources(self._sources(), info, settings.text_key, length, settings.documents, self.key("data"))

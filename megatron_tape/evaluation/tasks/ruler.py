@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from megatron_tape.config.values import PathText, shown
+from pydantic import Field
+
+from megatron_tape.config.values import Count, PathText, shown
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_length, share_maps
@@ -45,7 +47,7 @@ class RulerSettings:
     lengths: list[int] | None = None
     """Context lengths in tokens, which include the answer. null means the length that the model was trained on, a half
     and a quarter of it."""
-    samples: int = 50
+    samples: Annotated[int, Field(ge=1, le=500)] = 50
     """For each task and length, at most 500, which is what published tables have."""
     haystack: PathText | None = None
     """A long text in UTF-8 that needles are hidden in; null means the essays that RULER takes, from the hub."""
@@ -53,12 +55,12 @@ class RulerSettings:
     """The file dev-v2.0.json of SQuAD; null means to get it from the network."""
     hotpotqa: PathText | None = None
     """The file hotpot_dev_distractor_v1.json of HotpotQA; null means to get it from the network."""
-    trained_length: int | None = None
+    trained_length: Count | None = None
     """The length whose score is the model's own measure of what works; null means what the model's configuration says.
     For an extended model, give the length before the extension."""
     seed: int = 0
     """Another one draws other samples."""
-    batch_size: int = 1
+    batch_size: Count = 1
     """Prompts that run at once."""
 
 
@@ -82,8 +84,6 @@ class Ruler(Task):
         for task in self._tasks:
             refuse(task not in TASKS, key, f"has {shown(task)}", f"choose some of {', '.join(TASKS)}")
         refuse(len(set(self._tasks)) < len(self._tasks), key, "names a task twice", "name each once")
-        self.refuse_below(samples=1, batch_size=1, trained_length=1)
-        refuse(settings.samples > 500, self.key("samples"), f"is {settings.samples}", "set it to 1 to 500")
         for name in ("haystack", *QUESTIONS.values()):
             file = getattr(settings, name)
             problem = f"is {file}, which is not a file"

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from megatron_tape.config.data import TEMPLATE, check_template
-from megatron_tape.config.values import PathText, shown
+from megatron_tape.config.values import Count, PathText, shown
 from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
@@ -65,7 +65,7 @@ class ScrollsSettings:
     """Which split of zips and directories is read; that for tests has no targets."""
     metrics: dict[str, Literal["f1", "exact_match", "rouge"]] = field(default_factory=dict)
     """The metric of datasets that are not among the seven of SCROLLS, by name."""
-    examples: int | None = None
+    examples: Count | None = None
     """Use at most so many examples of each dataset, the first ones; null means all."""
     length: int | None = None
     """Tokens of context, those of the answer included; null means the length that the model was trained on."""
@@ -104,7 +104,6 @@ class Scrolls(Task):
         settings = self.settings
         nothing, keys = not (settings.generate or settings.loss), (self.key("generate"), self.key("loss"))
         refuse(nothing, keys, "is false, and so is loss", "set one to true")
-        self.refuse_below(examples=1)
         check_template(settings.template, self.key("template"))
         length = self._length(info)
         refuse(length < 8, self.key("length"), f"is {length}", "set it to at least 8")
