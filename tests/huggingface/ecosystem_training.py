@@ -2,11 +2,7 @@
 
 import torch
 from ecosystem import Subject, equal_logits, equal_tokens, row
-from transformers import (
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoModelForSequenceClassification
 
 STEPS = 3
 
@@ -90,39 +86,21 @@ def lora_and_positions(subject: Subject):
     assert not still, f"training did not move {', '.join(still)}"
 
 
-@row("AutoModelForSequenceClassification, padded: gives each text's own score")
+@row("AutoModelForSequenceClassification, padded: trains, saves, and gives each text's own score")
 def sequence_classification(subject: Subject):
-    model = subject.load(AutoModelForSequenceClassification, num_labels=3)
-    model.config.pad_token_id = subject.tokenizer.pad_token_id
+    model = subject.load(AutoModelForSequenceClassification, num_labels=3, pad_token_id=subject.tokenizer.pad_token_id)
     torch.nn.init.normal_(model.score.weight)  # as large as a trained head's, so that what the base computes shows
     prompts = [subject.ids(24), subject.ids(9, 30)]
     inputs = subject.tokenizer.pad({"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt")
-    found = subject.logits(model, inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    equal_logits(found, torch.cat([subject.logits(model, ids) for ids in prompts]))
-
-
-@row("the three heads (AutoModelFor...): train, save, and score the base model's states")
-def heads(subject: Subject):
-    ids, kinds = subject.ids(24), (AutoModelForSequenceClassification, AutoModelForTokenClassification)
-    given = [{"labels": torch.tensor([2])}, {"labels": torch.arange(24)[None] % 3}]
-    given.append({"start_positions": torch.tensor([3]), "end_positions": torch.tensor([7])})
+    loss = model(**inputs, labels=torch.tensor([0, 2])).loss
+    loss.backward()
+    assert loss.isfinite() and model.score.weight.grad.abs().max() > 0
     with torch.no_grad():
-        states = subject.model.model(ids).last_hidden_state
-    for kind, labels in zip((*kinds, AutoModelForQuestionAnswering), given, strict=True):
-        options = {"num_labels": 3, "pad_token_id": subject.tokenizer.pad_token_id} if kind in kinds else {}
-        model = subject.load(kind, **options)
-        head = model.score if kind in kinds else model.qa_outputs
-        torch.nn.init.normal_(head.weight)
-        loss = model(ids, **labels).loss
-        loss.backward()
-        assert loss.isfinite() and head.weight.grad.abs().max() > 0
-        model.save_pretrained(subject.work / kind.__name__)
-        with torch.no_grad():
-            expected = head(states[:, -1] if kind is kinds[0] else states)
-            for each in (model, subject.load(kind, directory=subject.work / kind.__name__)):
-                found = each(ids)
-                found = found.logits if kind in kinds else torch.stack([found.start_logits, found.end_logits], -1)
-                equal_logits(found, expected)
+        states = [subject.model.model(ids).last_hidden_state[:, -1] for ids in prompts]
+        expected = model.score(torch.cat(states))
+    model.save_pretrained(subject.work / "classifier")
+    for each in (model, subject.load(AutoModelForSequenceClassification, directory=subject.work / "classifier")):
+        equal_logits(subject.logits(each, inputs["input_ids"], attention_mask=inputs["attention_mask"]), expected)
 
 
 @row("resize_token_embeddings: the old tokens keep their logits")

@@ -15,7 +15,7 @@ _CONFIGURATION = "configuration_encoded_tape.py"
 
 
 def _auto_map(family: str, files: str) -> dict[str, str]:
-    heads = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
+    heads = ("CausalLM", "SequenceClassification")
     modeling = f"modeling_{files}.{family}"
     names = {"AutoConfig": f"configuration_{files}.{family}Config", "AutoModel": f"{modeling}Model"}
     return names | {f"AutoModelFor{head}": f"{modeling}For{head}" for head in heads}

@@ -22,7 +22,6 @@ class DecoderConfig(transformers.PreTrainedConfig):
 
     attention_bias: q, k and v projections have biases, the output projection has none (as in Qwen2).
     qk_norm: RMSNorm on each head's query and key before positions change them (as in Qwen3).
-    classifier_dropout: dropout before the linear layer of a token classifier, 0.1 unless given.
 
     Raises ValueError for settings that the model does not support.
     """
@@ -50,7 +49,6 @@ class DecoderConfig(transformers.PreTrainedConfig):
         attention_bias: bool = False,
         attention_dropout: float = 0.0,
         qk_norm: bool = False,
-        classifier_dropout: float | None = None,
         **kwargs,
     ):
         self.vocab_size = vocab_size
@@ -68,7 +66,6 @@ class DecoderConfig(transformers.PreTrainedConfig):
         self.attention_bias = attention_bias
         self.attention_dropout = attention_dropout
         self.qk_norm = qk_norm
-        self.classifier_dropout = classifier_dropout
         if num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {num_attention_heads} is not a multiple of num_key_value_heads "

@@ -17,9 +17,7 @@ from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import Encoding, Memory, in_some_layers
 from .modeling_tape import (
     TapeForCausalLM,
-    TapeForQuestionAnswering,
     TapeForSequenceClassification,
-    TapeForTokenClassification,
     TapeMLP,
     TapeModel,
     TapePreTrainedModel,
@@ -287,23 +285,9 @@ class EncodedForSequenceClassification(EncodedPreTrainedModel, TapeForSequenceCl
     model_class = EncodedModel
 
 
-class EncodedForTokenClassification(EncodedPreTrainedModel, TapeForTokenClassification):
-    """The decoder with a linear layer on every token; tokens see only those before them."""
-
-    model_class = EncodedModel
-
-
-class EncodedForQuestionAnswering(EncodedPreTrainedModel, TapeForQuestionAnswering):
-    """The decoder with a linear layer that says of every token whether an answer starts or ends there."""
-
-    model_class = EncodedModel
-
-
 __all__ = [
     "EncodedForCausalLM",
-    "EncodedForQuestionAnswering",
     "EncodedForSequenceClassification",
-    "EncodedForTokenClassification",
     "EncodedModel",
     "EncodedPreTrainedModel",
 ]

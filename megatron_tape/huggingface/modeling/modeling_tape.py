@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
@@ -308,7 +303,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         refuse_paged()
 
 
-# The constructors of transformers' mixins ask AutoModel for the decoder, which does not know code from a repository.
+# The constructor of transformers' mixin asks AutoModel for the decoder, which does not know code from a repository.
 class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTrainedModel):
     """The decoder with a linear layer on the last token that is not padding."""
 
@@ -322,37 +317,9 @@ class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTra
         self.post_init()
 
 
-class TapeForTokenClassification(GenericForTokenClassification, TapePreTrainedModel):
-    """The decoder with a linear layer on every token; tokens see only those before them."""
-
-    model_class = TapeModel
-
-    def __init__(self, config: TapeConfig):
-        TapePreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
-        self.model = self.model_class(config)
-        self.dropout = nn.Dropout(0.1 if config.classifier_dropout is None else config.classifier_dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-
-class TapeForQuestionAnswering(GenericForQuestionAnswering, TapePreTrainedModel):
-    """The decoder with a linear layer that says of every token whether an answer starts or ends there."""
-
-    model_class = TapeModel
-
-    def __init__(self, config: TapeConfig):
-        TapePreTrainedModel.__init__(self, config)
-        self.model = self.model_class(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-
 __all__ = [
     "TapeForCausalLM",
-    "TapeForQuestionAnswering",
     "TapeForSequenceClassification",
-    "TapeForTokenClassification",
     "TapeModel",
     "TapePreTrainedModel",
 ]

@@ -12,9 +12,7 @@ CONFIG = "TapeConfig"
 AUTO_CLASSES = {
     "AutoModel": "TapeModel",
     "AutoModelForCausalLM": "TapeForCausalLM",
-    "AutoModelForQuestionAnswering": "TapeForQuestionAnswering",
     "AutoModelForSequenceClassification": "TapeForSequenceClassification",
-    "AutoModelForTokenClassification": "TapeForTokenClassification",
 }
 LORA_TARGETS = [
     "q_proj",
