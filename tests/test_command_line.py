@@ -181,9 +181,6 @@ def test_numbers_of_options_have_ascii_digits(kind):
         parser.parse_args(["--number=\u0663"])
 
 
-@pytest.mark.parametrize(
-    "given", [["to-hf", "--checkpoint=x", "--max-shard-size"], ["from-hf", "--model=x", "--rope-scaling-factor"]]
-)
-def test_sizes_and_factors_are_digits_of_ascii(given):
-    done = run_here("convert_checkpoint", *given, "\u0665", "--output=y")
-    assert done.returncode == 2 and given[-1] in done.stderr and "\u0665" in done.stderr
+def test_factors_are_digits_of_ascii():
+    done = run_here("convert_checkpoint", "from-hf", "--model=x", "--rope-scaling-factor", "\u0665", "--output=y")
+    assert done.returncode == 2 and "--rope-scaling-factor" in done.stderr and "\u0665" in done.stderr

@@ -28,7 +28,6 @@ def to_hf(output: str, base: str | None, adapter: bool, results: list[str], **mo
         raise UserError("--results", "are for whole models", "leave out --adapter")
     if base is not None and not adapter:
         raise UserError("--base", "names the model of an adapter", "add --adapter, or leave it out")
-    model["max_shard_size"] = parse_size(model["max_shard_size"])
     if adapter:
         from megatron_tape.huggingface.export.to_peft import export_adapter
 
@@ -51,20 +50,6 @@ def from_released(**options) -> None:
     from megatron_tape.huggingface.imports.from_released import import_released
 
     import_released(**options)
-
-
-def parse_size(text: str) -> int:
-    """Read `5GB`, `500MB` or `2000` as bytes, in powers of 1000; raises UserError for anything else."""
-    number, power = text.strip().upper().removesuffix("B"), 0
-    if number[-1:] in ("K", "M", "G", "T"):
-        number, power = number[:-1], " KMGT".index(number[-1])
-    try:
-        size = int(float(number.encode("ascii")) * 1000**power)
-    except (ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise UserError("--max-shard-size", f"is {text!r}", "give a size such as 5GB or 500MB")
-    return size
 
 
 def factor(text: str) -> float:
@@ -106,7 +91,6 @@ def add_export(add: Callable) -> None:
     add("--checkpoint", required=True, metavar="DIR", help=newest)
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory; none (default: the run's)")
     add("--average", action="store_true", help="take the averaged weights of a run with train.average")
     trained = (

@@ -6,7 +6,6 @@ The prompt and its continuation, and nothing else, go to stdout.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 from megatron_tape import command_line
@@ -32,19 +31,7 @@ def main() -> None:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 below 2**32")
     if not arguments.prompt:
         raise UserError("--prompt", "is empty", "give some text to continue")
-    arguments.prompt = decoded(arguments.prompt)
     print(arguments.prompt + continuation(arguments, settings.get("max_position_embeddings")))
-
-
-def decoded(prompt: str) -> str:
-    """Return a prompt from the command line as UTF-8 or, if its bytes are not that, as the locale's encoding has it."""
-    try:
-        # Where the locale is not UTF-8, Python has escaped the bytes of other letters, or read each as a letter.
-        return os.fsencode(prompt).decode("utf-8")
-    except UnicodeDecodeError:
-        if any("\udc80" <= letter <= "\udcff" for letter in prompt):
-            raise UserError("--prompt", "is not UTF-8", "give some text to continue") from None
-        return prompt
 
 
 def continuation(arguments: argparse.Namespace, context: int | None) -> str:
@@ -66,13 +53,12 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
     length, count = ids["input_ids"].shape[1], arguments.max_new_tokens
     if length == 0:
         raise UserError("--prompt", "has no tokens with this tokenizer", "give some text to continue")
-    if context is not None and not arguments.beyond_context:
-        if length >= context:
-            problem = f"has {length} tokens, and the model was trained on contexts of {context}"
-            raise UserError("--prompt", problem, "shorten it, or pass --beyond-context")
-        if length + count > context:
-            count = context - length
-            command_line.say(f"the model's context of {context} tokens leaves room for {count}; see --beyond-context")
+    if context is not None and length >= context:
+        problem = f"has {length} tokens, and the model was trained on contexts of {context}"
+        raise UserError("--prompt", problem, "shorten it")
+    if context is not None and length + count > context:
+        count = context - length
+        command_line.say(f"the model's context of {context} tokens leaves room for {count}")
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
     transformers.set_seed(arguments.seed)
@@ -102,7 +88,6 @@ def parser() -> argparse.ArgumentParser:
         help="0 always takes the likeliest token; above 0, tokens are sampled (default: 0)",
     )
     add("--seed", type=int, default=1234, help="of sampling (default: %(default)s)")
-    add("--beyond-context", action="store_true", help="continue beyond the context that the model was trained on")
     add("--trust-remote-code", action="store_true", help="run the Python files in DIR, as TAPE models need")
     return result
 

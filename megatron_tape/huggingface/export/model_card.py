@@ -44,8 +44,8 @@ class ExportOptions:
 
     name: str
     dtype: str
-    max_shard_size: int
     tokenizer: str | None
+    max_shard_size: int = 5_000_000_000
     with_lora: bool = True
     """Merge LoRA layers into the matrices; without them, the model is the one that an adapter adds to."""
     results: Sequence[Results] = ()

@@ -10,16 +10,13 @@ from pathlib import Path
 import torch
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.checkpoint.saved_settings import model_differences
 from megatron_tape.config.sections import as_dict
-from megatron_tape.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL, difference, load_tokenizer, record_of
-from megatron_tape.errors import CheckpointError, FileError, refuse
+from megatron_tape.errors import CheckpointError, FileError, UserError
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
-    NO_TOKENIZER,
     open_exportable,
     part_shapes,
     write_json,
@@ -55,7 +52,6 @@ def export_adapter(
     checkpoint: str | Path,
     output: str | Path,
     dtype: str = "fp32",
-    max_shard_size: int = 5_000_000_000,
     tokenizer: str | None = None,
     base: str | Path | None = None,
     average: bool = False,
@@ -68,10 +64,7 @@ def export_adapter(
     existing `base` is another model.
     """
     if base is not None and Path(os.path.abspath(base)).is_relative_to(os.path.abspath(output)):
-        inside = os.path.relpath(base, output)
-        fix = f"name {Path(output) / BASE}, or a directory elsewhere"
-        refuse(inside != BASE, "--base", f"is {base}, in the adapter's own directory", fix)
-        base = None
+        raise UserError("--base", f"is {base}, in the adapter's own directory", "name one elsewhere, or leave it out")
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint, average)
         if other := [name for name in saved.trained if kind_of(name) not in HELD]:
@@ -80,13 +73,10 @@ def export_adapter(
             raise CheckpointError(str(saved.path), problem, "leave out --adapter")
         place = Path(output) / BASE if base is None else Path(base)
         if base is not None and place.exists():
-            fix = "leave it out to use the base's"
-            refuse(tokenizer not in (None, NO_TOKENIZER), "--tokenizer", f"is for a new base, and {base} exists", fix)
-            _check_tokenizer(saved, place)
             rows = _check_base(saved, place)
         else:
             new = directory / BASE if base is None else place
-            rows = _write_base(saved, new, dtype, max_shard_size, tokenizer)
+            rows = _write_base(saved, new, dtype, tokenizer)
         _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
         write_json(directory / "adapter_config.json", _adapter_config(saved, place))
         where = BASE if base is None else place.resolve().name
@@ -96,22 +86,11 @@ def export_adapter(
     command_line.say(f"exported what {saved.path} trained to {output}, an adapter of {place}")
 
 
-def _write_base(saved: SavedWeights, place: Path, dtype: str, max_shard_size: int, tokenizer: str | None) -> int:
+def _write_base(saved: SavedWeights, place: Path, dtype: str, tokenizer: str | None) -> int:
     """Write the model without its LoRA layers, and return the rows of its vocabulary."""
     with atomic_directory(place) as directory:
-        write_model(saved, directory, ExportOptions(place.name, dtype, max_shard_size, tokenizer, with_lora=False))
+        write_model(saved, directory, ExportOptions(place.name, dtype, tokenizer, with_lora=False))
     return read_settings(place / "config.json")["vocab_size"]
-
-
-def _check_tokenizer(saved: SavedWeights, base: Path) -> None:
-    """Raise UserError if `base` has another tokenizer than the run, as far as both are known."""
-    own = saved_tokenizer(saved.path)
-    recorded = saved.state["progress"].get("tokenizer") if own is None else record_of(own)
-    if recorded is None or not any((base / name).is_file() for name in (TOKENIZER_JSON, TOKENIZER_MODEL)):
-        return
-    if different := difference(record_of(load_tokenizer(base)), recorded, f"that of {saved.path}"):
-        fix = "leave out --base to export the model that the adapter adds to"
-        raise FileError(str(base), f"has a tokenizer that {different}", fix)
 
 
 def _check_base(saved: SavedWeights, base: Path) -> int:

@@ -65,7 +65,7 @@ def export(
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint, average)
         found = find_results(saved.path, results, average)
-        write_model(saved, directory, ExportOptions(name, dtype, max_shard_size, tokenizer, True, found))
+        write_model(saved, directory, ExportOptions(name, dtype, tokenizer, max_shard_size, True, found))
     command_line.say(f"exported {saved.path} to {output}")
 
 
