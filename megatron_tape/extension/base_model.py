@@ -28,7 +28,7 @@ from megatron_tape.huggingface.imports.config_json import (
     padded_vocabulary,
     read_settings,
 )
-from megatron_tape.huggingface.imports.weight_files import PickledWeights, check_directory
+from megatron_tape.huggingface.imports.weight_files import check_weights, open_directory
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.shapes import parameter_shapes
@@ -175,11 +175,7 @@ def _from_transformers(path: Path) -> Base:
     settings = read_settings(path / "config.json")
     with errors_of_settings(path / "config.json"):
         model = model_settings(settings, path / "config.json")
-    try:
-        check_directory(path, model)
-    except PickledWeights as error:
-        fix = f"tools/convert_checkpoint.py from-hf --model {path} --output NEW --allow-pickle, and extend NEW"
-        raise PickledWeights(error.subject, error.problem, f"if you trust it, import it first: {fix}") from None
+    check_weights(open_directory(path, allow_pickle=False), model, str(path))
     return Base(path, model, None)
 
 

@@ -1,19 +1,18 @@
 """The Python files with which a positional encoding travels: its own, and those of this package that it imports.
 
 Modules become flat files that import each other relatively, since transformers copies nothing else: `position.fire` is
-`position_fire_tape.py`. Files are read, not imported.
+`position_fire_tape.py`.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.position.encoding import PositionEncoding
@@ -22,6 +21,7 @@ _PACKAGE = __name__.partition(".")[0]
 _ROOT = Path(__file__).parents[2]
 _AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
 """What is installed wherever transformers loads a model."""
+_TYPES_ONLY = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _KERNELS = f"{_PACKAGE}.ops.kernels"
 """These stay behind: an exported encoding computes in plain torch."""
 _ENTRY = '''"""The positional encoding {name}, by the names that modeling_encoded_tape uses."""
@@ -89,46 +89,34 @@ def _of_package(name: str) -> _Module | None:
 def _flattened(module: _Module) -> tuple[str, list[_Module]]:
     """Return the text of a module as a flat file, and the modules that it imports."""
     text = module.path.read_text(encoding="utf-8")
-    lines, needed = text.split("\n"), []
-    for node, at_top in sorted(_imports(ast.parse(text)), key=lambda found: -found[0].lineno):
-        indent = lines[node.lineno - 1][: node.col_offset]
+    lines, needed, tree = text.split("\n"), [], ast.parse(text)
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY]
+    unread = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and node not in unread]
+    for node in sorted([*blocks, *imports], key=lambda node: -node.lineno):
         if isinstance(node, ast.If):
             first, last = node.body[0], node.body[-1]
             lines[first.lineno - 1 : last.end_lineno] = [f"{lines[first.lineno - 1][: first.col_offset]}pass"]
-            continue
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                _check_available(module, node, alias.name)
-            continue
-        if node.level == 0 and node.module is not None and node.module.partition(".")[0] != _PACKAGE:
-            _check_available(module, node, node.module)
-            continue
-        new = _relative(module, node, at_top, needed)
-        if indent.strip() or lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[0].strip():
-            raise _cannot_travel(module, node, "shares its line with other statements", "give it a line of its own")
-        lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
+        elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(f"{_PACKAGE}.")):
+            indent, end = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
+            if indent.strip() or end.partition("#")[0].strip():
+                raise _cannot_travel(module, node, "shares its line with other statements", "give it its own line")
+            new = _relative(module, node, needed)
+            lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
+        else:
+            for name in [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]:
+                if name.partition(".")[0] not in _AVAILABLE:
+                    others = "only Python's own modules, torch, transformers, numpy and single names of this package"
+                    raise _cannot_travel(module, node, f"imports {name}, but an export can have {others}")
     return "\n".join(lines), needed
 
 
-def _imports(node: ast.AST, at_top: bool = True) -> Iterator[tuple[Any, bool]]:
-    """Yield import statements, and blocks that only type checkers read, in their order; and whether they are global."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            yield child, at_top
-            yield from _imports(ast.Module(child.orelse, []), at_top)
-        elif isinstance(child, (ast.Import, ast.ImportFrom)):
-            yield child, at_top
-        else:
-            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from _imports(child, at_top and not inside)
-
-
-def _relative(module: _Module, node: ast.ImportFrom, at_top: bool, needed: list[_Module]) -> list[str]:
+def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> list[str]:
     """Return the statements of a flat file that import what `node` imports from this package."""
     if node.level:
         raise _cannot_travel(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
     if f"{node.module}.".startswith(f"{_KERNELS}."):
-        if at_top:
+        if node.col_offset == 0:
             raise _cannot_travel(module, node, "needs GPU kernels, which are not exported", "move it into a function")
         return ['raise NotImplementedError("an exported model has no GPU kernels of its own")']
     by_module: dict[_Module, list[str]] = {}
@@ -144,27 +132,11 @@ def _relative(module: _Module, node: ast.ImportFrom, at_top: bool, needed: list[
 
 def _defining(module_name: str, name: str) -> _Module | None:
     """Return the module that defines a name which another one may import from it, or None if none does."""
-    module = _of_package(module_name)
-    if module is None:
+    value = getattr(importlib.import_module(module_name), name, None)
+    if value is None or inspect.ismodule(value):
         return None
-    for node in ast.parse(module.path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom):
-            imported = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)
-            if imported is not None:
-                return _defining(str(node.module), imported)
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-            return module
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(one, ast.Name) and one.id == name for target in targets for one in ast.walk(target)):
-                return module
-    return None
-
-
-def _check_available(module: _Module, node: ast.stmt, name: str) -> None:
-    if name.partition(".")[0] not in _AVAILABLE:
-        others = "only Python's own modules, torch, transformers, numpy and single names of this package"
-        raise _cannot_travel(module, node, f"imports {name}, but an export can have {others}")
+    defined = inspect.isclass(value) or inspect.isfunction(value)
+    return _of_package(value.__module__ if defined else module_name)
 
 
 def _cannot_travel(module: _Module, node: ast.stmt, why: str, fix: str = "") -> FileError:

@@ -17,7 +17,7 @@ from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import TOKENIZER_FILES, Tokenizer, find_files, load_tokenizer, record_of
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import read_settings
-from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_names, check_shapes
+from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_weights
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import GENERATION, SPECIAL_IDS
 from megatron_tape.io.files import atomic_directory, digest
@@ -147,8 +147,7 @@ def advise(output: str | Path) -> None:
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
     """Raise FileError if names or known shapes are not the model's, or tied embeddings are there twice and differ."""
-    check_names(weights, model, origin, unread)
-    check_shapes(getattr(weights, "shapes", {}), model, origin)
+    check_weights(weights, model, origin, unread)
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in weights and not torch.equal(weights[embedding], weights[head]):
         raise FileError(origin, f"holds a separate {head}, but its settings say tie_word_embeddings")

@@ -6,9 +6,8 @@ torch is imported only when a tensor is read.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +31,6 @@ _FILE = re.compile(r"[\w.-]{1,200}")
 _HEADER_BYTES = 32 << 20
 """The largest header of a safetensors file, and index of several, that is read: those of about 200,000 tensors."""
 _MISMATCH = "give the config.json that belongs to the weights, or fetch them again"
-
-
-class PickledWeights(FileError):
-    """Weights in a pickle, which are read only if the user allows it."""
 
 
 class _Index(TypedDict):
@@ -70,7 +65,6 @@ class _Safetensors(LazyTensors):
         self._files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
-            _check_header(path)
             try:
                 with safe_open(path, "np") as file:  # reads names and shapes only
                     for name in file.keys():
@@ -91,27 +85,16 @@ class _Safetensors(LazyTensors):
             ) from None
 
 
-def _check_header(path: Path) -> None:
-    """Raise FileError if the header of a safetensors file is longer than any model's."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if _HEADER_BYTES < size <= path.stat().st_size:
-        problem = f"has a header of {size:,} bytes, and at most {_HEADER_BYTES:,} are read"
-        raise FileError(str(path), problem, "write the weights into several files")
-
-
 def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
     """Return the tensors of all files; raises FileError."""
     for path in paths:
         if not path.is_file():
             raise FileError(str(path), "is not a file of weights", "give a safetensors file")
-        if not os.access(path, os.R_OK):
-            raise FileError(str(path), "is not yours to read", "ask its owner for permission")
     if not any(path.suffix in PICKLES for path in paths):
         return _Safetensors(paths)
     if not allow_pickle:
-        fix = "convert it to safetensors, or pass --allow-pickle"
-        raise PickledWeights(str(paths[0]), "is a pickle, which may run code when read", fix)
+        fix = "if you trust it, import it with tools/convert_checkpoint.py and --allow-pickle"
+        raise FileError(str(paths[0]), "is a pickle, which may run code when read", fix)
     return {name: tensor for path in paths for name, tensor in _read_pickle(path).items()}
 
 
@@ -139,37 +122,24 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
     return weights
 
 
-def check_names(names: Collection[str], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()) -> None:
-    """Raise FileError if the weights have other names than those of `model` and ones that start with one of `unread`.
+def check_weights(weights: Mapping[str, Any], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()) -> None:
+    """Raise FileError if weights have other names or shapes than those of `model`, unpadded, as far as they are known.
 
-    If the embeddings are tied, the output layer may be there as well.
+    Names may also start with one of `unread`. If the embeddings are tied, the output layer may be there as well.
     """
-    expected = whole_shapes(model)
-    if missing := next((name for name in expected if name not in names), None):
-        raise FileError(origin, f"lacks the parameter {missing}", _MISMATCH)
-    for name in sorted(names):
+    expected = whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
+    for name in sorted(weights):
         # Older programs also saved rotary frequencies, which follow from the settings.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == OUTPUT):
             raise FileError(origin, f"holds {name:.100}, which a model with its settings does not have", _MISMATCH)
-
-
-def check_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, origin: str) -> None:
-    """Raise FileError if one of these `shapes` is not that of the weight of its name in `model`, unpadded."""
-    for name, shape in whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size)).items():
+    shapes = getattr(weights, "shapes", {})
+    for name, shape in expected.items():
+        if name not in weights:
+            raise FileError(origin, f"lacks the parameter {name}", _MISMATCH)
         if shapes.get(name, shape) != shape:
             problem = f"gives {name} the shape {shapes[name]!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem, _MISMATCH)
-
-
-def check_directory(directory: Path, model: ModelConfig) -> None:
-    """Raise FileError if the names and shapes of the weights in `directory`, unpadded, are not those of `model`.
-
-    Reads no weights. Raises as `open_directory` does, and refuses pickles.
-    """
-    weights: Any = open_directory(directory, allow_pickle=False)
-    check_names(weights, model, str(directory))
-    check_shapes(weights.shapes, model, str(directory))
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
@@ -182,14 +152,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
             "cannot be read as a pickle of only tensors: it is damaged or holds other objects, which are never loaded"
         )
         raise FileError(str(path), problem, "save the model again as safetensors") from None
-    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
-    if not named or not all(_is_plain(value) for value in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str)
+        and isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        for name, value in weights.items()
+    ):
         raise FileError(str(path), "holds more than a model's plain tensors by name", "save its state_dict alone")
     return weights
-
-
-def _is_plain(value: object) -> bool:
-    import torch
-    from torch import Tensor
-
-    return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
