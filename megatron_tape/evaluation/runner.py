@@ -33,9 +33,8 @@ from megatron_tape.evaluation.results import (
 )
 from megatron_tape.evaluation.task import HuggingFaceModel, Task, Unit
 from megatron_tape.io.files import digest, open_to_append, remove
-from megatron_tape.io.records import RECORD_BYTES, parse_record
+from megatron_tape.io.records import parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit
-from megatron_tape.run.metrics import read_lines
 from megatron_tape.text import counted
 
 
@@ -109,7 +108,7 @@ def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the values of finished units by their keys; a line that a killed process left unfinished is ignored."""
     values = {}
     for file in sorted(directory.glob("*.jsonl")):
-        for line in read_lines(file, RECORD_BYTES):
+        for line in file.read_bytes().splitlines():
             with suppress(ValueError):
                 part = parse_record(line, _Part)
                 values[part["key"]] = part["value"]

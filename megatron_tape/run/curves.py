@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_yaml
-from megatron_tape.run.metrics import LINE_BYTES, read_lines
+from megatron_tape.run.metrics import read_lines
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
 METRICS_READ = ("loss", "validation_loss", "lr", "tokens_per_second", "tflops_per_second")
@@ -79,12 +79,10 @@ def read_run(path: Path) -> Run:
     """Read a run's settings and metrics, as far as they are written; FileError or OSError for damaged files."""
     settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]]) if (path / SETTINGS).exists() else {}
     file, curves, row = path / METRICS, defaultdict(Curve), {}
-    for number, line in enumerate(read_lines(file) if file.exists() else (), 1):
+    for number, line in enumerate(read_lines(file), 1):
         if not line.endswith(b"\n"):
             break  # it is still being written
         try:
-            if len(line) > LINE_BYTES:
-                raise ValueError(f"it has more than {LINE_BYTES:,} bytes")
             row = parse_record(line, _Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import re
-import stat
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,6 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from megatron_tape.errors import FileError
 from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.weights_and_biases import WandbRun
@@ -34,27 +32,20 @@ logger = logging.getLogger(__name__)
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
 TAGS = {
-    "loss": "train/loss",
+    "loss": "loss/train",
     "grad_norm": "train/gradient_norm",
     "lr": "train/learning_rate",
     "tokens_per_second": "speed/tokens_per_second",
     "tflops_per_second": "speed/tflops_per_second",
     "mfu": "speed/mfu",
-    "validation_loss": "validation/loss",
-    "validation_loss_average": "validation/loss_average",
+    "validation_loss": "loss/validation",
+    "validation_loss_average": "loss/validation_average",
     "validation_perplexity": "validation/perplexity",
 }
-# TensorBoard sorts groups of tags by name and opens the first two. These names put the losses first; under their other
-# names they would be below the positions.
-LOSSES = {"train/loss": "loss/train", "validation/loss": "loss/validation"}
-# The charts of single layers come last (z: the position state).
+# TensorBoard sorts groups of tags by name and opens the first two: the charts of single layers come last.
 BY_LAYER = "z_by_layer"
 RECENT = 20
 _LAYER = re.compile(r"position/(\w+)/layer_([0-9]+)")
-TAIL_LIMIT = 1 << 24
-"""How much of the end of `metrics.jsonl` is searched for rows."""
-LINE_BYTES = 1 << 20
-"""The longest line of `metrics.jsonl` that is read; a row of 126 layers has 13 KB."""
 
 
 class MetricsWriter:
@@ -80,7 +71,6 @@ class MetricsWriter:
 
         Raises:
             OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
-            FileError: if something other than a file is called `metrics.jsonl`.
         """
         self.total_steps, self._work, self._wandb = total_steps, work, wandb
         directory = Path(directory)
@@ -261,45 +251,29 @@ class _Row(TypedDict):
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
     """Yield the lines of a file, which need not exist, up to `step`, without one that a killed process cut short."""
-    with suppress(FileNotFoundError):
-        for line in read_lines(path):
-            with suppress(ValueError):
-                if parse_record(line, _Row)["step"] <= step:
-                    yield line.removesuffix(b"\n") + b"\n"
+    for line in read_lines(path):
+        with suppress(ValueError):
+            if parse_record(line, _Row)["step"] <= step:
+                yield line.removesuffix(b"\n") + b"\n"
 
 
-def read_lines(path: Path, longest: int = LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a file, each with its end; of one that is too long, its beginning, which is no JSON.
-
-    Raises FileError if it is not a regular file, and OSError.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise FileError(str(path), "is not a regular file", "move it away")
-    with open(path, "rb") as file:
-        while line := file.readline(longest):
-            if len(line) == longest and not line.endswith(b"\n"):
-                rest = line
-                while rest and not rest.endswith(b"\n"):
-                    rest = file.readline(longest)
-                line += rest[-1:]
-            yield line
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, which need not exist, each with its end."""
+    if path.exists():
+        with open(path, "rb") as file:
+            yield from file
 
 
 def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
-    """Return the rows of `shape` among the last `tail` bytes of a file, or among more of its end if there are none.
+    """Return the rows of `shape` among the last `tail` bytes of a file, or none if it does not exist.
 
-    Of a file that another process may be writing, what cannot be read is left out. One that does not exist, or is not a
-    regular file, has no rows.
+    Of a file that another process may be writing, what cannot be read is left out.
     """
     rows: list[Any] = []
-    size, seen = path.stat().st_size if path.is_file() else 0, 0
-    while not rows and seen < min(size, TAIL_LIMIT):
-        seen = min(size, 4 * seen or tail)
+    if path.is_file():
         with open(path, "rb") as file:
-            file.seek(size - seen)
-            lines = file.read(seen).split(b"\n")
-        for line in lines:
-            if line and len(line) <= LINE_BYTES:
+            file.seek(max(0, path.stat().st_size - tail))
+            for line in file.read(tail).split(b"\n"):
                 with suppress(ValueError):  # the first line read may be cut off, and the last one incomplete
                     rows.append(parse_record(line, shape))
     return rows
@@ -316,8 +290,7 @@ def _by_tag(values: Mapping[str, float]) -> dict[str, float]:
         else:
             tagged[TAGS.get(name, name if "/" in name else f"train/{name}")] = value
     means = {f"position/{norm}": math.hypot(*found) / math.sqrt(len(found)) for norm, found in layers.items()}
-    losses = {LOSSES[tag]: value for tag, value in tagged.items() if tag in LOSSES}
-    return tagged | means | losses
+    return tagged | means
 
 
 def _exp(value: float) -> float:

@@ -143,14 +143,14 @@ def test_tensorboard_shows_curves_configuration_and_sample(run, data):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    assert {"validation/loss", "position/state_norm"} <= set(events.Tags()["scalars"])
+    assert {"loss/validation", "position/state_norm"} <= set(events.Tags()["scalars"])
 
     def text(tag):
         return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
     assert "num_layers: 3" in text("configuration")
     assert text("sample").split()[0] == "w3"
-    losses = [event.value for event in events.Scalars("train/loss")]
+    losses = [event.value for event in events.Scalars("loss/train")]
     assert losses == pytest.approx([row["loss"] for row in rows(run.folder)], rel=1e-6)
 
 

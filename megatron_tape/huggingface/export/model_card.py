@@ -248,7 +248,7 @@ def _final_losses(saved: SavedWeights) -> dict[str, object]:
     if saved.average:
         names = {"validation_loss_average": "Validation loss"}
     path, found = saved.path.parent.parent / _METRICS, {}
-    for line in read_lines(path) if path.is_file() else ():
+    for line in read_lines(path):
         with suppress(ValueError):  # a line that a killed process left unfinished
             row = parse_record(line, dict[str, Any])
             losses = {names[key]: row[key] for key in names if isinstance(row.get(key), float) and isfinite(row[key])}
