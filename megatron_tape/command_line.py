@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
-from megatron_tape.home import NoHome, expand_home, provide_caches
+from megatron_tape.home import expand_home, provide_caches
 from megatron_tape.text import duration, printable
 
 
@@ -55,8 +55,8 @@ def _expanded(text: str) -> str:
         return text
     try:
         return expand_home(text)
-    except NoHome as error:
-        raise argparse.ArgumentTypeError(f"it is {text!r}, but {error}") from None
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole_number(text: str) -> int:

@@ -8,32 +8,21 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-
-class PathError(LookupError):
-    """Paths that cannot be expanded. Not a ValueError, which pydantic would reword."""
-
-    def __init__(self, problem: str, fix: str):
-        super().__init__(f"{problem}; {fix}")
-        self.problem, self.fix = problem, fix
-
-
-class NoHome(PathError):
-    """A path begins with the home directory of a user who has none."""
+from megatron_tape.errors import UserError
 
 
 def expand_home(path: str) -> str:
     """Return a path with the home directory that a leading `~` or `~user` stands for.
 
     A shell expands an unquoted `~` at the beginning of a word, but neither in a recipe nor after `--option=`. Raises
-    NoHome.
+    UserError if that user has none.
     """
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        user = path[1:].partition("/")[0]
-        problem = f"there is no user {user}" if user else "this user has no home directory"
-        raise NoHome(problem, f"write the whole path, or ./{path} for a file of that name")
+        fix = f"write the whole path, or ./{path} for a file of that name"
+        raise UserError(path, "begins with the home directory of a user who has none", fix)
     return expanded
 
 

@@ -30,7 +30,7 @@ from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig, replaced, to_yaml
-from megatron_tape.config.values import PathText, accept
+from megatron_tape.config.values import whole_path
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base_model import Base
@@ -185,7 +185,7 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     """Turn `RECIPE --section.key value ...` into the training command's arguments."""
     if arguments and not arguments[0].startswith("-"):
         recipe, *rest = arguments
-        recipe = accept("recipe", recipe, PathText)
+        recipe = whole_path(recipe)
         problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
         refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
         arguments = [f"--config={recipe}", *rest]

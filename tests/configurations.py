@@ -35,7 +35,7 @@ def model_config(**values):
 def with_values(model, **values):
     """The same model with other values."""
     changed = nested(values.get("position_encoding", model.position_encoding), **values)
-    return sections.with_values(model, {f"model.{key}": value for key, value in changed.items()}, "model")
+    return position.model_config(sections.merge(ModelConfig, sections.as_dict(model), changed))
 
 
 def make(model=None, **changes):

@@ -188,9 +188,10 @@ def evaluated(data):
     """Tasks of unequal units, so that ranks have different numbers of forward passes, of odd lengths."""
     documents = f"data: {data}/b, documents: 3, stride: 4"
     return [
-        option("evaluation.perplexity", f"{{every: 2, {documents}, lengths: [5, 12], windows: 2}}"),
-        option("evaluation.context_gain", f"{{every: 4, {documents}, lengths: [9], short: 3}}"),
-        option("evaluation.addition", "{every: 3, digits: 1, samples: 3}"),
+        option("evaluation.every", 2),
+        option("evaluation.perplexity", f"{{{documents}, lengths: [5, 12], windows: 2}}"),
+        option("evaluation.context_gain", f"{{{documents}, lengths: [9], short: 3}}"),
+        option("evaluation.addition", "{digits: 1, samples: 3}"),
     ]
 
 

@@ -1,10 +1,13 @@
-"""Read a run's settings from a program's arguments: the keys of `config`, and those of every positional encoding."""
+"""Read a run's settings from a program's arguments, and check what needs neither files nor other processes."""
 
-import functools
+import dataclasses
+from pathlib import Path
 
 from megatron_tape.checks.combinations import validate
-from megatron_tape.config import parse
+from megatron_tape.config.datasets import with_datasets
+from megatron_tape.config.parse import read_settings, settings_parser
 from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.sections import build
 from megatron_tape.extension.base_model import Base, with_base_settings
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
@@ -13,22 +16,45 @@ from megatron_tape.planning.parameters import parameter_count
 def parse_run_config(
     argv: list[str] | None = None, purpose: str = "Train one model.", base: Base | None = None
 ) -> RunConfig:
-    """Return the configuration that `config.parse.read_run_config` reads from `argv` (`sys.argv` if None).
+    """Read `--config` files and overrides from `argv` (`sys.argv` if None); later ones override earlier ones.
 
-    It is checked here, with file and line, except for what depends on the number of processes and on files (see
-    `checks.check`). Settings of a model that a run extends are added, those of `base` if it is given.
+    Settings of a model that a run extends are added, those of `base` if it is given. Directories that are not set get
+    defaults from the recipe's name. `purpose` begins the text of `--help`.
 
-    Raises ConfigError if it is refused, and ends the process with status 0 after `--help` or `--print_config`.
+    Raises ConfigError, with file and line, for a key that is unknown or missing and for a value that is wrong or cannot
+    work with others. `checks.check` checks what depends on the number of processes and on files. Ends the process with
+    status 0 after `--help` or `--print_config`.
     """
-
-    def check(config: RunConfig) -> None:
+    parser = settings_parser(
+        RunConfig,
+        usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
+        description=f"{purpose} Settings come from --config and --section.key; later ones override earlier ones.",
+    )
+    given = read_settings(parser, RunConfig, argv)
+    fix = f"add to {' or '.join(given.files)}, or give --section.key value"
+    if not given.files:
+        fix = "give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
+    with given.placing_errors():
+        name = Path(given.files[-1]).stem if given.files else "unnamed"
+        config = build(RunConfig, with_base_settings(given.values, base, f"runs/{name}"), fix=fix)
+        _ = config.data.source
+        config = with_directories(with_datasets(config), name)
         validate(config, world_size=config.parallel.ranks_per_sequence)
-
-    complete = functools.partial(with_base_settings, base=base)
-    config, print_only = parse.read_run_config(argv, check, complete, purpose)
-    if print_only:
+    if given.options.print_config:
         sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)
         print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def with_directories(config: RunConfig, name: str) -> RunConfig:
+    """Return `config` with every directory that is not set at its default under `runs/<name>` or beside the data."""
+    logging = dataclasses.replace(config.logging, directory=config.logging.directory or f"runs/{name}")
+    config = dataclasses.replace(config, logging=logging)
+    directory = config.checkpoint.directory or config.default_checkpoint_directory
+    return dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, directory=directory),
+        data=dataclasses.replace(config.data, cache_directory=config.data.resolved_cache_directory),
+    )

@@ -70,7 +70,7 @@ class DataConfig:
     stages: list[StageSettings] | None = None
     """What to train on after that, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 % of
     the run's tokens; several follow each other. Validation data stays that of prefix."""
-    generator: Addition | SelectiveCopy | GridNavigation | Recall | None = None
+    generator: Annotated[Addition | SelectiveCopy | GridNavigation | Recall, Field(discriminator="task")] | None = None
     """Train on sequences of a synthetic task in place of a dataset. Samples never repeat, and each depends only on
     train.seed and its number. Validation data is drawn in the same way."""
     examples: ExampleSettings | None = None

@@ -1,7 +1,7 @@
 """The section `evaluation`: the tasks that a run does while it trains. pretrain.evaluate has the same settings."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -43,16 +43,8 @@ class PerplexitySettings(DocumentSettings):
 
     protocol: Literal["documents", "longlora"] = "documents"
     """documents: the same tokens are scored at every length, each once, within their document. longlora measures what
-    the tables of LongLoRA's and TAPE's papers show; a note in the results says what is wrong with that."""
-    documents: Count | None = None
-    """At most so many documents of each name are used, the first ones that are long enough; null means 50, or all with
-    longlora."""
-    stride: Count = 256
-    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
-    its context. With longlora, the distance of the windows' beginnings: a larger one is cheaper."""
-    windows: Count | None = None
-    """At most so many times stride tokens are scored of each document. With longlora, at most so many windows. null
-    means 8, or all with longlora."""
+    the tables of LongLoRA's and TAPE's papers show; a note in the results says what is wrong with that. With it,
+    stride is the distance of windows, windows counts them, and null means all of them, and all documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,61 +133,25 @@ class RecallSettings(VariantSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeated:
-    """What an evaluation during training has in addition. It is also done after the last step."""
-
-    every: Count
-    """Steps between two evaluations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatedPerplexity(Repeated, PerplexitySettings):
-    """Perplexity by context length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatedContextGain(Repeated, ContextGainSettings):
-    """What tokens gain from longer contexts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatedAddition(Repeated, AdditionSettings):
-    """Exact match of sums by the lengths of their operands."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatedSelectiveCopy(Repeated, SelectiveCopySettings):
-    """Accuracy of copying tokens among noise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatedGridNavigation(Repeated, GridNavigationSettings):
-    """Accuracy of recalling what is where on a grid."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatedRecall(Repeated, RecallSettings):
-    """Accuracy of recalling the values of keys."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Tasks of pretrain.evaluate that a run does while it trains, such as
-    perplexity: {every: 500, data: held_out.jsonl, lengths: [512, 1024]}. Each is also done after the last step."""
+    {every: 500, perplexity: {data: held_out.jsonl, lengths: [512, 1024]}}."""
 
-    perplexity: RepeatedPerplexity | None = None
+    every: Count = 1000
+    """Steps between two evaluations. The tasks are also done after the last step."""
+    perplexity: PerplexitySettings | None = None
     """Perplexity by context length."""
-    context_gain: RepeatedContextGain | None = None
+    context_gain: ContextGainSettings | None = None
     """What tokens gain from longer contexts."""
-    addition: RepeatedAddition | None = None
+    addition: AdditionSettings | None = None
     """Exact match of sums by the lengths of their operands."""
-    selective_copy: RepeatedSelectiveCopy | None = None
+    selective_copy: SelectiveCopySettings | None = None
     """Accuracy of copying tokens among noise."""
-    grid_navigation: RepeatedGridNavigation | None = None
+    grid_navigation: GridNavigationSettings | None = None
     """Accuracy of recalling what is where on a grid."""
-    recall: RepeatedRecall | None = None
+    recall: RecallSettings | None = None
     """Accuracy of recalling the values of keys."""
 
-    def given(self) -> dict[str, Repeated]:
+    def given(self) -> dict[str, Any]:
         """Return the settings of the tasks that are done, by the tasks' names."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if name != "every" and value is not None}

@@ -5,32 +5,50 @@ error. `checks.check` rejects settings that cannot work before a process group o
 imports torch.
 """
 
-import dataclasses
+import difflib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from megatron_tape.config.data import DataConfig
 from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.config.evaluation import EvaluationConfig
-from megatron_tape.config.sections import as_dict, chosen_by, with_values
+from megatron_tape.config.sections import as_dict, build, chosen_by, merge, nested, validated
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, PathText, Positive
+from megatron_tape.errors import UserError
+from megatron_tape.io.strict_yaml import dump
 
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
+
+
+def _known_encoding(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), ENCODINGS, n=1)
+    meant = f"did you mean {close[0]}? There are" if close else "choose from"
+    if name not in ENCODINGS:
+        raise UserError(name, "is no encoding", f"{meant} {', '.join(ENCODINGS)}")
+    return name
+
+
+def _settings_of_encoding(given: Any, info: ValidationInfo) -> Any:
+    """Return the settings of the encoding that was chosen, if there is one of that name."""
+    encoding = ENCODINGS.get(info.data.get("position_encoding"))
+    return given if encoding is None else validated(encoding.Settings, given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of the model; saved with every checkpoint."""
 
-    position_encoding: str = "tape"
+    position_encoding: Annotated[str, AfterValidator(_known_encoding)] = "tape"
     """How attention gets the positions of tokens: tape, rope, nope, or another one of docs/encodings.md."""
-    position: Any = field(metadata=chosen_by("position_encoding", ENCODINGS))
+    position: Annotated[Any, AfterValidator(_settings_of_encoding), Field(validate_default=True)] = field(
+        default_factory=dict, metadata=chosen_by("position_encoding", ENCODINGS)
+    )
     """The settings of this encoding."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Transformer layers."""
@@ -191,7 +209,7 @@ class ParallelConfig:
 class DeepSpeedConfig:
     """ZeRO over the data-parallel ranks."""
 
-    zero_stage: Literal[1, 2, 3] = 1
+    zero_stage: Annotated[int, Field(ge=1, le=3)] = 1
     """Shard optimizer state (1), gradients too (2), parameters too (3). Stage 1 is the smallest; on a single rank it
     shards nothing.
 
@@ -339,15 +357,9 @@ def config_dict(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """Return every setting as YAML that `--config` can read."""
-    from megatron_tape.io.strict_yaml import dump
-
     return dump(config_dict(config))
 
 
 def replaced(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return `config` with other values of these settings, by dotted keys. Raises ConfigError."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        sections.setdefault(key.partition(".")[0], {})[key] = value
-    changed = {name: with_values(getattr(config, name), changes, name) for name, changes in sections.items()}
-    return dataclasses.replace(config, **changed)
+    return build(RunConfig, merge(RunConfig, as_dict(config), nested(values)))

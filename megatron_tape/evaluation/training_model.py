@@ -130,4 +130,4 @@ class TaskHook(Hook):
 
 def task_hooks(config: RunConfig) -> dict[str, Hook]:
     """Return the hooks that do the tasks of the section `evaluation`, by name."""
-    return {f"evaluation.{name}": TaskHook(task, task.settings.every) for name, task in build_tasks(config).items()}
+    return {f"evaluation.{name}": TaskHook(task, config.evaluation.every) for name, task in build_tasks(config).items()}

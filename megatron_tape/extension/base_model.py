@@ -18,8 +18,8 @@ from megatron_tape.checkpoint.kept_tokenizer import (
 )
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
-from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.config.sections import as_dict, default_of, merge
+from megatron_tape.config.schema import ExtensionConfig, LoggingConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_tape.config.sections import as_dict, build, keys_of, merge, settings_of
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
@@ -36,9 +36,7 @@ from megatron_tape.model.validation import validate_model
 from megatron_tape.position import ENCODINGS, model_config
 
 KEY = "extension.from"
-_REQUIRED = {item.name for item in dataclasses.fields(ModelConfig) if default_of(item) is dataclasses.MISSING} - {
-    "position"
-}
+_REQUIRED = {setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -81,43 +79,51 @@ class Base:
         return digest.hexdigest()
 
 
-def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict[str, Any]:
+def with_base_settings(values: dict[str, Any], base: Base | None = None, run: str | None = None) -> dict[str, Any]:
     """Add the settings of the model that a run extends, by default `extension.from`, to those that are given.
 
-    With a `base`, `extension.from` must not be given, or be that.
+    With a `base`, `extension.from` must not be given, or be that. `run` is the default of `logging.directory`.
 
     A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
     themselves. Nothing is read if every setting of the model is given, as in a run's config.yaml. Raises ConfigError.
     """
-    model, extension = values.get("model", {}), values.get("extension", {})
-    given, encoding = extension.get("from"), model.get("position_encoding")
+    extension = values.get("extension", {})
+    given = build(ExtensionConfig, extension, "extension").from_
     if base is not None:
         problem = f"is {given}, but the chain extends what it pretrains"
         refuse(given not in (None, str(base.path)), KEY, problem, "remove it, or set it to null")
         given = str(base.path)
+    model = values.get("model", {})
+    if not isinstance(model, dict) or not isinstance(position := model.get("position", {}), dict):
+        return values  # which are refused when they are built
+    encoding = str(model.get("position_encoding") or "")
+    complete = model.keys() >= _REQUIRED
     refuse(
-        given is None and not model.keys() >= _REQUIRED and bool(extension),
+        given is None and not complete and bool(extension),
         KEY,
         "is not set",
         "give pretrain.extend_context a model: a run, a checkpoint, or a directory in the format of transformers",
     )
     if given is None:
         return values
-    whole = model.keys() >= {item.name for item in dataclasses.fields(ModelConfig)}
-    if whole and encoding in ENCODINGS and model["position"].keys() >= _keys_of_position(encoding):
+    whole = model.keys() >= keys_of(ModelConfig) and encoding in ENCODINGS
+    if whole and position.keys() >= _keys_of_position(encoding):
         return values | {"extension": extension | {"from": given}}
     try:
-        base = base or find_base(given, values.get("logging", {}).get("directory"))
+        directory = build(LoggingConfig, values.get("logging", {}), "logging").directory
+        base = base or find_base(given, directory or run)
     except ConfigError:
-        if model.keys() >= _REQUIRED:  # perhaps the run has begun; one that has not is refused later
+        if complete:  # perhaps the run has begun; one that has not is refused later
             return values
         raise
     inherited = _inherited(base.model, encoding or base.model.position_encoding)
-    position, given_type = inherited["position"], model.get("position", {}).get("rope_scaling_type", "linear")
-    if given_type != "linear" and position.get("rope_scaling_factor") == 1:  # of an encoding that scales
-        position["rope_original_seq_length"] = base.model.seq_length
-    tensor_size = values.get("parallel", {}).get("tensor_model_parallel_size", 1)
-    if base.state is None and tensor_size > 0:
+    if (
+        position.get("rope_scaling_type", "linear") != "linear"
+        and inherited["position"].get("rope_scaling_factor") == 1  # of an encoding that scales
+    ):
+        inherited["position"]["rope_original_seq_length"] = base.model.seq_length
+    if base.state is None:
+        tensor_size = build(ParallelConfig, values.get("parallel", {}), "parallel").tensor_model_parallel_size
         inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
     named = given if base.is_import_of_run else str(base.path)
     return values | {"model": merge(ModelConfig, inherited, model), "extension": extension | {"from": named}}
@@ -125,7 +131,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
 
 def _keys_of_position(encoding: str) -> set[str]:
     """Return the settings of a positional encoding; none for one that does not exist."""
-    return {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)} if encoding in ENCODINGS else set()
+    return keys_of(ENCODINGS[encoding].Settings) if encoding in ENCODINGS else set()
 
 
 def find_base(given: str, run: str | None = None) -> Base:

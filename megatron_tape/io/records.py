@@ -136,7 +136,7 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
         validator(shape).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = _place(value, first["loc"], place)
+        where = place_in(value, first["loc"], place)
         if first["type"] == "missing":
             raise ValueError(f"{where} is missing") from None
         kinds: dict[type, str] = {dict: "an object", list: "a list"}
@@ -144,8 +144,8 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
         raise ValueError(f"{where or 'it'} is {shown}: {first['msg']}") from None
 
 
-def _place(value: Any, parts: tuple[int | str, ...], place: str) -> str:
-    """Return where in `value` pydantic found something wrong; its names of a union's members are left out."""
+def place_in(value: Any, parts: tuple[int | str, ...], place: str) -> str:
+    """Return where in `value`, itself `place`, pydantic found something wrong, without its names of a union's types."""
     for index, part in enumerate(parts):
         if isinstance(value, list) and isinstance(part, int):
             place, value = f"{place}[{part}]", value[part]

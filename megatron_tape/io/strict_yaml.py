@@ -1,11 +1,11 @@
 """Strict YAML: the settings of a recipe with their lines; anything ambiguous is rejected.
 
-Keys that are given twice, anchors and aliases (nested aliases can expand to gigabytes), and files that are too large
-for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates are text.
+Keys that are given twice, anchors and aliases (nested aliases can expand to gigabytes), tags, and files that are too
+large for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates are text.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -13,31 +13,20 @@ import yaml
 from megatron_tape.errors import ConfigError
 
 MAX_BYTES = 1_000_000
-_NUMBERS = {
-    "int": (re.compile(r"[-+]?[0-9][0-9_]*$"), int),
-    "float": (
-        re.compile(
-            r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-        ),
-        lambda text: float(re.sub(r"\.(?=[iInN])", "", text)),
-    ),
-}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without anchors, duplicate keys, dates, and numbers in other bases."""
+    """YAML without anchors, tags, duplicate keys, dates, and numbers in other bases."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise _refusal("anchors and aliases (& and *) are not supported; write the value out", event)
-        if event.tag is not None:
-            raise _refusal("tags (!) are not supported; write the value without one", event)
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None or event.tag is not None:
+            raise _refusal("anchors, aliases and tags (&, * and !) are not supported; write the value out", event)
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
+        lines: dict[Any, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal("a list or a mapping cannot be a key; correct it", key)
@@ -47,21 +36,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _read_number(number: Callable[[str], float], node: yaml.ScalarNode) -> float:
-    try:
-        return number(node.value)
-    except ValueError as error:  # more digits than Python reads
-        raise _refusal(str(error), node) from None
-
-
 def _refusal(sentence: str, where: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=sentence, problem_mark=where.start_mark)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -71,11 +47,22 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-for _name, (_pattern, _number) in _NUMBERS.items():
+_NUMBERS = {
+    "int": (r"[-+]?[0-9][0-9_]*$", lambda loader, node: int(node.value)),
+    "float": (
+        r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
+        lambda loader, node: float(re.sub(r"\.(?=[iInN])", "", node.value)),
+    ),
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, (_pattern, _read) in _NUMBERS.items():
     _tag = f"tag:yaml.org,2002:{_name}"
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
-    _Loader.add_constructor(_tag, lambda loader, node, number=_number: _read_number(number, node))
+        _class.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
+    _Loader.add_constructor(_tag, _read)
 
 
 def parse_value(text: str | bytes) -> Any:
@@ -96,28 +83,33 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
 
     Raises `ConfigError` that names the file and the line.
     """
-    loader, places = None, {}
     try:
-        loader = _Loader(_text(path))
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(path, f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe", "correct --config")
+        loader = _Loader(content)
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(path, "must hold sections such as model: and data:, each with keys", "add them")
-        for key, node in _keys(root):
-            places[key] = f"{path}:{node.start_mark.line + 1}"
-            if "." in key and key == node.value:
+        places = {key: f"{path}:{node.start_mark.line + 1}" for key, node in _keys(root)}
+        for key, _ in root.value:
+            if "." in key.value:
                 fix = "write a recipe's keys below their section"
-                raise ConfigError(key, "is not a section", fix, places[key])
+                raise ConfigError(key.value, "is not a section", fix, places[key.value])
         return loader.construct_document(root), places
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}", f"cannot be read: {' '.join(str(error.problem).split())}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(path, f"cannot be read: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ConfigError(f"--config {path}", reason, "give the path of a YAML file") from None
     except RecursionError:
         raise ConfigError(path, "is nested too deeply for a recipe", "correct it") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError for more digits than Python reads
+        mark = getattr(error, "problem_mark", None)
+        problem = str(error) if mark is None else str(getattr(error, "problem", error))
+        place = path if mark is None else f"{path}:{mark.line + 1}"
+        raise ConfigError(place, f"cannot be read: {' '.join(problem.split())}") from None
 
 
 def _keys(node: yaml.MappingNode, name: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
@@ -126,18 +118,3 @@ def _keys(node: yaml.MappingNode, name: str = "") -> Iterator[tuple[str, yaml.Sc
         yield dotted, key
         if isinstance(value, yaml.MappingNode):
             yield from _keys(value, dotted)
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ConfigError(path, f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe", "correct --config")
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8") from None
-    except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigError(f"--config {path}", reason, "give the path of a YAML file") from None

@@ -13,7 +13,6 @@ from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.data import blend
-from megatron_tape.config.evaluation import Repeated
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.sections import as_dict
 from megatron_tape.data.indexed_dataset import dataset_paths
@@ -204,16 +203,15 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
     given = base.evaluation.given()
     if not given and (trained := getattr(base.data.generator, "task", None)) is not None:
         problem = f"is not set, and {options.recipe} trains on {trained}, of which only a task tells what is learned"
-        fix = f"add evaluation: {{{trained}: {{every: {base.train.steps}, ...}}}} to it, or give --evaluation FILE"
+        fix = f"add evaluation: {{{trained}: {{...}}}} to it, or give --evaluation FILE"
         raise ConfigError("evaluation", problem, fix)
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
 
-def _as_options(task: str, settings: Repeated) -> list[str]:
+def _as_options(task: str, settings: object) -> list[str]:
     return [
         text
         for key, value in as_dict(settings).items()
-        if key != "every"
         for text in (f"--{task}.{key}", value if isinstance(value, str) else json.dumps(value))
     ]
 

@@ -36,7 +36,7 @@ model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size:
 data: {generator: {task: selective_copy, copied: 4, blanks: 4, symbols: 4}, loss_on: answers}
 optimizer: {lr: 0.03, lr_scale_of: {position: 30.0}}
 train: {steps: 4, micro_batch_size: 2, global_batch_size: 4, precision: fp32, eval_interval: 4, eval_steps: 1}
-evaluation: {selective_copy: {every: 4, copied: 4, symbols: 4, blanks: {IID: 4, dense: 2}, samples: 20}}
+evaluation: {every: 4, selective_copy: {copied: 4, symbols: 4, blanks: {IID: 4, dense: 2}, samples: 20}}
 checkpoint: {interval: 2}
 logging: {interval: 1, sample_tokens: 0, tensorboard: false}
 """
@@ -317,7 +317,7 @@ def test_the_same_command_does_nothing_again_and_more_seeds_add_runs(compared, r
     "change, reported",
     [
         (["--train.steps", "6"], "train.steps: was 4, is now 6"),
-        (["--evaluation.selective_copy", "{every: 4, copied: 4, symbols: 4, blanks: {IID: 4}, samples: 9}"], "samples"),
+        (["--evaluation.selective_copy", "{copied: 4, symbols: 4, blanks: {IID: 4}, samples: 9}"], "samples"),
     ],
 )
 def test_results_of_other_settings_are_not_mixed(compared, recipe, capsys, change, reported):
