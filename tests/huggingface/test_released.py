@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from configurations import model_config
-from conversions import convert, refused
+from conversions import refused
 from models import build
 from released import FOLDER, load
 from safetensors.torch import load_file, save_file
@@ -80,29 +80,13 @@ def test_a_released_fire_with_another_threshold_is_refused(tmp_path):
         import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
 
 
-def test_released_pickles_need_permission(tmp_path):
-    _, weights, _ = write_released(tmp_path, "adape")
-    torch.save(weights, tmp_path / "model.bin")
-    arguments = ["from-released", "--config", tmp_path / "config.json", "--weights", tmp_path / "model.bin"]
-    refused(tmp_path, "--allow-pickle", *arguments, "--output", tmp_path / "out")
-    done = convert(*arguments, "--output", tmp_path / "out", "--allow-pickle")
-    assert done.returncode == 0, done.stderr
-    import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "again")
-    name = "tensors-tp00-dp00000.safetensors"
-    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-
-
 @pytest.mark.parametrize(
     "change, refusal",
     [
         ({"rpe_type": "randrope"}, "rpe_type"),
         ({"rpe_type": "t5rb", "relative_attention_num_buckets": 32}, "relative_attention_max_distance is None"),
-        ({"rpe_type": "alibi"}, "does not belong|token_mixing|position"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_hidden_layers": 3}, "lacks the parameter model.layers.2"),
-        ({"num_hidden_layers": 1}, "model.layers.1"),
-        ({"intermediate_size": 48}, "mlp"),
         ({"vocab_size": 60}, "settings require"),
     ],
 )

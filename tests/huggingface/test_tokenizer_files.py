@@ -230,19 +230,6 @@ def test_an_export_has_no_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_pa
     assert names <= {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
 
-def test_flags_of_added_tokens_are_those_of_tokenizer_json(tmp_path):
-    library = save_bpe(source := tmp_path / "source", END)
-    library.add_tokens(["<tool>"])
-    library.save(str(source / "tokenizer.json"))
-    index = library.token_to_id("<tool>")
-    wrong = {str(index): {"content": "<tool>", **FLAGS, "rstrip": True, "special": False}}
-    (source / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": wrong}))
-    exported(source, tmp_path / "out")
-    text = "a <tool> b"
-    ids = read_tokenizer(tmp_path / "out")(text)["input_ids"]
-    assert ids == load_tokenizer(source).encode(text) and index in ids
-
-
 def test_bad_ids_of_generation_settings_are_left_out_and_named(tmp_path, tokenizer_path, capsys):
     source = tmp_path / "source"
     source.mkdir()
