@@ -18,8 +18,7 @@ from megatron_tape.errors import FileError, UserError
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
-from megatron_tape.huggingface.export.encoding_files import encoding_files
-from megatron_tape.huggingface.export.remote_code import ENCODED_AUTO_MAP, code_files
+from megatron_tape.huggingface.export.remote_code import ENCODED_AUTO_MAP, code_files, encoding_files
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.position import ENCODINGS, PositionEncoding

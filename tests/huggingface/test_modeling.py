@@ -1,7 +1,5 @@
 """TAPE's own classes: equal to the reference, the released code and Llama, and compatible with transformers."""
 
-import logging
-
 import pytest
 import torch
 from small_models import SMALL, build, tokens
@@ -105,16 +103,6 @@ def test_phases_stay_in_float32(tmp_path):
     for moved in (TapeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.bfloat16()):
         assert moved.dtype == torch.bfloat16
         assert torch.equal(moved.model.phases.inv_freq, exact)
-
-
-def test_long_prompts_warn_once_and_run(caplog):
-    model = build(max_position_embeddings=19)
-    with caplog.at_level(logging.WARNING):
-        model.generate(tokens(), max_new_tokens=2, pad_token_id=0, do_sample=False)
-        assert "was not trained on contexts" not in caplog.text
-        model(tokens(2, 30))
-        model.generate(tokens(2, 30), max_new_tokens=3, pad_token_id=0, do_sample=False)
-    assert caplog.text.count("was not trained on contexts") == 1
 
 
 def test_configurations_that_cannot_work_are_refused():

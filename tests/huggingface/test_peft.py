@@ -1,7 +1,5 @@
 """Adapters of exported and imported models with peft: TAPE's matrices are found, trained, saved, loaded and merged."""
 
-import logging
-
 import pytest
 import small_models
 import torch
@@ -88,23 +86,6 @@ def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recip
     for name, matrix in again.state_dict().items():
         if name in before:
             assert (matrix - before[name]).abs().max() > 1e-3, f"{name} did not move"
-
-
-@pytest.mark.parametrize(
-    "start, changes, training, warns",
-    [
-        ("imported", dict(target_modules=ATTENTION), True, True),
-        ("imported", dict(target_modules=ATTENTION), False, False),
-        ("imported", dict(target_modules=ATTENTION, modules_to_save=["position"]), True, False),
-        ("trained", dict(target_modules=ATTENTION), True, False),
-    ],
-)
-def test_positions_that_are_trained_while_frozen_at_zero_are_named_once(bases, start, changes, training, warns, caplog):
-    model = TapeForCausalLM.from_pretrained(bases / start)
-    model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **changes))
-    with caplog.at_level(logging.WARNING):
-        train(model) if training else logits(model)
-    assert caplog.text.count('modules_to_save=["position"]') == int(warns)
 
 
 def hooked(linear):

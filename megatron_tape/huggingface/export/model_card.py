@@ -14,18 +14,19 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import STATE
+from megatron_tape.checkpoint.locate import model_digest
 from megatron_tape.config.data import blend
-from megatron_tape.errors import CheckpointError
-from megatron_tape.evaluation.results import Results
-from megatron_tape.huggingface.export.evaluation_results import notes_of, rows_of, scores_for_hub
+from megatron_tape.errors import CheckpointError, FileError
+from megatron_tape.evaluation.results import Results, read_results, results_file
 from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.source_card import CARD, CardFacts
 from megatron_tape.io.records import check_shape, parse_record
-from megatron_tape.model.names import kind_of
+from megatron_tape.model.names import AVERAGE, kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import PositionEncoding, encoding_of
@@ -36,6 +37,8 @@ _PAPER = "https://arxiv.org/abs/2501.00712"
 _METRICS = "metrics.jsonl"
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
 _BASE = "This is the model that an adapter adds to, without LoRA layers; the adapter's card says how it was trained."
+_SHOWN = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
+_FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/]+/)+")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def write_card(
         library_name="transformers",
         tags=[tag, "pretrained"] if pretrained else [tag],
         model_name=options.name if results else None,
-        eval_results=scores_for_hub(results) or None,
+        eval_results=_scores_for_hub(results) or None,
     )
     card = ModelCard.from_template(
         data,
@@ -80,8 +83,8 @@ def write_card(
         ),
         facts=_facts(saved, rows, options.dtype),
         training=_training(saved) if options.with_lora else _BASE,
-        scores=rows_of(results),
-        notes=notes_of(results),
+        scores=_rows_of(results),
+        notes=_notes_of(results),
         remote="" if is_plain else ", trust_remote_code=True",
         loader=loader,
         padding=model.vocab_size - rows,
@@ -255,3 +258,73 @@ def _final_losses(saved: SavedWeights) -> dict[str, object]:
             if row.get("step", inf) <= saved.state["step"]:
                 found |= {name: f"{loss:.4f} nats per token, at step {row['step']:,}" for name, loss in losses.items()}
     return found
+
+
+def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bool = False) -> list[Results]:
+    """Return the results of a checkpoint in the directories or files `given`, or where its evaluation writes them.
+
+    With `average` those of its averaged weights.
+
+    Raises FileError if those given cannot be read or are of another model.
+    """
+    of_model = model_digest(checkpoint, average)
+    found = []
+    for place in map(Path, given):
+        if not results_file(place).is_file():
+            raise FileError(str(place), "holds no results", "give the output directory of pretrain.evaluate")
+        results = read_results(place)
+        if results.model.digest != of_model:
+            problem = f"holds results of another model than {checkpoint}"
+            raise FileError(str(place), problem, f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}")
+        found.append(results)
+    # As in evaluation.model_source: of a run, `evaluation/STEP` beside its checkpoints.
+    step = f"{checkpoint.name}-{AVERAGE}" if average else checkpoint.name
+    own = results_file(checkpoint.parent.parent / "evaluation" / step)
+    if given or not own.is_file():
+        return found
+    try:
+        results = read_results(own)
+    except (ValueError, OSError) as error:
+        command_line.say(f"the model card has no evaluation results: {error}")
+        return []
+    return [results] if results.model.digest == of_model else []
+
+
+def _rows_of(several: Sequence[Results]) -> list[list[str]]:
+    """Return the cells of a card's table as Markdown, a row for each score."""
+    rows = []
+    for score in (score for results in several for task in results.tasks.values() for score in task.scores):
+        length = f"{score.length:,}" if score.length else ""
+        shown = (score.shown_value, score.shown_interval, score.shown_count)
+        cells = [score.task, score.group, length, score.metric, *shown]
+        rows.append([plain(cell) for cell in cells])
+    return rows
+
+
+def _notes_of(several: Sequence[Results]) -> list[str]:
+    """Return what a reader of the scores has to know, in Markdown, without the paths of the machine that evaluated."""
+    notes: dict[str, None] = {}
+    for name, task in (item for results in several for item in results.tasks.items()):
+        versions = ", ".join(f"{key} {task.versions[key]}" for key in _SHOWN if key in task.versions)
+        data = "".join(f", on {Path(path).name}" for path in task.data)
+        notes[f"{name}: measured in {task.dtype} on {task.hardware}{data} ({versions})."] = None
+        notes |= {f"{name}: {_FOLDERS.sub('', note)}": None for note in task.notes}
+    return [plain(note) for note in notes]
+
+
+def _scores_for_hub(several: Sequence[Results]) -> list[EvalResult]:
+    """Return every score as the Hub's metadata has it."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=score.task,
+            dataset_name=f"{score.task}: {score.group}" if score.group else score.task,
+            dataset_config=score.group or None,
+            metric_type=score.metric.replace(" ", "_"),
+            metric_name=score.metric + (f" at {score.length:,} tokens" if score.length else ""),
+            metric_value=score.value,
+        )
+        for results in several
+        for task in results.tasks.values()
+        for score in task.scores
+    ]

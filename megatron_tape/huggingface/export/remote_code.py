@@ -1,13 +1,22 @@
 """The Python files of an exported model, which transformers loads with `trust_remote_code`.
 
-TAPE has files of its own. Every other encoding is exported with the same few files and with its own.
+TAPE has files of its own. Every other encoding is exported with the same few files, its own, and those of this package
+that it imports. Modules become flat files that import each other relatively, since transformers copies nothing else:
+`position.fire` is `position_fire_tape.py`.
 """
 
+from __future__ import annotations
+
+import ast
 import hashlib
+import importlib
+import inspect
+import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_tape.errors import UserError
-from megatron_tape.huggingface.export.encoding_files import encoding_files
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.position import PositionEncoding
 
 _ENCODED = "modeling_encoded_tape.py"
@@ -25,6 +34,21 @@ AUTO_MAP = _auto_map("Tape", "tape")
 ENCODED_AUTO_MAP = _auto_map("Encoded", "encoded_tape")
 _MODELING = Path(__file__).parents[1] / "modeling"
 _IMPORT = "from .encoding_tape import Encoding, Memory, in_some_layers\n"
+_PACKAGE = __name__.partition(".")[0]
+_ROOT = Path(__file__).parents[2]
+_AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
+"""What is installed wherever transformers loads a model."""
+_TYPES_ONLY = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+_KERNELS = f"{_PACKAGE}.ops.kernels"
+"""These stay behind: an exported encoding computes in plain torch."""
+_ENTRY = '''"""The positional encoding {name}, by the names that modeling_encoded_tape uses."""
+
+from .{interface} import Memory
+from .{module} import {encoding} as Encoding
+from .{some_layers} import in_some_layers
+
+__all__ = ["Encoding", "Memory", "in_some_layers"]
+'''
 
 
 def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:
@@ -69,3 +93,113 @@ def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None)
         return False
     found = {file.name for file in directory.glob("*.py")}
     return found == set(expected) and all((directory / name).read_bytes() == expected[name] for name in expected)
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    """Its dotted name in this package; that of a user's module is its file's."""
+    path: Path
+    flat: str
+    """The name of its file in an export, without .py."""
+
+
+def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
+    """Return the text of each file by its name; `encoding_tape.py`, one of them, names the class.
+
+    Raises UserError for an import that cannot travel.
+    """
+    own = _module_of(encoding)
+    interface, some_layers = (_of_package(f"{_PACKAGE}.position.{name}") for name in ("encoding", "some_layers"))
+    assert interface is not None and some_layers is not None
+    found: dict[str, str] = {}
+    waiting = [own, interface, some_layers]
+    while waiting:
+        module = waiting.pop()
+        if f"{module.flat}.py" not in found:
+            found[f"{module.flat}.py"], needed = _flattened(module)
+            waiting += needed
+    names = {"interface": interface.flat, "some_layers": some_layers.flat, "module": own.flat}
+    entry = _ENTRY.format(name=encoding.name, encoding=encoding.__qualname__, **names)
+    return {"encoding_tape.py": entry} | dict(sorted(found.items()))
+
+
+def _module_of(encoding: type[PositionEncoding]) -> _Module:
+    if (module := _of_package(encoding.__module__)) is not None:
+        return module
+    try:
+        path = Path(inspect.getfile(encoding))
+    except (OSError, TypeError):
+        path = None
+    if path is None or not path.is_file() or encoding.__qualname__ != encoding.__name__:
+        problem = f"cannot be exported: its class {encoding.__qualname__} is not at the top of a file"
+        raise UserError(f"the positional encoding {encoding.name}", problem, "move it into one")
+    return _Module(path.stem, path, f"own_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_tape")
+
+
+def _of_package(name: str) -> _Module | None:
+    """Return the module of this package with that dotted name, if there is one."""
+    first, *rest = name.split(".")
+    if first != _PACKAGE or not rest:
+        return None
+    whole = _ROOT.joinpath(*rest)
+    path = next((path for path in (whole.with_suffix(".py"), whole / "__init__.py") if path.is_file()), None)
+    return None if path is None else _Module(name, path, f"{'_'.join(rest)}_tape")
+
+
+def _flattened(module: _Module) -> tuple[str, list[_Module]]:
+    """Return the text of a module as a flat file, and the modules that it imports."""
+    text = module.path.read_text(encoding="utf-8")
+    lines, needed, tree = text.split("\n"), [], ast.parse(text)
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY]
+    unread = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and node not in unread]
+    for node in sorted([*blocks, *imports], key=lambda node: -node.lineno):
+        if isinstance(node, ast.If):
+            first, last = node.body[0], node.body[-1]
+            lines[first.lineno - 1 : last.end_lineno] = [f"{lines[first.lineno - 1][: first.col_offset]}pass"]
+        elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(f"{_PACKAGE}.")):
+            indent, end = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
+            if indent.strip() or end.partition("#")[0].strip():
+                raise _cannot_travel(module, node, "shares its line with other statements", "give it its own line")
+            new = _relative(module, node, needed)
+            lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
+        else:
+            for name in [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]:
+                if name.partition(".")[0] not in _AVAILABLE:
+                    others = "only Python's own modules, torch, transformers, numpy and single names of this package"
+                    raise _cannot_travel(module, node, f"imports {name}, but an export can have {others}")
+    return "\n".join(lines), needed
+
+
+def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> list[str]:
+    """Return the statements of a flat file that import what `node` imports from this package."""
+    if node.level:
+        raise _cannot_travel(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
+    if f"{node.module}.".startswith(f"{_KERNELS}."):
+        if node.col_offset == 0:
+            raise _cannot_travel(module, node, "needs GPU kernels, which are not exported", "move it into a function")
+        return ['raise NotImplementedError("an exported model has no GPU kernels of its own")']
+    by_module: dict[_Module, list[str]] = {}
+    for alias in node.names:
+        target = _defining(str(node.module), alias.name)
+        if target is None:
+            fix = f"write it as from {_PACKAGE}.MODULE import NAME, with the module that defines the name"
+            raise _cannot_travel(module, node, "names no function, class or constant of a module", fix)
+        by_module.setdefault(target, []).append(ast.unparse(alias))
+    needed += by_module
+    return [f"from .{target.flat} import {', '.join(names)}" for target, names in by_module.items()]
+
+
+def _defining(module_name: str, name: str) -> _Module | None:
+    """Return the module that defines a name which another one may import from it, or None if none does."""
+    value = getattr(importlib.import_module(module_name), name, None)
+    if value is None or inspect.ismodule(value):
+        return None
+    defined = inspect.isclass(value) or inspect.isfunction(value)
+    return _of_package(value.__module__ if defined else module_name)
+
+
+def _cannot_travel(module: _Module, node: ast.stmt, why: str, fix: str = "") -> FileError:
+    place, problem = f"{module.path}, line {node.lineno}", "cannot be exported with the encoding: it"
+    return FileError("this import", f"{problem} {why}", fix, place)

@@ -19,8 +19,7 @@ from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, saved_tokenizer
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import TOKENIZER_MODEL, difference, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, FileError, UserError
-from megatron_tape.huggingface.export.evaluation_results import find_results
-from megatron_tape.huggingface.export.model_card import ExportOptions, write_card
+from megatron_tape.huggingface.export.model_card import ExportOptions, find_results, write_card
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress

@@ -242,9 +242,6 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
             )
         check_cache(past_key_values)
 
-    def _check_trained(self) -> None:
-        pass
-
     def _prepare_cache(self, past_key_values, hidden_states: Tensor) -> None:
         prepare_cache(past_key_values, self.config.num_hidden_layers)
         if past_key_values is not None and (before := past_key_values.get_seq_length()) > 0:

@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple, logging
 from .attention_tape import TapeAttention, refuse_servers
 from .cache_tape import check_cache, let_grow, refuse_paged
 from .configuration_tape import TapeConfig
-from .position_tape import TapePhases, TapePosition, warn_if_frozen
+from .position_tape import TapePhases, TapePosition
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
@@ -125,7 +125,6 @@ class TapeModel(TapePreTrainedModel):
         self._add_layers(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
-        self._positions_are_checked = False
         self.post_init()
 
     # What models with other positional encodings do in another way.
@@ -151,9 +150,6 @@ class TapeModel(TapePreTrainedModel):
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
             phases = phases.to(hidden_states.dtype)
         return hidden_states, phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
-
-    def _check_trained(self) -> None:
-        warn_if_frozen(self)
 
     @can_return_tuple
     def forward(
@@ -188,10 +184,6 @@ class TapeModel(TapePreTrainedModel):
         if kwargs.get("cache") is not None:
             refuse_paged()
         self._check(past_key_values)
-        if self.training and not self._positions_are_checked and torch.is_grad_enabled():
-            if not torch.compiler.is_compiling():  # a graph cannot depend on the values of weights
-                self._positions_are_checked = True
-                self._check_trained()
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
                 "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"
@@ -204,13 +196,6 @@ class TapeModel(TapePreTrainedModel):
         self._prepare_cache(past_key_values, hidden_states)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         S = hidden_states.shape[1]
-        # A static cache keeps its length on the device; reading it would stall every step.
-        known = isinstance(past_length, int) and not torch.compiler.is_compiling()
-        if known and past_length + S > config.max_position_embeddings:
-            logger.warning_once(
-                f"more tokens than the {config.max_position_embeddings} of max_position_embeddings: "
-                "the model was not trained on contexts this long"
-            )
         if (cache_position := kwargs.pop("cache_position", None)) is None:
             cache_position = torch.arange(S, device=hidden_states.device) + past_length
         if position_ids is None:

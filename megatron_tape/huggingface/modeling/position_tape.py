@@ -7,11 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import logging
 
 from .configuration_tape import TapeConfig
-
-logger = logging.get_logger(__name__)
 
 
 class TapePhases(nn.Module):
@@ -93,22 +90,3 @@ class TapePosition(nn.Module):
         M = (gate @ outer).view(N, G, G)
         new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
         return new.view(B, S, G, D)
-
-
-def warn_if_frozen(model: nn.Module) -> None:
-    """Warn if a model is being trained while TAPE's matrices, which make it RoPE, cannot move away from zero."""
-    position = {name: parameter for name, parameter in model.named_parameters() if ".position." in name}
-    if not position or any(parameter.requires_grad for parameter in position.values()):
-        return
-    mixing, up, down = (
-        [each for name, each in position.items() if f".{part}." in name]
-        for part in ("token_mixing", "up_proj", "down_proj")
-    )
-    # Where weights are elsewhere (offloaded, or cut over processes), nobody knows.
-    here = all(each.numel() and not each.is_meta for each in position.values())
-    plain = here and any(not any(each.any() for each in [*mixing, *zero]) for zero in (up, down))
-    if plain and any(parameter.requires_grad for parameter in model.parameters()):
-        logger.warning(
-            "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
-            'them with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
-        )
