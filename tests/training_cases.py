@@ -22,15 +22,10 @@ from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 STEPS = 4
-RESUMED_STEPS = 4
-CONTEXT_LAYOUTS = {2: [(1, 2, 1), (1, 2, 3)], 4: [(1, 2, 2), (2, 2, 1), (1, 4, 3)]}
+LAYOUTS = {2: [(1, 1, 2), (2, 1, 3), (1, 2, 1)], 4: [(2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 2, 1), (1, 4, 3)]}
 """Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
-EVALUATED = {(1,): [(1, 1)], (1, 2): [(1, 3)], (2,): [(2, 3)]}
-"""Tensor-parallel size and ZeRO stage of runs that evaluate, by the sizes that are run. ZeRO 3 gathers the weights in
-every forward pass, of which all ranks must do equally many."""
 RESUMED = [(1, 2), (2, 1), (2, 3)]
 """Tensor-parallel size and ZeRO stage of runs that are continued; others are continued with something else as well."""
-LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (1, 2, 3)]
 
 
 def assert_close(rows, expected, steps=STEPS):
@@ -113,59 +108,32 @@ def gathering_all():
         yield
 
 
-def equal_runs(folder, data, sizes, stages=(1, 2, 3)):
-    """The same steps under every layout this many processes allow."""
-    prefix = option("data.prefix", f"{data}/a")
-    rows = {}
-    for size in sizes:
-        for stage in stages:
-            rows[f"tp{size}_zero{stage}"] = run(folder, f"equal-{size}-{stage}", prefix, tp(size), zero(stage))
-    last = sizes[-1]
-    accumulate = [option("train.global_batch_size", 8), AVERAGE]
-    between = sizes == (1, 2)  # on two processes, not all that one and four do
-    if not between:
-        rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
-        rows["ramp"] = run(folder, "ramp", prefix, tp(last), *ramp())
-        rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
-    rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
+def equal_runs(folder, data, size):
+    """The same steps under every layout of this many processes."""
+    prefix, rows = option("data.prefix", f"{data}/a"), {}
     # On four processes, two tensor-parallel ones share each matrix, of which ZeRO gives parts to two others.
-    of_muon = {1: [("muon", 1, 1)], 2: [("muon", 2, 1), ("muon_zero2", 1, 2)], 4: [("muon", 2, 1)]}
-    for name, size, stage in of_muon[dist.get_world_size()]:
-        rows[name] = run(folder, name, prefix, MUON, AVERAGE, tp(size), zero(stage))
-    if between:
+    tensor = tp(2 if size == 4 else 1)
+    for layout in LAYOUTS.get(size, [(1, 1, 1), (1, 1, 2), (1, 1, 3)]):
+        name = "tp{}_cp{}_zero{}".format(*layout)
+        rows[name] = run(folder, name, prefix, tp(layout[0]), cp(layout[1]), zero(layout[2]))
+    rows["muon"] = run(folder, "muon", prefix, MUON, AVERAGE, tensor, zero(1 if size == 4 else 2))
+    shared = cp(2) if size == 2 else tensor
+    rows["packed"] = run(folder, "packed", prefix, shared, zero(2), *packed(data))
+    # Evaluating ZeRO 3 gathers the weights in every forward pass, of which all ranks must do equally many.
+    rows["evaluated"] = run(folder, "evaluated", prefix, shared, zero(1 if size == 2 else 3), *evaluated(data))
+    # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
+    accumulate = [option("train.global_batch_size", 8), AVERAGE]
+    rows["generated"] = run(folder, "generated", *generated(), shared, zero(3), *accumulate)
+    if size == 2:
         with gathering_all():
             rows["gathered"] = run(folder, "gathered", prefix, tp(2), zero(3))
-    # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
-    for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3))[between:]:
-        rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
-    sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
-    if not between:
-        rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
-    for size, stage in EVALUATED[sizes]:
-        name = f"evaluated-{size}"
-        rows[f"evaluated_tp{size}"] = run(folder, name, prefix, tp(size), zero(stage), *evaluated(data))
-    for stage in (1, 2, 3) if sizes == (2,) else ():  # gradients of parameters that both tensor-parallel ranks hold
-        name = f"apart_zero{stage}"
-        rows[name] = run(folder, name, prefix, tp(2), zero(stage), option("deepspeed.overlap_comm", "false"))
-    if not between:
-        rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
-    if sizes != (2,):  # on four processes only what data parallelism has to do with
-        rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "selective"))
-        rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))
-    return rows
-
-
-def context_runs(folder, data, size):
-    """The same steps where ranks share the tokens of every sequence."""
-    prefix, rows = option("data.prefix", f"{data}/a"), {}
-    for tensor_size, context_size, stage in CONTEXT_LAYOUTS[size]:
-        name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
-        rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
-    accumulate = [option("train.global_batch_size", 8), AVERAGE]
-    rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
-    if size == 2:
-        rows["context_packed"] = run(folder, "context-packed", prefix, cp(2), zero(2), *packed(data))
-        rows["context_evaluated"] = run(folder, "context-evaluated", prefix, cp(2), zero(1), *evaluated(data))
+        return rows
+    rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tensor, *many_samples())
+    rows["ramp"] = run(folder, "ramp", prefix, tensor, *ramp())
+    if size == 4:
+        sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
+        rows["sampled"] = run(folder, "sampled", prefix, tensor, zero(3), *packed(data), *sampling)
+        rows["bf16"] = run(folder, "bf16", prefix, tensor, zero(2), option("train.precision", "bf16"))
     return rows
 
 
@@ -199,7 +167,7 @@ def packed(data):
     return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json"), Z_LOSS]
 
 
-def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, interval=2, trains=None):
+def resumed_run(folder, name, *overrides, then=(), steps=STEPS, at=2, interval=2, trains=None):
     """All steps at once, and again from the checkpoint at step `at`, as if the run had ended before the next.
 
     Returns the rows of both, and the checksums of the tensors at their last step.
@@ -284,10 +252,7 @@ def frozen_runs(folder, prefix):
         return kind_of(name) == "position"
 
     shorter = {"steps": 3, "at": 2, "trains": trains}
-    results = {
-        f"frozen_zero{stage}": resumed_run(folder, f"frozen-{stage}", prefix, tp(2), zero(stage), **shorter)
-        for stage in (1, 3)
-    }
+    results = {"frozen": resumed_run(folder, "frozen", prefix, tp(2), zero(3), **shorter)}
     # Begins at step 3 with the weights of another run, which a third layout saved.
     begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
     alone = [prefix, AVERAGE, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
@@ -320,41 +285,37 @@ def slow_rank(folder, prefix):
     return {"rows": rows, "warnings": said, "node": os.uname().nodename}
 
 
-def main(folder, data, what):
-    size = int(__import__("os").environ["WORLD_SIZE"])
-    prefix = option("data.prefix", f"{data}/a")
-    if what == "equal":
-        found = equal_runs(folder, data, {1: (1,), 2: (1, 2), 4: (2,)}[size])
-        found |= context_runs(folder, data, size) if size > 1 else {}
-        return found | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else found
-    results = {}
+def resumed_runs(folder, data):
+    prefix, results = option("data.prefix", f"{data}/a"), {}
     for tensor_size, stage in RESUMED:
         name = f"tp{tensor_size}_zero{stage}"
         results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
     bf16 = [prefix, zero(2), option("train.precision", "bf16"), AVERAGE]
     in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
     results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)
+    results["unsaved"] = run(folder, "unsaved", *bf16)
     workers = [prefix, option("data.num_workers", 2)]
     results["workers"] = resumed_run(folder, "workers", *workers)
     stages = option("data.stages", f"[{{prefix: {data}/b, share: 0.25}}]")
     results["stages"] = resumed_run(folder, "stages", prefix, stages)
-    before, after = [*generated(), tp(1), zero(1)], [*generated(), tp(2), zero(3)]
-    results["generated"] = resumed_run(folder, "generated", *before, then=after)
-    before, after = ([*one, *ramp()] for one in (before, after))
+    before, after = [*generated(), *ramp(), tp(1), zero(1)], [*generated(), *ramp(), tp(2), zero(3)]
     results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
-    results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
-    before, after = [prefix, AVERAGE, tp(1), zero(1)], [prefix, AVERAGE, tp(2), zero(3)]
-    results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
     muon = [prefix, MUON, AVERAGE]
     results["muon"] = resumed_run(folder, "muon", *muon, tp(1), zero(2))
     results["muon_another_layout"] = resumed_run(folder, "muon-other", *muon, zero(1), then=[*muon, tp(2), zero(1)])
-    before, after = [prefix, cp(2), zero(2)], [prefix, tp(2), zero(3)]
-    results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
-    results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)
+    before, after = [prefix, tp(2), zero(3)], [prefix, cp(2), zero(2)]
+    results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *before, then=after)
     with gathering_all():
         results["gathered"] = resumed_run(folder, "gathered", prefix, AVERAGE, zero(3))
     results["slow"] = slow_rank(folder, prefix)
-    results["begins_average"] = resumed_run(folder, "begins-average", prefix, then=[prefix, AVERAGE])
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     results |= frozen_runs(folder, prefix) | spike_runs(folder, prefix)
     return results | {"spike_twice": spike_twice(folder, prefix)}  # the last one: processes leave their groups
+
+
+def main(folder, data, what):
+    if what == "resume":
+        return resumed_runs(folder, data)
+    size = int(os.environ["WORLD_SIZE"])
+    found = equal_runs(folder, data, size)
+    return found | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else found

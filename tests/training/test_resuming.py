@@ -3,7 +3,7 @@
 import pytest
 from datasets_for_tests import write_all
 from launch import run_group
-from training_cases import RESUMED, RESUMED_STEPS, assert_close, without_speed
+from training_cases import RESUMED, assert_close, without_speed
 
 from megatron_tape.errors import EXIT_RESTART
 
@@ -14,7 +14,7 @@ def resumed(tmp_path_factory):
 
 
 STEERED = ["spike_skip", "spike_rewind", "muon", "stages"]
-FROZEN = ["frozen_zero1", "frozen_zero3", "adapters"]
+FROZEN = ["frozen", "adapters"]
 
 
 LAYOUTS = [f"tp{tensor_size}_zero{stage}" for tensor_size, stage in RESUMED]
@@ -33,12 +33,6 @@ def test_a_stage_of_the_data_begins_at_its_step_and_is_logged(resumed):
     assert rows[3]["loss"] != without[3]["loss"]
 
 
-def test_training_a_part_is_the_same_under_every_zero_stage(resumed):
-    rows, expected = (resumed[case]["whole"] for case in ("frozen_zero3", "frozen_zero1"))
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)
-    assert rows[-1]["position/update_norm/layer_00"] > 0
-
-
 def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is_seen(resumed):
     slow = resumed["slow"]
     of_rank_0, of_ranks = {"data": 0.0, "forward": 2.0}, {"compute_median": 2.0, "compute_slowest": 6.0}
@@ -48,13 +42,6 @@ def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is
         assert row["slowest_rank"] == f"1 on {slow['node']}"
     (warning,) = slow["warnings"]
     assert f"rank 1 on {slow['node']} computes 3.00 times as long as the median rank (6 s a step)" in warning
-
-
-def test_a_continued_run_may_begin_to_average(resumed):
-    averages = [row.get("validation_loss_average") for row in resumed["begins_average"]["continued"]]
-    assert averages[:3] == [None] * 3 and averages[3] is not None
-    without = [{k: v for k, v in row.items() if "average" not in k} for row in resumed["begins_average"]["continued"]]
-    assert without_speed(without) == without_speed(resumed["begins_average"]["whole"])
 
 
 def test_the_update_of_a_spike_is_left_out(resumed):
@@ -82,12 +69,9 @@ def test_saving_changes_nothing(resumed):
     assert without_speed(resumed["unsaved"]) == without_speed(resumed["bf16"]["whole"])
 
 
-OTHER_LAYOUTS = ["another_layout", "from_context_to_tensor_parallel", "from_tensor_to_context_parallel"]
-
-
-@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated", "ramp", "muon_another_layout"])
+@pytest.mark.parametrize("case", ["from_tensor_to_context_parallel", "ramp", "muon_another_layout"])
 def test_a_run_continues_under_another_layout(resumed, case):
-    assert_close(resumed[case]["continued"], resumed[case]["whole"], RESUMED_STEPS)
+    assert_close(resumed[case]["continued"], resumed[case]["whole"])
 
 
 def test_a_ramp_counts_what_it_has_seen(resumed):
