@@ -14,9 +14,10 @@ from megatron_tape.config.train import AverageSettings, TrainConfig
 from megatron_tape.parallel.deepspeed_patches import average_and_scatter
 from megatron_tape.training.engine import Engine
 
-CASES = [(1, stage, what, "fp32") for stage in (1, 2, 3) for what in ("loss", "gradient", "spike")]
+CASES = [(1, stage, what, "fp32") for stage in (1, 2, 3) for what in ("loss", "spike")]
 CASES += [(1, stage, "gradient", "bf16") for stage in (1, 2, 3)]
-CASES += [(2, stage, what, "fp32") for stage in (1, 3) for what in ("loss", "spike")]
+CASES += [(2, 1, "loss", "fp32"), (2, 3, "spike", "fp32")]
+CASES += [(2, stage, "replicated", "fp32") for stage in (1, 3)]
 """Tensor-parallel size, ZeRO stage, what is bad, and precision."""
 
 
@@ -60,7 +61,7 @@ REPLICATED = "gpt.decoder.layers.1.input_layernorm.weight"
 """A parameter that every tensor-parallel rank holds whole."""
 
 
-def trial(tp, stage, what, precision="fp32"):
+def trial(tp, stage, what, precision):
     e = engine(tp, stage, precision)
     e.train_step(batches(e, 0), 1e-2)
     before = weights(e)
@@ -90,11 +91,8 @@ def trial(tp, stage, what, precision="fp32"):
 MOVING = AverageSettings(kind="ema", decay=0.5)
 LEFT_OUT = [
     (1, "fp32", "adamw", "loss"),
-    (1, "fp32", "adamw", "spike"),
     (2, "fp32", "muon", "spike"),
-    (1, "bf16", "muon", "loss"),
     (2, "bf16", "adamw", "loss"),
-    (3, "fp32", "adamw", "loss"),
     (3, "bf16", "adamw", "spike"),
 ]
 """ZeRO stage, precision, optimizer, and why a step is skipped."""
@@ -178,11 +176,11 @@ def _same_on_both(tensor):
     return torch.equal(*others)
 
 
-def overlapped(stage, precision):
+def overlapped(stage):
     """Whether two steps with and without `overlap_comm` end in the same weights."""
     states = []
     for overlap in (False, True):
-        e = engine(1, stage, precision, overlap_comm=overlap, reduce_bucket_size=3000)
+        e = engine(1, stage, "bf16", overlap_comm=overlap, reduce_bucket_size=3000)
         for seed in (0, 1):
             e.train_step(batches(e, seed), 1e-2)
         assert e.deepspeed_engine.zero_overlap_comm() == overlap
@@ -203,13 +201,10 @@ def main(folder):
     assert os.environ["WORLD_SIZE"] == "2"
     results = {name_of(*case): trial(*case) for case in CASES}
     for stage in (1, 2, 3):
-        results[f"replicated_zero{stage}"] = trial(2, stage, "replicated")
         results[f"summed_zero{stage}"] = summed(stage)
-    for stage in (1, 2, 3):
         results[f"averaged_zero{stage}"] = averaged(stage)
         results[f"averaged_zero{stage}_bf16"] = averaged(stage, communication_precision="bf16")
-        for precision in ("fp32", "bf16"):
-            results[f"overlapped_zero{stage}_{precision}"] = overlapped(stage, precision)
+        results[f"overlapped_zero{stage}"] = overlapped(stage)
     outcome = torch.tensor(scattered()).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     results["scattered"] = bool(outcome)

@@ -1,8 +1,6 @@
 """What test_two_processes.py asks of two processes about models. Every value returned is checked there."""
 
 import importlib
-import resource
-import time
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -10,7 +8,6 @@ import partition_cases
 import torch
 import torch.distributed as dist
 from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
-from plans import middle_model, saved_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tape.config.schema import ExtensionConfig
@@ -24,13 +21,11 @@ VARIANTS = {
     "tape": {},
     "tape_per_head": {"num_query_groups": 4, "token_mixing": "per_head"},
     "tape_biased_qk_norm": {"qkv_bias": True, "qk_norm": True, "kv_channels": 12},
-    "rope": {"position_encoding": "rope"},
     "tape_gated_output": {"attention_output_gate": True, "gate_input": "attention", "kv_channels": 12},
     "nope_tied": {"position_encoding": "nope", "tie_embeddings": True},
     "alibi": {"position_encoding": "alibi"},
     "t5": {"position_encoding": "t5", "t5_num_buckets": 6, "t5_max_distance": 9},
     "fire": {"position_encoding": "fire", "fire_threshold": 3.0},
-    "sincos": {"position_encoding": "sincos"},
     "xpos": {"position_encoding": "xpos", "xpos_scale_base": 8.0},
     "path": {"position_encoding": "path", "path_rank": 5},
     "cope": {"position_encoding": "cope", "cope_max_position": 5},
@@ -45,8 +40,6 @@ VARIANTS = {
 COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}
 COUNTED |= {f"{name}_learned": {"position_encoding": name, "increments": "learned"} for name in ("tape", "rope")}
 """Of which it is counted what the processes send each other."""
-HELD = [("tape", "none", True), ("tape", "selective", True), ("rope", "none", True), ("rope", "none", False)]
-"""Of which it is counted what the processes hold and save."""
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
 ROPE = {"position_encoding": "rope"}
@@ -61,7 +54,7 @@ LORA_WITHOUT_SEQUENCE_PARALLEL = {
 }
 SHARING = ("tape", "path_fox", "repo", "rope_learned_increments")
 """Encodings with something by group."""
-OF_FOUR = ("tape", "tape_gated_output", "tape_learned_increments_unit", "rope", "t5", "fire", "path_fox", "repo")
+OF_FOUR = ("tape", "tape_gated_output", "tape_learned_increments_unit", "t5", "fire", "path_fox", "repo")
 
 
 def gradients_of(built, model, tokens):
@@ -222,26 +215,6 @@ def moved_by_shifted_positions(tp, cp):
     return ((logits[1] - logits[0]).abs().max() / logits[0].abs().max()).item()
 
 
-def held_and_saved():
-    """How many elements a rank holds, and how many bytes its forward pass saves, in the cases of `HELD`."""
-    for encoding, recompute, sequence_parallel in HELD:
-        model = middle_model(encoding)
-        built, _ = build(model, tp=2, recompute=recompute, sequence_parallel=sequence_parallel)
-        yield sum(parameter.numel() for parameter in built.parameters()), saved_bytes(built, model, batch=1)
-
-
-def order_on_node(folder):
-    """When each rank was in a block that the first of its node enters first."""
-    _, layout = build(small_model(), tp=2)
-    with layout.first_on_node():
-        entered = time.monotonic()
-        time.sleep(0.05)
-        left = time.monotonic()
-    times = [None, None]
-    dist.all_gather_object(times, (entered, left))
-    return times
-
-
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
 
 
@@ -290,32 +263,16 @@ def every_layout(of_both, of_tensor, of_context, layouts):
     return results
 
 
-def fewest_faults():
-    """The page faults of a new tensor of 64 MiB."""
-    found = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(2**24)
-        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return min(found)
-
-
-def main(folder):
+def main():
     importlib.import_module("toy_encodings.head_gate")
-    faults = [fewest_faults()]
-    build(small_model())
-    faults.append(fewest_faults())
     results = every_layout(cases(), without_sequence_parallel(), shared_groups(), [(2, 1), (1, 2)])
     results["shifted"] = [moved_by_shifted_positions(tp, cp) for tp, cp in ((2, 1), (1, 2))]
-    results["order_on_node"] = order_on_node(folder)
     results["partitions"] = {cp: partition_cases.begin(cp) for cp in (1, 2)}
     results["numbers"] = {
         f"{name}_tp{tp}_cp{cp}": count(changes | {"num_query_groups": 4}, tp, cp)
         for tp, cp in ((2, 1), (1, 2))
         for name, changes in COUNTED.items()
     }
-    results["held"] = [*held_and_saved()]
-    results["faults"] = faults
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
     return results
 

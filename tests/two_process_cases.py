@@ -8,7 +8,7 @@ import tensor_parallel_cases
 def main(folder, data):
     # The last kind leaves its processes with a watch over files and without groups.
     return {
-        "models": tensor_parallel_cases.main(folder),
+        "models": tensor_parallel_cases.main(),
         "encodings": position_cases.main(folder, data),
         "saves": full_disk_cases.main(f"{folder}/saves"),
     }

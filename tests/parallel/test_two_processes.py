@@ -6,11 +6,10 @@ import tensor_parallel_cases
 from datasets_for_tests import write_all
 from launch import run_group
 from models import small_model
-from plans import middle_model, of_model, on_cpu
-from position_cases import BUILT_IN, settings_of
+from plans import of_model, on_cpu
+from position_cases import BUILT_IN, RESUMED, settings_of
 from toy_encodings import TOYS, registered
 
-from megatron_tape.planning.activations import activations
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import MicroBatch, encoding_of
@@ -62,16 +61,6 @@ def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, directio
         assert 0 < added <= shape["layers"] * 2 * shape["S"] * shape["B"] * shape["C"] // 2
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_context_parallel_attention_moves_its_own_tensors_and_tape_at_most_half_as_much(results, direction):
-    """Queries, keys, values and the output of S*B/cp tokens each, (2 H + 2 G) D numbers a token and layer."""
-    shape, model = results["shape"], small_model(num_query_groups=4)
-    tape, rope = (results["numbers"][f"{name}_tp1_cp2"][direction] for name in ("tape", "rope"))
-    own = 2 * (model.num_attention_heads + model.query_groups) * model.head_dim
-    assert rope["alltoall_base_"] == shape["layers"] * own * shape["S"] * shape["B"] // 2
-    assert 0 < tape["alltoall_base_"] - rope["alltoall_base_"] <= rope["alltoall_base_"] // 2
-
-
 @pytest.mark.parametrize("encoding", [name for name in tensor_parallel_cases.COUNTED if name != "rope"])
 def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
     shape, settings = results["shape"], tensor_parallel_cases.COUNTED[encoding]
@@ -96,34 +85,11 @@ def test_the_estimate_counts_what_context_ranks_send(results, encoding):
     assert communication(plan)[CONTEXT, ALL_TO_ALL] == 4 * sent
 
 
-@pytest.mark.parametrize("case", range(len(tensor_parallel_cases.HELD)))
-def test_each_of_two_processes_holds_and_saves_what_is_estimated(results, case):
-    (encoding, recompute, sequence_parallel), (elements, saved) = (
-        tensor_parallel_cases.HELD[case],
-        results["held"][case],
-    )
-    layout = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": sequence_parallel}
-    plan = of_model(middle_model(encoding), 1, "fp32", recompute, **layout)
-    assert elements == plan.elements
-    assert activations(plan, fused_norms=False).saved == pytest.approx(saved, rel=0.01)
-
-
 @pytest.mark.parametrize("cp", [1, 2])
 def test_under_zero_3_each_rank_draws_its_part_of_the_whole_weights(results, cp):
     result = results["partitions"][cp]
     assert len(result["names"]) > 50 and result["fraction"] == pytest.approx(1 / 2, abs=0.01)
     assert not result["wrong"] and not result["whole"] and not result["wrong_in_engine"]
-
-
-def test_the_first_rank_of_a_node_goes_before_the_others(results):
-    (_, first_left), (second_entered, _) = results["order_on_node"]
-    assert first_left <= second_entered
-
-
-def test_memory_of_freed_tensors_is_used_again(results):
-    """A tensor of 64 MiB has 16,384 pages of 4 KiB, or 32 of 2 MiB."""
-    before, after = results["faults"]
-    assert before >= 32 > after
 
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
@@ -134,7 +100,7 @@ def test_an_encoding_trains_alike_under_every_layout(group, name, layout):
     assert steps[layout] == pytest.approx(steps["alone"], rel=5e-5)
 
 
-@pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
+@pytest.mark.parametrize("name", RESUMED)
 def test_an_encoding_resumes_under_tensor_parallelism(group, name):
     whole, continued = group["encodings"]["resumed"][name]
     assert [row["step"] for row in whole] == [row["step"] for row in continued] == [1, 2]

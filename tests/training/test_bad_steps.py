@@ -10,9 +10,7 @@ def results():
     return run_group("bad_step_cases", 2)
 
 
-@pytest.mark.parametrize(
-    "case", [*(name_of(*case) for case in CASES), *(f"replicated_zero{stage}" for stage in (1, 2, 3))]
-)
+@pytest.mark.parametrize("case", [name_of(*case) for case in CASES])
 def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
     skipped, unchanged, next_step_taken, next_step_moved, next_loss_finite, norm_finite, updates = results[case]
     assert skipped and norm_finite == ("spike" in case)
@@ -51,7 +49,6 @@ def test_zero_3_averages_and_cuts_as_deepspeed_does(results):
     assert results["scattered"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_overlapping_communication_changes_no_weight(results, stage, precision):
-    assert results[f"overlapped_zero{stage}_{precision}"]
+def test_overlapping_communication_changes_no_weight(results, stage):
+    assert results[f"overlapped_zero{stage}"]

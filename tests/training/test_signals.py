@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,8 +22,6 @@ from megatron_tape.run.judging import read_attempts
 from megatron_tape.training import checkpoint_saver as saving
 from megatron_tape.training.engine import Engine
 from pretrain import train
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +72,9 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, whole, monkeypatch, moment, number):
-    place, name, count, saved = MOMENTS[moment]
+def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, whole, monkeypatch, moment):
+    number, (place, name, count, saved) = signal.SIGUSR1, MOMENTS[moment]
     with monkeypatch.context() as patched:
         interrupt_at(patched, place, name, count, number)
         assert run("--checkpoint.interval=4") == EXIT_RESTART
@@ -211,32 +206,21 @@ def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch,
     assert read_attempts(run.folder)[0].outcome == "stale"
 
 
-def test_a_run_whose_directory_vanishes_says_so(run, monkeypatch, capfd):
-    monkeypatch.setattr(watch, "POLL_SECONDS", 1000)  # its thread would end this process
-    original = Engine.train_step
+def begin(given, hangs=False):
+    """Train in a process group of this process's own, as torchrun starts it."""
 
-    def step(self, *args):
-        shutil.rmtree(run.folder, ignore_errors=True)
-        return original(self, *args)
-
-    monkeypatch.setattr(Engine, "train_step", step)
-    assert run("--checkpoint.interval=2") == 76
-    said = capfd.readouterr().err.splitlines()
-    assert "error: attempt 1 ends: " in said[-1] and str(run.folder) in said[-1]
-    assert not any("Traceback" in line for line in said) and not run.folder.exists()
-
-
-def hang(given):
     def step(self, *args):
         time.sleep(600)
 
-    Engine.train_step = step
+    os.setsid()
+    if hangs:
+        Engine.train_step = step
     sys.exit(train.main(given))
 
 
 def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
-    process = start(hang, (arguments(data, folder, "--train.hang_timeout=4"),), log, alone())
+    process = start(begin, (arguments(data, folder, "--train.hang_timeout=4"), True), log, alone())
     process.join(120)
     assert process.exitcode == 77 and "train.hang_timeout" in log.read_text()
     assert "in step" in (folder / "attempts" / "000001" / f"stacks-{os.uname().nodename}.txt").read_text()
@@ -247,27 +231,18 @@ def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
 
 
 @pytest.fixture
-def start_ranks(data, tmp_path):
-    """Start ranks with loader processes, each in a process group of its own, as torchrun starts them."""
-    folder, port, ranks = tmp_path / "run", free_port(), []
-
-    def start(size):
-        for rank in range(size):
-            overrides = ["--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=null"]
-            command = [sys.executable, "-m", "pretrain.train", *arguments(data, folder, *overrides)]
-            log = open(tmp_path / f"{rank}.log", "w")
-            settings = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": REPOSITORY, "start_new_session": True}
-            ranks.append(subprocess.Popen(command, env=environment(rank, size, port), **settings))
-        metrics = folder / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, ranks)
-        return ranks
-
-    start.folder = folder
-    yield start
-    for rank in ranks:
+def ranks(data, tmp_path):
+    """Two ranks with loader processes that train."""
+    folder, port = tmp_path / "run", free_port()
+    given = arguments(data, folder, "--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=null")
+    started = [start(begin, (given,), tmp_path / f"{rank}.log", environment(rank, 2, port)) for rank in range(2)]
+    metrics = folder / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, started)
+    yield started
+    for rank in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)
-        rank.wait()
+        rank.join()
 
 
 def wait_until(condition, ranks=()):
@@ -288,25 +263,14 @@ def processes_of_group(group):
     return found
 
 
-@pytest.mark.parametrize("number, size", [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
-def test_a_signal_to_every_process_of_the_run_saves_it(start_ranks, number, size):
-    ranks = start_ranks(size)
-    assert [len(processes_of_group(rank.pid)) for rank in ranks] == [3] * size
+def test_a_signal_to_every_process_of_the_run_saves_it(ranks, tmp_path):
+    assert all(len(processes_of_group(rank.pid)) > 2 for rank in ranks)
     for rank in ranks:
-        os.killpg(rank.pid, number)
-    assert [rank.wait(300) for rank in ranks] == [EXIT_RESTART] * size
-    (attempt,) = read_attempts(start_ranks.folder)
-    assert attempt.outcome == "interrupted" and number.name in attempt.message
-    assert steps_saved(start_ranks.folder) == [rows(start_ranks.folder)[-1]["step"]]
-    assert [processes_of_group(rank.pid) for rank in ranks] == [[]] * size
-
-
-def test_a_killed_rank_is_not_blamed_on_the_loader_processes(start_ranks):
-    """torchrun answers the kill of one rank with SIGTERM to the other's process group."""
-    ranks = start_ranks(2)
-    ranks[1].kill()
-    os.killpg(ranks[0].pid, signal.SIGTERM)
-    ranks[0].wait(60)
-    (attempt,) = read_attempts(start_ranks.folder)
-    assert attempt.lost_peer, attempt
+        os.killpg(rank.pid, signal.SIGTERM)
+    for rank in ranks:
+        rank.join(300)
+    assert [rank.exitcode for rank in ranks] == [EXIT_RESTART] * 2
+    (attempt,) = read_attempts(tmp_path / "run")
+    assert attempt.outcome == "interrupted" and "SIGTERM" in attempt.message
+    assert steps_saved(tmp_path / "run") == [rows(tmp_path / "run")[-1]["step"]]
     wait_until(lambda: not any(processes_of_group(rank.pid) for rank in ranks))
