@@ -214,9 +214,6 @@ def load_model(
             tokenizer.split_special_tokens = True
     except Exception as error:  # any error of the libraries below, often with many lines
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        if type(error).__name__ == "SafetensorError":
-            problem, fix = f"has weights that are cut off or damaged ({reason})", "copy or download them again"
-            raise FileError(str(directory), problem, fix) from None
         raise FileError(str(directory), f"cannot be loaded: {reason}") from None
     config = read_settings(Path(directory) / "config.json")
     info = dataclasses.replace(info, config=config, has_tokenizer=reader is not None or tokenizer is not None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import re
 import time
@@ -13,8 +15,8 @@ from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.data import blend
-from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.sections import as_dict
+from megatron_tape.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.data.indexed_dataset import dataset_paths
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation import comparison_file
@@ -29,12 +31,40 @@ from megatron_tape.io.records import read_yaml
 from megatron_tape.io.versions import versions_with_commit
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import encoding_of
+from megatron_tape.position import ENCODINGS, encoding_of
 from megatron_tape.run.curves import SETTINGS, read_run
 from pretrain import evaluate
-from pretrain.comparison.variants import Variant, parse_variants
 
 MOST_SEEDS = 1000
+OPTION = "--encodings"
+_LEARNING = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+"""Sections besides `model` whose settings may differ between variants, written with the section."""
+_LONGEST_DIRECTORY = 120
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant; `settings` are keys, of the model, its encoding or with another section before them, and texts."""
+
+    encoding: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        return "+".join([self.encoding, *(f"{key}={value}" for key, value in self.settings)])
+
+    @property
+    def directory(self) -> str:
+        """The label as the name of a directory; one that had to be changed or is very long ends in a digest."""
+        safe = re.sub(r"[^\w.+=-]", "_", self.label, flags=re.ASCII)
+        if safe == self.label and len(safe) <= _LONGEST_DIRECTORY:
+            return safe
+        return f"{safe[:_LONGEST_DIRECTORY]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
+
+    @property
+    def arguments(self) -> list[str]:
+        given = (("position_encoding", self.encoding), *self.settings)
+        return [text for key, value in given for text in (f"--{_dotted(key, self.encoding)}", value)]
 
 
 @dataclass(frozen=True)
@@ -154,6 +184,54 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
         comparison_file.add_runs(plan.known, output / NAME, base)
     plan.collect()
     return plan
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """Return the variants that `--encodings` names, between commas that are not in {} or [].
+
+    Raises ConfigError for one that is unknown or given twice.
+    """
+    found = [_parse(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
+    for variant in found:
+        refuse(found.count(variant) > 1, OPTION, f"names {variant.label} twice", "remove one")
+    return found
+
+
+def _parse(text: str) -> Variant:
+    refuse(not text, OPTION, "names nothing between two commas", "give encodings such as rope,tape")
+    encoding, *given = re.split("\\+(?![0-9])", text)  # that of 1e+3 is no separator
+    unknown = encoding not in ENCODINGS
+    refuse(unknown, OPTION, f"names {encoding}, which is not an encoding", f"choose from {', '.join(ENCODINGS)}")
+    settings: dict[str, str] = {}
+    for item in given:
+        key, _, value = item.partition("=")
+        refuse(not value, OPTION, f"names {text}, where {item!r} sets nothing", "write it as setting=value")
+        refuse(key in settings, OPTION, f"names {text}, which sets {key} twice", "remove one")
+        _check_key(key, encoding, text)
+        settings[key] = value
+    return Variant(encoding, tuple(settings.items()))
+
+
+def _check_key(key: str, encoding: str, text: str) -> None:
+    sections = {"model": ModelConfig, **_LEARNING}
+    known = {setting.key for name, section in sections.items() for setting in settings_of(section, name)}
+    known -= {"model.position_encoding"}
+    owners = [name for name in ENCODINGS if key in _own(name)]
+    if not owners and _dotted(key, encoding) not in known:
+        raise ConfigError(OPTION, f"names {text}, but {key} is no setting in which variants may differ", "correct it")
+    problem = f"names {text}, but {key} has no effect on {encoding}"
+    refuse(bool(owners) and encoding not in owners, OPTION, problem, "remove it")
+
+
+def _own(encoding: str) -> set[str]:
+    return {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
+
+
+def _dotted(key: str, encoding: str) -> str:
+    """Return the whole key of a variant's setting: of its encoding, or else of its model, unless it has a section."""
+    if key.partition(".")[0] in _LEARNING:
+        return key
+    return f"model.position.{key}" if key in _own(encoding) else f"model.{key}"
 
 
 def parse_seeds(text: str) -> range:

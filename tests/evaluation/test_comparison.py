@@ -128,10 +128,6 @@ def base(*others):
     return parse_run_config(["--config", str(recipe), "--data.prefix", "x", *others])
 
 
-def test_a_comparison_holds_no_directory_of_the_machine():
-    assert "somewhere" not in str(empty(base("--logging.directory", "/somewhere/here"), [], "rope"))
-
-
 def test_a_file_holds_what_is_not_a_default_and_is_read_back(tmp_path):
     write_comparison(tmp_path / "a.json", comparison())
     assert read_comparison(tmp_path / "a.json") == comparison()

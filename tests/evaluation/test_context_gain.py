@@ -4,11 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from evaluation.loss_cases import ByteModel, copies, result_of, run, score, uniform, write_jsonl
+from evaluation.loss_cases import ByteModel, copies, run, score, uniform, write_jsonl
 
-from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.score_pictures import by_length
-from megatron_tape.evaluation.task import Summary
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
 
 RANDOM = np.random.default_rng(0)
@@ -63,28 +60,3 @@ def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
     # The model's gain is 5.5 nats and its loss 0.01.
     for changed in ({"alpha": 5.6}, {"beta": -0.005}):
         assert gains(copies(40), **settings, **changed).details["key_tokens"]["t/0"] == []
-
-
-def test_pictures_show_gains_by_length(periodic):
-    results = {
-        "copies": gains(copies(40), lengths=[32, 64], **periodic),
-        "uniform": gains(uniform(256), lengths=[32, 64], **periodic),
-    }
-    gain, keys = ContextGain.draw(results)
-    drawn = {line.get_label(): list(line.get_ydata()) for line in gain.figure.axes[0].lines}
-    assert drawn["copies"] == pytest.approx([0, math.log(256) - SURE], abs=1e-5) and drawn["uniform"] == [0, 0]
-    assert "copies: 0 at 32 tokens, 5.535 at 64 tokens; uniform: 0 at 32" in gain.alternative_text
-    assert [line.get_label() for line in keys.figure.axes[0].lines if line.get_label()[0] != "_"] == ["copies"]
-
-
-def test_negative_gains_are_drawn_on_a_linear_axis():
-    def drawn(*values, **options):
-        scores = [Score("gain", value, "higher", group="texts", length=16 << i) for i, value in enumerate(values)]
-        (picture,) = by_length(
-            {"model": result_of(Summary(scores))}, "gain", "gain", "gain (nats per token)", **options
-        )
-        return picture.figure.axes[0]
-
-    axes = drawn(-0.1, 0.2)
-    assert axes.get_yscale() == "linear" and axes.get_ylim()[0] < -0.1
-    assert drawn(1.0, 100.0, steep=10).get_yscale() == "log"

@@ -65,7 +65,6 @@ def folder(tmp_path, monkeypatch):
         ("scrolls", {"template": "Answer:"}, "template"),
         ("scrolls", {"target_tokens": 400}, "target_tokens"),
         ("scrolls", {"data": {}}, "data"),
-        ("scrolls", {"data": "nowhere"}, "data"),
         ("scrolls", {"data": {"own": "qasper.jsonl"}}, "data"),
         ("positions", {"length": 1}, "length"),
         ("addition", {"step": 100}, "step"),

@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,7 +65,8 @@ class Knowing(ByteModel):
 
 
 def write_all(folder, number=6):
-    """Write the seven datasets, as files, zips and folders; each input holds its answer behind `is`."""
+    """Write the seven datasets, as files and zips; each input holds its answer behind `is`."""
+    files = {}
     for i, (name, metric) in enumerate(METRICS.items()):
         lines = []
         for j in range(number):
@@ -72,15 +74,13 @@ def write_all(folder, number=6):
             for target in ["another", answer] if metric == "f1" else [answer]:
                 lines.append({"id": f"{name}{j}", "pid": f"{j}", "input": f"Q\n\nIt is {answer}", "output": target})
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        if i % 3 == 0:
-            (folder / f"{name}.jsonl").write_text(text)
-        elif i % 3 == 1:
-            with zipfile.ZipFile(folder / f"{name}.zip", "w") as archive:
-                archive.writestr(f"{name}/validation.jsonl", text)
+        files[name] = str(folder / f"{name}.{('jsonl', 'zip')[i % 2]}")
+        if i % 2 == 0:
+            Path(files[name]).write_text(text)
         else:
-            (folder / name).mkdir()
-            (folder / name / "validation.jsonl").write_text(text)
-    return str(folder)
+            with zipfile.ZipFile(files[name], "w") as archive:
+                archive.writestr(f"{name}/validation.jsonl", text)
+    return files
 
 
 def reads_it_off(prompt):
@@ -119,7 +119,7 @@ def test_a_planted_failure_shows_in_its_dataset_alone(known):
 
 
 def test_the_mean_of_some_datasets_is_not_called_the_score_of_scrolls(data):
-    some = {"contract_nli": f"{data}/contract_nli.zip", "qasper": f"{data}/qasper.jsonl"}
+    some = {name: data[name] for name in ("contract_nli", "qasper")}
     result = run(Scrolls, Knowing(lambda _: "entailment."), data=some, loss=False, examples=3)
     mean = score(result, "mean_score")
     assert mean.group == "of contract_nli, qasper only" and mean.count == 6

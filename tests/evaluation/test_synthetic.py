@@ -38,20 +38,6 @@ class Answering:
         return logits
 
 
-class Guessing:
-    """Gives all of the first `among` tokens the same chance."""
-
-    info = INFO
-
-    def __init__(self, among):
-        self.among, self.generator = among, torch.Generator().manual_seed(0)
-
-    def logits(self, tokens):
-        logits = torch.full((*tokens.shape, INFO.vocab_size), -1.0)
-        logits[..., : self.among] = torch.rand(*tokens.shape, self.among, generator=self.generator)
-        return logits
-
-
 def next_of_sum(prefix):
     """Adds correctly; before `=` its answer does not matter."""
     if Sums.EQUALS not in prefix:
@@ -150,13 +136,6 @@ def test_hints_are_those_of_training():
     sums = Sums(digits=2, hints=3)
     model = Answering(lambda prefix: next_with_hints(prefix, sums))
     assert addition(model, digits=1, hints=3).details["accuracy"] == [[1.0] * 2] * 2
-
-
-def test_a_guessing_model_adds_by_chance():
-    """A sum of one digit and its end mark are both right with one chance in 13 * 13."""
-    (score,) = addition(Guessing(13), digits=1, longest=1, samples=20_000, batch_size=5000).scores
-    sums = 45 / 81 / 13**3 + 36 / 81 / 13**2  # of two numbers from 1 to 9, 36 of 81 have one digit
-    assert score.low < sums < score.high
 
 
 def test_only_tested_lengths_are_and_samples_do_not_depend_on_them():

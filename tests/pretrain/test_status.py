@@ -96,27 +96,6 @@ def test_the_screen_shows_what_became_of_the_time_and_the_last_spike(run, capsys
     assert "spikes      2, the last at step 1,040 (skip): loss 9.5000, gradient norm 31.76\n" in output
 
 
-def test_the_time_left_is_that_of_the_attempt_that_runs(run, capsys):
-    path = run / "attempts" / "000001" / "attempt.json"
-    write_record(path, json.loads(path.read_text()) | {"started": time.time() + 60})
-    assert status.main([str(run)]) == 0
-    assert "speed       1,000 tokens/s\n" in capsys.readouterr().out
-
-
-def test_an_attempt_that_could_not_use_the_newest_checkpoint_says_where_it_began(run, capsys):
-    directory = Attempt.open(run, run / "checkpoints", 1).directory
-    facts = json.loads((directory / "attempt.json").read_text())
-    write_record(directory / "attempt.json", facts | {"checkpoint_step": 10})
-    assert status.main([str(run)]) == 0
-    assert "alpha, from step 10" in capsys.readouterr().out
-    beat = json.loads((directory / "heartbeat.json").read_text())
-    not_used = "from step 5 (the checkpoint of step 10 was not used; the log says"
-    for begun, said in ((10, "from step 10\n"), (5, not_used)):
-        write_record(directory / "heartbeat.json", beat | {"from_step": begun})
-        assert status.main([str(run)]) == 0
-        assert f"alpha, {said}" in capsys.readouterr().out
-
-
 def test_a_failed_run_exits_with_1_and_shows_the_last_error(run, capsys):
     Attempt.open(run, run / "checkpoints", 1).record_end(3, "failed", "RuntimeError: boom")
     assert status.main([str(run)]) == 1

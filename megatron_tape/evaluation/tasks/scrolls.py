@@ -13,7 +13,7 @@ import functools
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -58,11 +58,11 @@ _CHARACTERS_PER_TOKEN = 4
 class ScrollsSettings:
     """Which examples are answered, and how."""
 
-    data: dict[str, PathText] | PathText
-    """Datasets by name: {qasper: data/scrolls/qasper.zip}, each one of the hub's zips or JSON lines of the same schema;
-    or a directory that holds NAME.zip, NAME.jsonl or NAME/SPLIT.jsonl."""
+    data: dict[str, PathText]
+    """Datasets by name: {qasper: data/scrolls/qasper.zip}, each one of the hub's zips, or JSON lines of the same
+    schema."""
     split: str = "validation"
-    """Which split of zips and directories is read; that for tests has no targets."""
+    """Which split of zips is read; that for tests has no targets."""
     metrics: dict[str, Literal["f1", "exact_match", "rouge"]] = field(default_factory=dict)
     """The metric of datasets that are not among the seven of SCROLLS, by name."""
     examples: Count | None = None
@@ -126,23 +126,14 @@ class Scrolls(Task):
 
     def _files(self) -> dict[str, str]:
         """Return the file of each dataset. Raises ConfigError for what does not exist or has no metric."""
-        key, data, split = self.key("data"), self.settings.data, self.settings.split
+        key, data = self.key("data"), self.settings.data
         known = {**METRICS, **self.settings.metrics}
-        if isinstance(data, str):
-            places = {
-                name: [f"{data}/{name}.zip", f"{data}/{name}.jsonl", f"{data}/{name}/{split}.jsonl"] for name in known
-            }
-            found = {name: next(filter(_is_file, paths), None) for name, paths in places.items()}
-            files = {name: path for name, path in found.items() if path is not None}
-            neither = f"neither NAME.zip, NAME.jsonl nor NAME/{split}.jsonl of any of {', '.join(known)}"
-            problem = f"is {shown(data)}, where there is {neither}"
-            refuse(not files, key, problem, "correct it, or give {NAME: path}")
-            return files
-        refuse(not data, key, "is empty", "give {NAME: path}, or a directory")
+        refuse(not data, key, "is empty", "give {NAME: path}")
         for name, path in data.items():
-            fix = f"{_choices(known)}, or give its metric in metrics"
+            fix = f"choose from {', '.join(known)}, or give its metric in metrics"
             refuse(name not in known, key, f"names {shown(name)}, of which no metric is known", fix)
-            refuse(not _is_file(path), key, f"has {shown(path)} as {name}, but there is no such file", "correct it")
+            missing = not Path(path).is_file()
+            refuse(missing, key, f"has {shown(path)} as {name}, but there is no such file", "correct it")
         return data
 
     def _metric(self, name: str) -> str:
@@ -251,17 +242,6 @@ class Scrolls(Task):
             *by_group(results, lambda score: score.unit == "%", "scrolls-scores", "score (%)"),
             *by_group(results, lambda score: score.unit != "%", "scrolls-loss", "loss (nats per target token)"),
         ]
-
-
-def _choices(names: Iterable[str]) -> str:
-    return f"choose from {', '.join(names)}"
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:
-        return False
 
 
 def _resample(parts: np.ndarray) -> np.ndarray:
