@@ -28,8 +28,15 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.versions import code_digest, node_name, versions
-from megatron_tape.parallel.addresses import check_master_address, gloo_address, out_of_reach
-from megatron_tape.parallel.launcher import check_launched, local_rank, master_port, rank_and_size
+from megatron_tape.parallel.launcher import (
+    check_launched,
+    check_master_address,
+    gloo_address,
+    local_rank,
+    master_port,
+    out_of_reach,
+    rank_and_size,
+)
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
 from megatron_tape.planning.parameters import parameter_count

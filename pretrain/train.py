@@ -26,7 +26,7 @@ from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, S
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
 if TYPE_CHECKING:
-    from megatron_tape.training.trained_parameters import Trains
+    from megatron_tape.training.model_building import Trains
 
 logger = logging.getLogger("pretrain")
 

@@ -11,7 +11,7 @@ from megatron_tape.model.names import kind_of
 from megatron_tape.position import BUILT_IN
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.gradients import own_part
-from megatron_tape.training.trained_parameters import select_trained
+from megatron_tape.training.model_building import select_trained
 
 NAMES = (*(encoding.name for encoding in BUILT_IN), *TOYS)
 TRAINED = {

@@ -15,7 +15,7 @@ from megatron_tape.model.names import kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
 from megatron_tape.ops import chunks
 from megatron_tape.training.gradients import replicated_parameters, sum_over_group
-from megatron_tape.training.trained_parameters import select_trained
+from megatron_tape.training.model_building import select_trained
 
 VARIANTS = {
     "tape": {},

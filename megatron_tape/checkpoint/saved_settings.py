@@ -49,7 +49,6 @@ WITHOUT_EFFECT = (
     "train.profile",
     "train.device",
     "train.allow_slow_attention",
-    "train.garbage_interval",
 )
 """Settings, or prefixes of settings, that do not affect what a run computes."""
 

@@ -120,8 +120,6 @@ class TrainConfig:
     """Look for steps whose loss or gradient norm is far above that of the last updates; null does not look."""
     average: AverageSettings | None = None
     """Also keep an average of the weights; null keeps none."""
-    garbage_interval: Count = 100
-    """Steps between two collections of Python's garbage, which all ranks make together."""
     profile: ProfileSettings = ProfileSettings()
     """Trace steps with torch's profiler."""
     hang_timeout: Positive | None = 1800.0

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from megatron_tape.errors import UserError, refuse
 from megatron_tape.evaluation.task import Unit
-from megatron_tape.parallel.addresses import check_master_address
-from megatron_tape.parallel.launcher import rank_and_size
+from megatron_tape.parallel.launcher import check_master_address, rank_and_size
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ Patches of modules last until the process ends, those of an engine or optimizer 
 import functools
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import deepspeed
 import deepspeed.ops
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle, ZeroParamStatus
@@ -50,14 +49,6 @@ def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
     """
     if kind not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(kind)
-
-
-def time_averaging(engine: DeepSpeedEngine, phase: ContextDecorator) -> None:
-    """Enter `phase` while gradients are averaged, which is called in a step alone, and within the backward pass.
-
-    Until DeepSpeed's timers measure communication without synchronizing the device.
-    """
-    engine.allreduce_gradients = phase(engine.allreduce_gradients)
 
 
 def leave_out_updates(zero: DeepSpeedZeroOptimizer | stage3.DeepSpeedZeroOptimizer_Stage3, judge: Callable) -> None:

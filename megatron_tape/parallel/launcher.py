@@ -1,14 +1,19 @@
-"""What torchrun, or a Slurm script, says in the environment about the processes of a program."""
+"""What torchrun, or a Slurm script, says in the environment about processes, and whether these can find each other."""
 
+import contextlib
+import ipaddress
 import os
 import re
+import socket
+import time
 
-from megatron_tape.errors import UserError, refuse
+from megatron_tape.errors import NodeError, UserError, refuse
+from megatron_tape.io.versions import node_name
 
 FIX = "start the program with torchrun or a script in slurm/, or unset these variables to run a single process"
-
-
 MOST_PROCESSES, LAST_PORT = 1_000_000, 65535
+TRIES = 5
+"""Times that a name is looked up: where thousands of ranks start at once, a name server may miss one."""
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int = MOST_PROCESSES, fix: str = FIX) -> int:
@@ -58,8 +63,6 @@ def check_launched() -> None:
     (rank, size), on_node = rank_and_size(), local_rank()
     local_world_size()
     restart_count()
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # torch would abort
-        environment_number(name, 0, most=10**9, fix="unset it, or correct it")
     has_size = "WORLD_SIZE" in os.environ
     if size > 1 or _finds_rank_0():
         given, value = ("WORLD_SIZE", size) if has_size else ("RANK", rank)
@@ -83,3 +86,42 @@ def refuse_launcher(program: str, reason: str) -> None:
 def _finds_rank_0() -> bool:
     """Return whether there is what only a launcher sets: DeepSpeed leaves RANK behind, but not where rank 0 is."""
     return {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def check_master_address() -> None:
+    """Raise NodeError if this node cannot resolve MASTER_ADDR; torch would try until the timeout of its groups."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    for number in range(TRIES):
+        time.sleep(number)
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+    problem = f"cannot resolve MASTER_ADDR, which is {address} ({reason})"
+    fix = "add it to DNS or /etc/hosts of every node; on a single one, pass --local-addr 127.0.0.1 to torchrun"
+    raise NodeError(node_name(), problem, fix)
+
+
+def gloo_address() -> str | None:
+    """Return the address at which gloo lets other ranks reach this node's: that of its name. None if it is told one."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
+                tried.bind(place)
+                return str(place[0])
+    return "127.0.0.1"  # which it takes then, too
+
+
+def out_of_reach(addresses: dict[str, str | None]) -> list[str]:
+    """Return the nodes that are not reached at these addresses from the others."""
+    found = [node for node, address in addresses.items() if address is not None and _is_loopback(address)]
+    # Nodes that share a machine can have loopback addresses of their own.
+    apart = len({addresses[node] for node in found}) == len(addresses)
+    return [] if apart else found
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import logging
 import math
@@ -24,8 +25,6 @@ from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
 from megatron_tape.parallel import launcher, megatron_patches
-from megatron_tape.parallel.addresses import check_master_address
-from megatron_tape.parallel.cpu import prepare_cpu
 from megatron_tape.parallel.token_layout import TokenLayout
 
 MARGIN = timedelta(minutes=10)
@@ -33,6 +32,11 @@ MARGIN = timedelta(minutes=10)
 WITHOUT_LIMIT = timedelta(days=365)
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver has found a GPU."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""From glibc's malloc.h: free bytes at the end of the heap that are returned; bytes of a tensor that gets a mapping of
+its own."""
+_LARGEST = 2**31 - 1
+"""Bytes; both are a C int."""
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +177,33 @@ def initialize_distributed(
     return ParallelLayout.of(groups, device, sizes[0] > 1 if sequence_parallel is None else sequence_parallel)
 
 
+def prepare_cpu() -> None:
+    """Make megatron-core and DeepSpeed usable without CUDA; call once per process, before a model is built.
+
+    Changes nothing if CUDA is available.
+    """
+    if torch.cuda.is_available():
+        return
+    from megatron_tape.parallel import deepspeed_patches
+
+    megatron_patches.run_without_cuda()
+    deepspeed_patches.compile_nothing()
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Make the C library, if it is glibc, reuse the memory of freed tensors instead of returning it to the system.
+
+    New memory must be mapped page by page when it is first touched, which takes about as long as computing what is
+    written to it. What is kept is freed when the process ends.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        set_option = ctypes.CDLL(None).mallopt
+        # Before 2.35, glibc takes no more than 32 MiB. Either setting ends the automatic choice of both.
+        if any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25)):
+            set_option(_TRIM_THRESHOLD, _LARGEST)
+
+
 def _own_device() -> torch.device:
     """Return this process's GPU, made torch's current one, or the CPU where torch finds no GPU."""
     if not torch.cuda.is_available():
@@ -222,7 +253,7 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
     # DeepSpeed leaves RANK behind where groups were made before; only a launcher says where rank 0 is.
     launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
     if launched:
-        check_master_address()
+        launcher.check_master_address()
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
     # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

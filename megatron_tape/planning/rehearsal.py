@@ -47,8 +47,7 @@ from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.ops.backends import choice, lacks
 from megatron_tape.parallel import layout as parallel_layout
 from megatron_tape.parallel import megatron_patches
-from megatron_tape.parallel.cpu import prepare_cpu
-from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.parallel.layout import ParallelLayout, prepare_cpu
 from megatron_tape.planning import communication as sent
 from megatron_tape.planning.memory import memory_of_stage
 from megatron_tape.planning.plan import Plan

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_tape.training.gradient_norms import GradientNorms
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training
-from megatron_tape.training.position_norms import PositionNorms
+from megatron_tape.training.norms import GradientNorms, PositionNorms
 from megatron_tape.training.profiling import Profiling
 from megatron_tape.training.spikes import SpikeHook
 from megatron_tape.training.step_times import StepTimes

@@ -146,7 +146,6 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
-        deepspeed_patches.time_averaging(self.deepspeed_engine, self.clock.phase(COMMUNICATION))
         if config.train.average is not None:
             self._average = WeightAverage(config.train, self.adam, self._masters(), self._update_weights)
         if self._uses_muon:

@@ -40,14 +40,23 @@ from megatron_tape.training.built_in_hooks import hooks_of
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
 from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Hook, HookResult, joined
-from megatron_tape.training.model_building import build_model, dtype_of
+from megatron_tape.training.model_building import (
+    Trains,
+    build_model,
+    dtype_of,
+    parameter_table,
+    select_trained,
+    trained_by,
+)
 from megatron_tape.training.schedule import learning_rate
 from megatron_tape.training.spikes import FOUND, Rewind, of_same_data
 from megatron_tape.training.step_clock import SAVE
 from megatron_tape.training.step_times import utilization
-from megatron_tape.training.trained_parameters import Trains, parameter_table, select_trained, trained_by
 
 logger = logging.getLogger(__name__)
+
+GARBAGE_INTERVAL = 100
+"""Steps between two collections of Python's garbage, which all ranks make together."""
 
 FindBase = Callable[[RunConfig, ParallelLayout, Watch], Path]
 """Returns the checkpoint whose weights a run begins with at step 0; all ranks call it together."""
@@ -271,7 +280,7 @@ class Trainer:
         watch.begin_training(self.step)
         seconds, timed_samples = 0.0, 0
         for step in range(self.step + 1, config.train.steps + 1):
-            if (step - 1) % config.train.garbage_interval == 0:
+            if (step - 1) % GARBAGE_INTERVAL == 0:
                 gc.collect()
             for hook in self.hooks.values():
                 hook.before_step(self, step)

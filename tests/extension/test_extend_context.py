@@ -32,7 +32,7 @@ from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer
 from megatron_tape.training.hooks import Hook
-from megatron_tape.training.trained_parameters import trained_by
+from megatron_tape.training.model_building import trained_by
 from megatron_tape.training.trainer import Trainer
 from pretrain import attempt, estimate, extend_context, train
 

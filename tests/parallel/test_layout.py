@@ -8,16 +8,18 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import ConfigError, NodeError
-from megatron_tape.parallel import addresses
+from megatron_tape.parallel import launcher
 from megatron_tape.parallel import layout as layouts
 from megatron_tape.parallel.layout import (
     abort_process_groups,
     check_devices,
     deterministic_kernels,
     initialize_distributed,
+    prepare_cpu,
 )
 
 
@@ -66,7 +68,7 @@ def test_an_address_of_rank_0_that_does_not_resolve_is_refused(monkeypatch):
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(addresses, "TRIES", 2)
+    monkeypatch.setattr(launcher, "TRIES", 2)
     with pytest.raises(NodeError, match=r"cannot resolve MASTER_ADDR, which is nosuchhost.invalid \(.*--local-addr"):
         initialize_distributed()
 
@@ -79,11 +81,11 @@ def test_gloo_takes_the_address_of_the_nodes_name(monkeypatch):
     for own, found in (("127.0.0.9", "127.0.0.9"), ("203.0.113.7", "127.0.0.1")):  # the second is no interface's
         places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, type, places=places: places)
-        assert addresses.gloo_address() == found
+        assert launcher.gloo_address() == found
     monkeypatch.setattr(socket, "getaddrinfo", fails)
-    assert addresses.gloo_address() == "127.0.0.1"
+    assert launcher.gloo_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert addresses.gloo_address() is None
+    assert launcher.gloo_address() is None
 
 
 def test_deterministic_kernels_leave_everything_as_it_was():
@@ -141,3 +143,34 @@ def test_gpus_that_are_there_are_used_or_missed(machine, caplog, wanted, case, p
     with pytest.raises(ConfigError) as error:
         check_devices(wanted)
     assert error.value.key == "train.device" and problem in error.value.problem
+
+
+def test_megatron_stays_as_it_is_where_cuda_exists(monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER)
+    prepare_cpu()
+    assert (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER) == before
+
+
+def test_random_streams_continue_and_do_not_change_the_outer_stream():
+    prepare_cpu()
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    torch.manual_seed(0)
+    expected_outside = torch.rand(2)
+    torch.manual_seed(0)
+    with tracker.fork("a"):
+        first = torch.rand(3)
+    with tracker.fork("b"):
+        other = torch.rand(3)
+    with tracker.fork("a"):
+        second = torch.rand(3)
+    assert torch.equal(torch.rand(2), expected_outside)
+    assert torch.equal(torch.cat([first, second]), torch.rand(6, generator=torch.Generator().manual_seed(1)))
+    assert not torch.equal(first, other)
+    with pytest.raises(KeyError, match="'c'"), tracker.fork("c"):
+        pass

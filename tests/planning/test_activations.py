@@ -9,7 +9,7 @@ from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.parameters import parameter_count, trained_kinds
-from megatron_tape.training.trained_parameters import select_trained, trained_by
+from megatron_tape.training.model_building import select_trained, trained_by
 
 SHAPES = {
     "tape": {},

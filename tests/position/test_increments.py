@@ -13,7 +13,7 @@ from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.position import BUILT_IN
 from megatron_tape.position.encoding import NO_MEMORY
-from megatron_tape.training.trained_parameters import select_trained, trained_by
+from megatron_tape.training.model_building import select_trained, trained_by
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 

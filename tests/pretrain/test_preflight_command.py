@@ -12,7 +12,7 @@ from datasets_for_tests import write_all
 from launch import environment, free_port
 from training_cases import RECIPE
 
-from megatron_tape.parallel import addresses
+from megatron_tape.parallel import launcher
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import read_attempts
 from megatron_tape.run.nodes import versions
@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_answer_makes_its_node_a_bad_one_and_the_job_contin
 
 
 def test_a_node_that_cannot_find_rank_0_is_named_at_once(start, monkeypatch):
-    monkeypatch.setattr(addresses, "TRIES", 1)
+    monkeypatch.setattr(launcher, "TRIES", 1)
     monkeypatch.setenv("SLURMD_NODENAME", "beta")
     status, said, record = start("--nodes", "alpha,beta", size=2, MASTER_ADDR="alpha.invalid")
     assert status == 1 and "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in said.err
