@@ -4,7 +4,6 @@ A document is here what Megatron-core shuffles: a sequence of the indexed datase
 Megatron's make of every document.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,6 @@ from megatron_tape.config.data import blend, split_shares
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
-from megatron_tape.text import counted
 
 MANY_PASSES = 4
 """Repeated up to four times, text teaches a model nearly as much as new text (Muennighoff et al., "Scaling
@@ -27,7 +25,6 @@ class Member:
     prefix: str
     weight: float
     tokens: int
-    documents: int
 
 
 @dataclass(frozen=True)
@@ -62,51 +59,25 @@ def find_pools(config: RunConfig) -> Pools:
             largest = max(largest, tokens)
             if tokens > seq_length:
                 weight = float(tokens) if weights is None else weights[index]
-                pool.append(Member(prefix, weight, tokens, int(part.sum())))
+                pool.append(Member(prefix, weight, tokens))
         if not pool:
             dataset = "the largest dataset" if len(prefixes) > 1 else prefixes[0]
             raise ConfigError(
                 (f"data.long_documents.{key}", "data.prefix", "model.seq_length"),
                 f"is {getattr(config.data.long_documents, key)}, but the training documents of {relation} {minimum} "
-                f"tokens in {dataset} hold {largest:,} tokens, too few for a sequence of model.seq_length {seq_length} "
-                f"({_in_words(all_lengths)})",
+                f"tokens in {dataset} hold {largest:,} tokens, too few for a sequence of model.seq_length {seq_length}",
                 fix,
             )
     return pools
 
 
-def passes_in_words(pools: Pools, minimum: int, share: float, tokens: int) -> Iterator[tuple[str, str | None]]:
-    """Yield how many times a run of `tokens` tokens passes over either part of each dataset, as a sentence.
-
-    Beside it is a warning with the fix if these are more than MANY_PASSES, else None.
-    """
-    for members, of_mix, relation, change in (
-        (pools.long, share if pools.others else 1.0, "at least", "lower the share or the minimum"),
-        (pools.others, 1 - share, "less than", "raise the share or the minimum"),
-    ):
-        for member in members:
-            passes = tokens * of_mix * member.weight / sum(each.weight for each in members) / member.tokens
-            part = f"the {counted(member.documents, 'document')} of {relation} {minimum:,} tokens in {member.prefix}"
-            warning = (
-                f"data.long_documents repeats {part} {passes:.1f} times, and beyond about {MANY_PASSES} times repeated "
-                f"text teaches little; {change}, train fewer steps, or add such documents"
-            )
-            sentence = f"the run passes {passes:.2f} times over {part}, {member.tokens:,} tokens in all"
-            yield sentence, warning if passes > MANY_PASSES else None
+def passes(members: list[Member], tokens: int) -> dict[str, float]:
+    """Return how many times a run that draws `tokens` tokens from these parts passes over each, by its prefix."""
+    total = sum(member.weight for member in members)
+    return {member.prefix: tokens * member.weight / total / member.tokens for member in members}
 
 
 def training_lengths(prefix: str, split: str) -> np.ndarray:
     """Return the lengths (int32) in tokens of the documents in the training share of `data.split`."""
     lengths = IndexedDatasetReader(prefix).lengths
     return lengths[: round(split_shares(split)[0] * len(lengths))]
-
-
-def _in_words(all_lengths: list[np.ndarray]) -> str:
-    lengths = np.concatenate(all_lengths)
-    if not len(lengths):
-        return "there is no training document"
-    median, high = (int(np.quantile(lengths, share)) for share in (0.5, 0.9))
-    return (
-        f"of {len(lengths):,} documents the longest has {lengths.max():,} tokens, one in ten has more than {high:,} "
-        f"and half have more than {median:,}"
-    )

@@ -25,7 +25,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
 from megatron_tape.data.inputs import large_enough
-from megatron_tape.data.long_documents import Pools, find_pools, passes_in_words, training_lengths
+from megatron_tape.data.long_documents import MANY_PASSES, Pools, find_pools, passes, training_lengths
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel import megatron_patches
 
@@ -215,10 +215,10 @@ def mix_with_long_documents(
         shorter = replace(settings, blend=blend_of_others, documents_below=minimum)  # type: ignore[call-arg]
         mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
     if not build and dist.get_rank() == 0:
-        for sentence, warning in passes_in_words(pools, minimum, share, size * config.model.seq_length):
-            logger.info(sentence)
-            if warning:
-                logger.warning("warning: %s", warning)
+        for kind, members, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
+            for prefix, times in passes(members, count * seq_length).items():
+                level, start = (logging.WARNING, "warning: ") if times > MANY_PASSES else (logging.INFO, "")
+                logger.log(level, "%sthe run passes %.2f times over the %s documents of %s", start, times, kind, prefix)
     return mix
 
 

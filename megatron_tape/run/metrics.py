@@ -203,10 +203,8 @@ class _RecordFile:
             if not self._failing:
                 logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)
             self._failing = True
-            return
-        if self._failing:
-            logger.info("%s can be written again and holds what was kept for it", self._path)
-        self._failing = False
+        else:
+            self._failing = False
 
     def sync(self) -> None:
         """Flush what was written to disk, if the disk allows it."""
@@ -221,10 +219,8 @@ class _RecordFile:
         self.append(b"")
         if self._waiting:
             logger.warning("%s is closed without its last %d bytes", self._path, len(self._waiting))
-        try:
+        with suppress(OSError):
             self._file.close()
-        except OSError as error:
-            logger.warning("%s may lack its last records (%s)", self._path, error)
 
 
 def _rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None) -> None:
