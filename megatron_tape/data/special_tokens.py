@@ -28,9 +28,6 @@ class SpecialTokens:
             try:
                 self._settings[name] = parse_record(files[name], dict[str, Any])
                 json.dumps(self._settings[name], ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                problem = "holds a lone surrogate, which UTF-8 cannot hold"
-                raise FileError(str(path.with_name(name)), problem, "save the tokenizer again") from None
             except ValueError as error:
                 fix = "save the tokenizer again or remove the file"
                 raise FileError(str(path.with_name(name)), f"cannot be used: {error}", fix) from None
@@ -41,12 +38,10 @@ class SpecialTokens:
         """What `tokenizer_config.json` says."""
         return self._settings.get(CONFIG, {})
 
-    def added(self, *files: str) -> dict[str, tuple[int, bool]]:
-        """Return the tokens that these files add: their ids, and whether they are special."""
-        found = []
-        if "added_tokens.json" in files:
-            found += [(token, index, True) for token, index in self._settings.get("added_tokens.json", {}).items()]
-        decoder = self.config.get("added_tokens_decoder") if CONFIG in files else None
+    def added(self) -> dict[str, tuple[int, bool]]:
+        """Return the tokens that the files add: their ids, and whether they are special."""
+        found = [(token, index, False) for token, index in self._settings.get("added_tokens.json", {}).items()]
+        decoder = self.config.get("added_tokens_decoder")
         for key, token in decoder.items() if isinstance(decoder, dict) else ():
             index = int(key) if re.fullmatch("[0-9]{1,9}", key) else key
             content, special = (token.get(name) if isinstance(token, dict) else None for name in ("content", "special"))
@@ -57,9 +52,9 @@ class SpecialTokens:
                 raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
         return {token: (index, special) for token, index, special in found}
 
-    def check_added(self, ids: Callable[[str], int | None], *files: str) -> None:
-        """Raise FileError if these files add a token that the tokenizer, whose `ids` these are, has not by its id."""
-        for token, (index, _) in self.added(*files).items():
+    def check_added(self, ids: Callable[[str], int | None]) -> None:
+        """Raise FileError if the files add a token that the tokenizer, whose `ids` these are, has not by its id."""
+        for token, (index, _) in self.added().items():
             if (own := ids(token)) != index:
                 has = "does not have it" if own is None else f"gives it {own}"
                 problem = f"gives the added token {shown(token)} the id {index}, but {self._path.name} {has}"
@@ -68,7 +63,7 @@ class SpecialTokens:
 
     def special(self) -> set[str]:
         """Return the tokens that the files name as special ones, whether they exist or not."""
-        found = [token for token, (_, special) in self.added(CONFIG).items() if special]
+        found = [token for token, (_, special) in self.added().items() if special]
         for _, value in self._named():
             several = value.values() if isinstance(value, dict) and "content" not in value else value
             found += [_content(token) for token in several] if isinstance(value, list | dict) else [value]

@@ -218,7 +218,7 @@ class _SentencePiece:
         if isinstance(kwargs, dict) and kwargs.get("enable_sampling"):
             _refuse_random(path.with_name(CONFIG), "sp_model_kwargs.enable_sampling")
         self.vocab_size = self._model.vocab_size()
-        self.names.check_added(self.token_to_id, "added_tokens.json", CONFIG)
+        self.names.check_added(self.token_to_id)
         # SentencePiece gives -1 for a special piece that the model lacks.
         eos, bos = (None if index < 0 else index for index in (self._model.eos_id(), self._model.bos_id()))
         self.eod = self.names.id_of("eos_token", self.token_to_id, eos)
@@ -274,7 +274,6 @@ class _HuggingFace:
         self.names = SpecialTokens(files, path)
         self.eod = self.names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
         self.bos = self.names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
-        self.names.check_added(self._model.token_to_id, CONFIG)
         self._keep_specials_from_text(settings)
         first = self._model.encode("a", add_special_tokens=True).ids[:1]
         self.prefix = first if first == [self.bos] else []

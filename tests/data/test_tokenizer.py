@@ -228,7 +228,6 @@ def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, s
     [
         ({"eos_token": "<|eot_id|>"}, "names '<|eot_id|>' as eos_token, which tokenizer.json does not have"),
         ({"bos_token": 3}, "names 3 as bos_token"),
-        ({"added_tokens_decoder": {"1": {"content": "<first>"}}}, "'<first>' the id 1, but tokenizer.json gives it 0"),
         ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "the added token '<x>' the id 'x'"),
     ],
 )
