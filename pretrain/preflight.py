@@ -25,7 +25,7 @@ from megatron_tape import command_line
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, refuse
+from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.parallel.launcher import (
@@ -46,7 +46,6 @@ from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from megatron_tape.text import counted
 
 MIB = 2**20
-DAY = 86400
 SHOWN = 20
 """How many problems are reported in words; all bad nodes are recorded."""
 
@@ -77,8 +76,6 @@ def main(argv: list[str] | None = None) -> int:
     with command_line.refusing():
         check_launched()
         options, rest = parser.parse_known_args(argv)
-        refuse(options.gpus < 0, "--gpus", f"is {options.gpus}", "give 0 or more")
-        refuse(not 1 <= options.timeout <= DAY, "--timeout", f"is {options.timeout:g}", f"give 1 to {DAY} seconds")
         config = parse_run_config(rest)
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)

@@ -1,10 +1,7 @@
 """`python -m pretrain.preflight` on one machine; tests/slurm/test_preflight.py runs it in jobs of two nodes."""
 
-import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -94,41 +91,3 @@ def test_nodes_that_gloo_cannot_reach_are_named(hosts, found, bad):
 def test_a_mistake_in_the_configuration_stops_the_job(start):
     status, _, record = start("--train.global_batch_size=3", size=2)
     assert status == 1 and record.outcome == "refused" and "train.global_batch_size 3" in record.message
-
-
-@pytest.mark.parametrize(
-    "option, values",
-    [("--timeout", ["nan", "inf", "1e30", "0.001", "-1"]), ("--gpus", ["-1"])],
-)
-def test_options_that_cannot_be_are_refused(option, values, capfd, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    for value in values:
-        with pytest.raises(SystemExit) as stop:
-            preflight.main([f"{option}={value}"])
-        assert stop.value.code == 2 and f"error: {option} is " in capfd.readouterr().err
-
-
-COUNTED = """
-import json, os, sys
-opened = []
-sys.addaudithook(lambda event, values: event == "open" and opened.append(str(values[0])))
-from pretrain import preflight
-status = preflight.main(sys.argv[1:])
-print(json.dumps([path for path in opened if not path.startswith("/") and os.path.exists(path)]))
-sys.exit(status)
-"""
-
-
-def test_a_rank_reads_the_configuration_and_leaves_the_rest_to_the_first_of_its_node(tmp_path):
-    """Otherwise the files that a start touches would grow with its ranks, not with its nodes."""
-    shutil.copy(RECIPE, write_all(tmp_path) / "config.yaml")
-    options = ["--config=config.yaml", "--data.prefix=a", "--logging.directory=run"]
-    port, ranks = free_port(), []
-    for rank in range(2):
-        command = [sys.executable, "-c", COUNTED, *options]
-        streams = {"stdout": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=environment(rank, 2, port), cwd=tmp_path, **streams))
-    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], answers
-    first, second = (json.loads(answer.splitlines()[-1]) for answer in answers)
-    assert second == ["config.yaml"] and any(path.startswith("a.") for path in first)

@@ -53,7 +53,7 @@ def test_arguments_of_a_job_are_not_taken_for_its_fields():
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, fields, "")
 
 
-@pytest.mark.parametrize("script", ["pretrain_tape", "extend_tape", "evaluate_tape", "compare", "preprocess"])
+@pytest.mark.parametrize("script", ["pretrain_tape", "preprocess"])
 def test_a_job_finds_the_repository_that_it_was_submitted_from(script):
     text = (COMMON.parent / f"{script}.sh").read_text()
     command = next(line for line in text.splitlines() if line.strip().startswith("root=$(scontrol"))

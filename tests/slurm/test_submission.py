@@ -52,9 +52,7 @@ def submit(inputs, tmp_path):
     "script, arguments, told",
     [
         ("pretrain_tape.sh", ["--bad.key", "1"], "bad.key is an unknown key"),
-        ("pretrain_tape.sh", [RECIPE, "--data.prefix=missing"], "missing"),
         ("pretrain_tape.sh", ["missing.yaml"], "missing.yaml does not exist"),
-        ("extend_tape.sh", ["--bad.key", "1"], "bad.key is an unknown key"),
         ("run_all.sh", [RECIPE, "--data.prefix=a", "--extend", RECIPE, "--bad.key", "1"], "bad.key is an unknown key"),
     ],
 )
@@ -122,21 +120,17 @@ def test_jobs_of_a_submission_that_fails_half_way_are_cancelled(submit, script, 
     assert status == 1 and said.endswith("cancel those that were with: scancel --clusters=far 43\n")
 
 
-@pytest.mark.parametrize("number, status", [("INT", 130), ("TERM", 143), ("HUP", 129)])
-def test_jobs_of_an_interrupted_submission_are_cancelled(submit, number, status):
-    ended, _, said = submit("run_all.sh", *CHAIN, SIGNAL=number)
-    assert ended == status and "those that were (41) have been cancelled" in said
+def test_jobs_of_an_interrupted_submission_are_cancelled(submit):
+    ended, _, said = submit("run_all.sh", *CHAIN, SIGNAL="INT")
+    assert ended == 130 and "those that were (41) have been cancelled" in said
 
 
 @pytest.mark.parametrize(
     "arguments, given",
     [
         ([], None),
-        (["--logging.note", "use --config x"], None),
         (["--logging.note=a", "--data.prefix", "x --config=y"], None),
-        (["--configuration", "x"], None),
         (["a b.yaml", "--data.prefix", "*"], []),
-        ([""], []),
         (["--data.prefix", "`x` $HOME\n'", "--config", "x y"], []),
         (["--config=x"], []),
     ],
