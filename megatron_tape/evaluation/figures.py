@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron_tape.evaluation.task import Picture
-from megatron_tape.io.files import write_whole
 from megatron_tape.text import CONTROLS
 
 if TYPE_CHECKING:
@@ -265,11 +263,6 @@ def png(picture: Picture) -> bytes:
         warnings.simplefilter("ignore")  # of what is odd in labels and values, such as characters that no font has
         picture.figure.savefig(content, format="png", dpi=DOTS_PER_INCH, facecolor="white")
     return content.getvalue()
-
-
-def save(picture: Picture, path: str | Path) -> None:
-    """Write a picture as a PNG file, whole or not at all. Raises OSError."""
-    write_whole(path, [png(picture)])
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:

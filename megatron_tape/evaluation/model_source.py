@@ -12,7 +12,7 @@ from typing import Any
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.index import check_average, read_index
 from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER
-from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint, model_digest
+from megatron_tape.checkpoint.locate import find_checkpoint, model_digest
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
@@ -87,9 +87,6 @@ def find_model(given: str, label: str | None = None, average: bool = False) -> S
     try:
         in_transformers_format = (path / "config.json").is_file() and not (path / MANIFEST).exists()
         found = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label, average)
-    except NoCheckpoint as error:
-        fix = "or give a directory in the format of transformers, with config.json and .safetensors"
-        raise ConfigError("--model", f"{given} cannot be evaluated: {error}", fix) from None
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{given} cannot be evaluated: {error}") from None
     refuse(average and not found.checkpoint, "--average", "is for runs and their checkpoints", "leave it out")

@@ -32,7 +32,7 @@ from megatron_tape.evaluation.results import (
     write_results,
 )
 from megatron_tape.evaluation.task import HuggingFaceModel, Task, Unit
-from megatron_tape.io.files import digest, open_to_append, remove
+from megatron_tape.io.files import digest, open_to_append, remove, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit
 from megatron_tape.text import counted
@@ -215,12 +215,12 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
 
     Pictures that cannot be drawn, as the values of a broken model may not, cost a warning. Raises OSError.
     """
-    from megatron_tape.evaluation.figures import save
+    from megatron_tape.evaluation.figures import png
 
     files = []
     try:
         for picture in task.draw({results.label: results.tasks[task.name]}):
-            save(picture, output / f"{picture.name}.png")
+            write_whole(output / f"{picture.name}.png", [png(picture)])
             files.append(output / f"{picture.name}.png")
     except OSError:
         raise

@@ -80,7 +80,6 @@ def test_markdown_has_a_row_for_each_variant_and_the_notes():
     assert "| tape " in lines[3] and "| 0.7667 |" in lines[3] and "| 0.0755 |" in lines[3]
     assert "With 3 seeds" in text and "more than 2.5 times" in text
     assert "Fewer seeds than the others: nope&#60;b&#62; (2)." in text and "Not finished: tape, seed 4." in text
-    assert "Fewer seeds than the others: nope<b> (2)." in markdown(comparison(), escape=str)
 
 
 @pytest.mark.parametrize("metrics", [1, 2])
@@ -89,7 +88,6 @@ def test_what_a_file_says_is_plain_text_in_markdown(metrics):
     scores = [Score(f"{odd} {number}", 0.5, "higher", group=odd, unit=odd, task=odd) for number in range(metrics)]
     runs = [replace(run(odd, seed, *scores), hardware=odd, data={odd: str(seed)}) for seed in (1, 2)]
     text = markdown(Comparison({}, {}, odd, runs), [odd])
-    assert "<img" in markdown(Comparison({}, {}, odd, runs), escape=str)
     blocks = MarkdownIt("commonmark").enable(["table"]).parse(text)
     inline = [child for block in blocks for child in block.children or ()]
     assert {token.type for token in inline} == {"text"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from megatron_tape.evaluation import figures
@@ -19,7 +19,6 @@ from megatron_tape.text import counted
 
 Found = dict[Score, list[Row]]
 """What the variants came to in each metric of a task."""
-_FOR_MARKDOWN = partial(markdown_text.plain, longest=10_000)
 _SMALLEST_P = 0.0001
 """Smaller p values are shown as less than this."""
 _COLUMNS = (*tables.SUBJECT, "variant", "seeds", "mean", "deviation", "difference", "95 % interval", "p")
@@ -105,11 +104,9 @@ def warnings(comparison: Comparison) -> list[str]:
     return [f"These differ between the runs, which may not be comparable: {', '.join(changed)}."] if changed else []
 
 
-def markdown(comparison: Comparison, missing: Sequence[str] = (), escape: Callable[[str], str] = _FOR_MARKDOWN) -> str:
-    """Return the tables and notes as Markdown, whose columns are aligned for terminals.
-
-    `escape` makes plain text of what a file says, for Markdown or for a terminal.
-    """
+def markdown(comparison: Comparison, missing: Sequence[str] = ()) -> str:
+    """Return the tables and notes as Markdown, whose columns are aligned for terminals."""
+    escape = partial(markdown_text.plain, longest=10_000)  # of what a file says
     lines = ["# Comparison", ""]
     for task, found in by_task(comparison).items():
         lines += [f"## {escape(title_of(task))}", ""]

@@ -26,32 +26,12 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from typing_extensions import TypedDict
 
 from megatron_tape.errors import ConfigError
 
 FEWSHOT_SEED = 1234
 """The harness's own default."""
 _RESAMPLINGS = 1000
-
-
-class Outcome(TypedDict):
-    """What a task or a group of tasks scored; plain JSON but for `responses`."""
-
-    name: str
-    version: str
-    fewshot: int | None
-    """Examples in every prompt."""
-    metrics: dict[str, dict[str, Any]]
-    """By `metric,filter`: `value`, `error`, its standard error or None if that is unknown, and `higher_is_better`."""
-    documents: list[str]
-    """Digests of its documents in order, by which the same ones are recognized in other results; none of a group."""
-    values: dict[str, list[Any]]
-    """The documents' values by `metric,filter`."""
-    responses: list[Any]
-    """The model's answers to their first requests: a text, or a log-likelihood and whether it is the likeliest text."""
-    truncated: int
-    """Documents of which the model saw only a part."""
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
@@ -125,16 +105,20 @@ def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
     return config
 
 
-def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) -> list[Outcome]:
+def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) -> list[dict[str, Any]]:
     """Run tasks from `load_tasks` or `own_task` on a model of the harness; return what each, and each group, scored.
 
-    `seed` is any text; the same one draws the same samples and few-shot examples whatever ran before.
+    `seed` is any text; the same one draws the same samples and few-shot examples whatever ran before. An outcome has
+    `name`, `version`, `fewshot` (examples in every prompt), `metrics` by `metric,filter` (`value`, `error`, its
+    standard error or None, and `higher_is_better`), `documents` (digests in order; none of a group), `values` (those of
+    the documents, by `metric,filter`), `responses` (the model's answers to the documents' first requests: a text, or a
+    log-likelihood and whether it is the likeliest text), and `truncated`, how many documents the model saw a part of.
     """
     with quiet(), seeded(seed), without_bars(), contextlib.redirect_stdout(io.StringIO()):
         # Its bootstrap would otherwise copy this process once per core, with a model in it.
         with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
             found = evaluate(model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True)
-    outcomes: list[Any] = []
+    outcomes = []
     for name, values in found["results"].items():
         better = found["higher_is_better"].get(name) or {}
         metrics = {}
