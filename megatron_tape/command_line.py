@@ -31,8 +31,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
         self.register("type", None, lambda text: _expanded(text))
         self.register("type", Path, path)
-        for number in (int, float):  # in Python, digits of any script are a number
-            self.register("type", number, lambda text, number=number: number(text.encode("ascii")))
 
     def add_subparsers(self, **arguments: Any):
         """Add subparsers; they are given the arguments as they stand, and expand those of their own."""
@@ -61,8 +59,8 @@ def _expanded(text: str) -> str:
 
 def whole_number(text: str) -> int:
     """Read an option that is a whole number of at least 1."""
-    if not re.fullmatch("0*[1-9][0-9]{0,17}", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1, or too large")
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
     return int(text)
 
 

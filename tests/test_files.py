@@ -4,7 +4,6 @@ import pytest
 
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import PartialFile, atomic_directory, atomic_output, open_to_append, remove, write_whole
-from megatron_tape.text import duration
 
 
 def test_output_appears_only_when_the_block_succeeds(tmp_path):
@@ -160,10 +159,3 @@ def test_removing_does_not_follow_links(tmp_path):
     for name in ("link", "dangling", "tree", "file", "absent"):
         remove(tmp_path / name)
     assert os.listdir(tmp_path) == ["kept"] and os.listdir(kept) == ["deep"]
-
-
-@pytest.mark.parametrize(
-    "seconds, written", [(0, "0:00:00"), (-3, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90_061, "1d 1:01:01")]
-)
-def test_how_a_duration_is_written(seconds, written):
-    assert duration(seconds) == written

@@ -11,8 +11,6 @@ import pytest
 from megatron_tape import command_line, home
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.home import expand_home, provide_caches
-from pretrain import compare, estimate, evaluate
-from tools import make_corpus, preprocess_data, train_tokenizer
 
 CACHES = ("MPLCONFIGDIR", "HF_HOME", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
 NOBODY = "~no-such-user/x"
@@ -44,53 +42,16 @@ def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch)
     parser.add_argument("paths", nargs="*")
     parser.add_argument("--file", type=Path)
     parser.add_argument("--prompt", type=str)
-    verb = parser.add_argument_group().add_argument("--text")
-    given = parser.parse_args(["a", "~/b", "--file=~/c", "--prompt=~/d", "--text=~/e"])
-    assert (given.paths, given.file, given.prompt, given.text) == (
-        ["a", "/home/me/b"],
-        Path("/home/me/c"),
-        "~/d",
-        "/home/me/e",
-    )
-    assert verb.type is None
+    given = parser.parse_args(["a", "~/b", "--file=~/c", "--prompt=~/d"])
+    assert (given.paths, given.file, given.prompt) == (["a", "/home/me/b"], Path("/home/me/c"), "~/d")
     with pytest.raises(ConfigError, match="argument --file: ~no-such-user/x begins"):
         parser.parse_args([f"--file={NOBODY}"])
     sub = command_line.Parser()
     verb = sub.add_subparsers().add_parser("verb")
     verb.add_argument("--output")
-    verb.add_argument("--suffix", type=str)
     verb.add_argument("rest", nargs="*", type=str)
-    given = sub.parse_args(["verb", "--output", "~/x", "--suffix", "~", "--", "~/y", "~ z"])
-    assert (given.output, given.suffix, given.rest) == ("/home/me/x", "~", ["~/y", "~ z"])
-
-
-def test_options_that_are_no_paths_keep_their_tilde(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert compare.read_command(["--recipe=r", "--encodings=~x"])[0].encodings == "~x"
-    options, _ = evaluate.read_command(["passkey", "--model=~/m", "--label=~mine"])
-    assert (options.model, options.label) == ("/home/me/m", "~mine")
-    required = {preprocess_data: ["--tokenizer=t", "--output-prefix=p"], train_tokenizer: ["--output=m"]}
-    for tool, others in required.items():
-        given = tool.parser().parse_args(["--input=~/a", *others, "--text-key=~text"])
-        assert (given.input, given.text_key) == (["/home/me/a"], "~text")
-    given = make_corpus.parser().parse_args(
-        ["hub", "~/data", "--output=~/o", "--config-name=~c", "--split=~s", "--text-key=~text"]
-    )
-    assert (given.name, given.config_name, given.split, given.text_key) == ("/home/me/data", "~c", "~s", "~text")
-
-
-def test_programs_take_options_and_recipes_in_the_home_directory(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    recipe = Path(estimate.__file__).parent / "recipes" / "tape_demo.yaml"
-    (tmp_path / "mine.yaml").write_text(recipe.read_text())
-    estimate.main(["--config=~/mine.yaml"])
-    assert "parameters" in capsys.readouterr().out
-
-
-def test_a_writable_home_directory_keeps_its_caches(environment, tmp_path):
-    environment.setenv("HOME", str(tmp_path))
-    provide_caches()
-    assert not set(CACHES) & os.environ.keys()
+    given = sub.parse_args(["verb", "--output", "~/x", "--", "~/y"])
+    assert (given.output, given.rest) == ("/home/me/x", ["~/y"])
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

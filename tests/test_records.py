@@ -38,22 +38,15 @@ def test_a_value_of_the_shape_comes_back_as_it_is(tmp_path):
         ("[1, 2]", "it is a list"),
         ('{"sizes": {}}', "step is missing"),
         ('{"step": "3", "sizes": {}}', "step is '3'"),
-        ('{"step": true, "sizes": {}}', "step is True"),
-        ('{"step": 3.0, "sizes": {}}', "step is 3.0"),
         ('{"step": 3, "sizes": {"a": [1, null]}}', r"sizes.a\[1\] is None"),
-        ('{"step": 3, "sizes": {"a": 1}}', "sizes.a is 1"),
-        ('{"step": 3, "sizes": {}, "seconds": true}', "seconds is True"),
         ('{"step": 3, "sizes": {}, "outcome": "odd"}', "outcome is 'odd'"),
         ('{"step": 99999999999999999999, "sizes": {}}', "step is 1e[+]20: .*integer"),
         ('{"step": 3, "sizes": {}, "seconds": NaN}', "it is not JSON .*finite"),
         ('{"step": 3, "sizes": {}, "seconds": 1e999}', "it is not JSON .*finite"),
         ('{"step": 3, "sizes"', "it is not JSON"),
-        ("", "it is not JSON"),
         (b"\xff\xfe\xfa", "it is not UTF-8 text .byte 0"),
-        (GOOD.encode("utf-16"), "it is not UTF-8 text .byte 0"),
         (bytes(3000) + b"\n", "it is not JSON .it holds NUL characters, as after a power cut"),
         ("[" * 100_000, "it is nested too deeply"),
-        ('{"a":' * 100_000, "it is nested too deeply"),
         ("1" * 10_000, "it is not JSON"),
     ],
 )
@@ -66,10 +59,8 @@ def test_a_wrong_record_is_described_in_one_sentence(text, sentence):
 @pytest.mark.parametrize(
     "shape, value",
     [
-        (list[int], ["a"] * 5),
         (dict[str, dict[str, int]], {str(i): i for i in range(5)}),
         (Shape, {"step": 1, "sizes": {str(i): ["a"] * 5 for i in range(5)}}),
-        (list[int] | None, ["a"] * 5),
     ],
 )
 def test_the_first_wrong_item_is_the_only_one_of_which_an_error_is_made(shape, value):
@@ -102,8 +93,6 @@ def test_a_file_is_named_and_its_size_and_kind_are_known_before_it_is_read(tmp_p
         ("step: [3\n", "it is not YAML"),
         ("&a [*a]", "it is not YAML .*aliases"),
         ("step: 3\nsizes: {}\nseconds: .nan", "Out of range"),
-        ("step: 3\nsizes: {}\nrest: {a: -.inf}", "Out of range"),
-        ("step: 3\nsizes: {}\nrest: !!binary YQ==", "it is not YAML .*tags"),
     ],
 )
 def test_yaml_is_checked_in_the_same_way(tmp_path, text, sentence):

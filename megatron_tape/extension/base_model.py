@@ -271,8 +271,8 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
 def _check_lengths(model: ModelConfig, base: Base) -> None:
     """Raise ConfigError if positions are scaled although contexts become shorter, or from a longer one than the base's.
 
-    A shorter one may be meant, as some models state more tokens than they were trained on; it is warned about. So are
-    positions that linear scaling leaves beyond the trained ones.
+    A shorter one may be meant, as some models state more tokens than they were trained on. Warns about positions that
+    linear scaling leaves beyond the trained ones.
     """
     position, was = model.position, base.model.position
     factor, before = (getattr(settings, "rope_scaling_factor", 1.0) for settings in (position, was))
@@ -303,11 +303,8 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
         return
     own = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
     key, given = "model.position.rope_original_seq_length", position.rope_original_seq_length
-    problem, fix = f"is {given}, but contexts of {KEY} {base.path} have {own} tokens", f"set it to {own}"
-    refuse(given > own, (key, KEY), problem, fix)
-    # With linear scaling, the length before it is not recorded.
-    if given < own and scaling != "linear":
-        command_line.say(f"warning: {key} {problem}; {fix}, unless this is meant")
+    problem = f"is {given}, but contexts of {KEY} {base.path} have {own} tokens"
+    refuse(given > own, (key, KEY), problem, f"set it to {own}")
 
 
 def _of_encoding(model: ModelConfig) -> set[str]:

@@ -266,7 +266,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         "unknown format": [tmp_path / "a.csv"],
         "is a device; give a file or a pipe": [tmp_path / "zero.jsonl"],
         "holds no document": [tmp_path / "empty.jsonl"],
-        "argument --workers: '0' is not a whole number of at least 1": [corpus, "--workers", 0],
+        "argument --workers: 0 is below 1": [corpus, "--workers", 0],
         "--workers is 100,000; give at most 1,024": [corpus, "--workers", 100_000],
         "is not a SentencePiece model": [corpus, "--tokenizer", corpus],
         "does not exist; give": [corpus, "--tokenizer", "none.model"],
