@@ -1,9 +1,6 @@
 """Rows of loading, computing and generating; see ecosystem.py."""
 
-import copy
-
 import torch
-import torch.nn.functional as F
 from ecosystem import Subject, equal_logits, equal_tokens, row
 from transformers import AutoConfig, AutoModel, DynamicCache, TextStreamer, pipeline
 
@@ -20,13 +17,6 @@ def loads(subject: Subject):
         equal_logits(model.lm_head(base(subject.ids(24)).last_hidden_state), subject.logits(model))
 
 
-@row("the loss on labels is the cross entropy of the logits")
-def loss(subject: Subject):
-    ids = subject.ids(24)
-    expected = F.cross_entropy(subject.logits()[0, :-1], ids[0, 1:])
-    torch.testing.assert_close(subject.model(ids, labels=ids).loss, expected)
-
-
 @row("save_pretrained in shards, loaded again: equal logits")
 def saves(subject: Subject):
     third = subject.model.get_memory_footprint() // 3
@@ -34,13 +24,6 @@ def saves(subject: Subject):
     subject.tokenizer.save_pretrained(subject.work / "saved")
     assert len(list((subject.work / "saved").glob("*.safetensors"))) > 1
     equal_logits(subject.logits(subject.load(directory=subject.work / "saved")), subject.logits(), 0)
-
-
-@row("in bf16: logits within 5% of fp32's spread")
-def bfloat16(subject: Subject):
-    found, expected = subject.logits(subject.load(dtype=torch.bfloat16)), subject.logits()
-    spread = expected.std().item()
-    assert (found - expected).pow(2).mean().sqrt() < 0.05 * spread
 
 
 @row("attention maps (eager): causal, each row sums to one; all hidden states")
@@ -72,15 +55,6 @@ def sdpa(subject: Subject):
     equal_logits(torch.cat(parts, 1), expected)
 
 
-@row("packed documents (position_ids that start over): each document's own logits")
-def packed(subject: Subject):
-    first, second = subject.ids(15), subject.ids(9, 40)
-    positions = torch.cat([torch.arange(15), torch.arange(9)])[None]
-    found = subject.logits(ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False)
-    equal_logits(found[:, :15], subject.logits(ids=first))
-    equal_logits(found[:, 15:], subject.logits(ids=second))
-
-
 @row("generate with the dynamic cache: the tokens of generate without a cache")
 def dynamic_cache(subject: Subject):
     equal_tokens(subject.generate(subject.ids(24), cache_implementation="dynamic"), subject.greedy)
@@ -89,25 +63,6 @@ def dynamic_cache(subject: Subject):
 @row("generate with the static cache: the tokens of generate without a cache")
 def static_cache(subject: Subject):
     equal_tokens(subject.generate(subject.ids(24), cache_implementation="static"), subject.greedy)
-
-
-@row("a prompt's cache, copied and continued in two ways: the tokens of the whole conversations")
-def reused_cache(subject: Subject):
-    prompt, ways = subject.ids(24), (subject.ids(5, 30), subject.ids(7, 60))
-    cache = DynamicCache(config=subject.model.config)
-    subject.logits(ids=prompt, past_key_values=cache)
-    for way in ways:
-        ids = torch.cat([prompt, way], 1)
-        found = subject.generate(ids, past_key_values=copy.deepcopy(cache))
-        equal_tokens(found, subject.generate(ids, use_cache=False))
-
-
-@row("prompts of several lengths padded to one batch: each prompt's own tokens")
-def batch(subject: Subject):
-    prompts = [subject.ids(24), subject.ids(9, 30)]
-    padded = subject.tokenizer.pad({"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt")
-    found = subject.generate(padded["input_ids"], attention_mask=padded["attention_mask"])
-    equal_tokens(found, torch.cat([subject.generate(ids, use_cache=False) for ids in prompts]))
 
 
 @row("generate from inputs_embeds: the tokens that follow the ids")

@@ -126,10 +126,3 @@ def test_a_cache_that_is_not_known_to_keep_the_position_state_is_refused(model):
     for cache in others:
         with pytest.raises(NotImplementedError, match=f"{type(cache).__name__}.*use DynamicCache or StaticCache"):
             model(tokens(), past_key_values=cache)
-
-
-@torch.no_grad()
-def test_a_static_cache_is_filled_by_a_prompt_in_chunks(model):
-    expected = model.generate(tokens(1, 12), max_new_tokens=5, do_sample=False)
-    options = {"prefill_chunk_size": 5, "cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(model.generate(tokens(1, 12), max_new_tokens=5, do_sample=False, **options), expected)

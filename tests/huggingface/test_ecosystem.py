@@ -10,7 +10,7 @@ from environments import run_in
 ROWS = ecosystem.load_rows()
 LIGHT = [name for name, entry in ROWS.items() if not entry.heavy]
 # Of other encodings than TAPE, in three kinds of exports; test_exported_models.py has what each could get wrong alone.
-OF_ENCODINGS = "loss saves maps_and_states packed dynamic_cache reused_cache batch embeddings beam_search".split()
+OF_ENCODINGS = "saves maps_and_states dynamic_cache embeddings beam_search".split()
 OF_ENCODINGS += "assisted gradient_checkpointing lora_and_positions offloaded_weights sequence_classification".split()
 
 

@@ -1,6 +1,5 @@
 """The files with which an encoding travels: complete, trusted only if they are ours, and imported back."""
 
-import ast
 import json
 import shutil
 import sys
@@ -23,23 +22,6 @@ from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.position import ENCODINGS, PositionEncoding
 from pretrain import evaluate
-
-
-def test_every_file_of_an_export_is_needed_and_imports_nothing_that_is_not_there(exported):
-    for made in map(exported, NAMES):
-        files = code_files(ENCODINGS[made.model.position_encoding])
-        assert {path.name for path in made.directory.glob("*.py")} == set(files)
-        needed = {"modeling_encoded_tape", "configuration_encoded_tape"}
-        for file, text in files.items():
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.ImportFrom) and node.level:
-                    assert f"{node.module}.py" in files, (file, node.module)
-                    needed.add(node.module)
-                elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-                    tops = {module.partition(".")[0] for module in names}
-                    assert tops <= {*sys.stdlib_module_names, "torch", "transformers", "packaging", "numpy"}, file
-        assert {f"{module}.py" for module in needed} == set(files)
 
 
 def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
@@ -85,7 +67,7 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
     [
         ({"position_encoding": "nothing"}, "position_encoding is 'nothing' in .*, which is not one of tape, rope"),
         ({"position_settings": {"fire_mlp_size": "32"}}, "fire_mlp_size is '32'"),
-        ({"position_settings": {"rope_theta": 5.0}}, "position.rope_theta is an unknown key"),
+        ({"position_settings": {"rope_theta": 5.0}}, "model.position.rope_theta"),
         ({"position_settings": [1]}, "position_settings in .* is a list"),
     ],
 )

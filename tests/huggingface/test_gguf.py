@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.huggingface.export.to_transformers import export
 
 TEXT = "Is it 1999? def main():\n\treturn  42.5 # don't, größer"
 
@@ -102,48 +101,6 @@ def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
     progress = open_weights(tmp_path / "imported").state["progress"]
     assert progress["card"] == {"license": "mit"} and progress["origin"].endswith("model.gguf (GGUF, F32, Q8_0)")
-
-
-def byte_level(split):
-    """A tokenizer that splits text as Qwen2's does, as a function that adds it to a GGUF file, and its ids of TEXT."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT * 3], trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-
-    def add(writer):
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list(tokens)
-        writer.add_token_types([3] + [1] * (len(tokens) - 1))
-        writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-        writer.add_eos_token_id(0)
-
-    return add, tokenizer.encode(TEXT).ids, len(tokens)
-
-
-def test_the_tokenizer_comes_along_and_gives_the_same_ids(tmp_path):
-    from transformers import AutoTokenizer
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    add, ids, size = byte_level(GGUF_PRE_TOKENIZER_SPLITS["qwen2"])
-    write_source(tmp_path / "source", "qwen2", vocab_size=size)
-    write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
-    imported(tmp_path, tmp_path / "model.gguf")
-    export(tmp_path / "imported", tmp_path / "exported")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported", trust_remote_code=True)
-    assert tokenizer(TEXT)["input_ids"] == ids and tokenizer.decode(ids) == TEXT
-    assert tokenizer.eos_token_id == 0
 
 
 @pytest.mark.parametrize("prefix", [True, False])
