@@ -5,9 +5,10 @@
 prints a table of what was asked of vLLM: for each model, how many answers have the tokens of `generate`, and by how
 much the logprobs of the sampled and the five best tokens differ at most from those that transformers computes for the
 same text. The exit status is 1 if a token differs, or a logprob by more than 1e-4. TAPE models are served by the
-plug-in of transformers_tape, which must be installed; code that an export carries is not run. The first model is also
-served by the OpenAI server and by two tensor-parallel processes (three, if its number of heads is odd). With
-VLLM_CPU_CI_ENV=1, the row of compiled models traces them, but does not compile, which takes minutes.
+plug-in of transformers_tape, which must be installed; code that an export carries is not run. All rows are tried with
+the first model, those of one plain engine with the others. Tensor parallelism takes two processes (three, if the number
+of heads is odd). With VLLM_CPU_CI_ENV=1, the row of compiled models traces them, but does not compile, which takes
+minutes.
 """
 
 import argparse
@@ -211,24 +212,20 @@ def cell(found: dict | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="directories of exported models")
-    parser.add_argument("--also", nargs="+", type=Path, default=[], metavar="DIR", help="only the first rows for these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     rows: dict[str, dict[str, dict]] = {}
-    directories = [*options.models, *options.also]
     with tempfile.TemporaryDirectory() as work:
-        for number, directory in enumerate(directories):
+        for number, directory in enumerate(options.models):
             subject = Subject(directory, Path(work, str(number)))
             # The package has TAPE's code; whatever an export carries stays as it is.
             subject.trust = {}
             if number == 0:
                 print(f"{directory.name}: {SERVED}", file=sys.stderr, flush=True)
                 rows[SERVED] = {directory.name: served(subject)}
-            for settings, asked in ENGINES[: None if directory in options.models else 1]:
+            for settings, asked in ENGINES[: 1 if number else None]:
                 if "tensor_parallel_size" in settings:
-                    if number:
-                        continue
                     heads = subject.model.config.num_attention_heads
                     settings = settings | {"tensor_parallel_size": 2 if heads % 2 == 0 else 3}
                 if settings.get("speculative_config") == ITSELF:
@@ -239,7 +236,7 @@ def main() -> None:
                     rows.setdefault(what, {})[directory.name] = found = ask(engine)
                     print(cell(found), file=sys.stderr, flush=True)
                 engine.close()
-    names = [directory.name for directory in directories]
+    names = [directory.name for directory in options.models]
     print(f"\nvLLM {vllm.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, fp32\n")
     for line in [["equal answers; largest difference of a logprob", *names], ["---"] * (len(names) + 1)]:
         print(f"| {' | '.join(line)} |")

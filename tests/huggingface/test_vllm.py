@@ -127,7 +127,7 @@ def test_vllm_gives_the_tokens_and_logprobs_of_transformers(site, code_tokenizer
         directories.append(directory)
     write_no_bytes(directories[0])  # its answers are streamed
     script = ROOT / "tests" / "huggingface" / "equality_vllm.py"
-    command = [script, *directories[:2], "--also", *directories[2:], "--json", tmp_path / "rows.json"]
+    command = [script, *directories, "--json", tmp_path / "rows.json"]
     # Inductor itself would take minutes.
     done = run_in("vllm", tmp_path, *command, PYTHONPATH=str(site), VLLM_CPU_CI_ENV="1")
     print(done.stdout)
