@@ -179,7 +179,7 @@ def test_questions_are_read_from_files(tokenizer, tmp_path):
         question = {"question": f"Where is person {number}?", "is_impossible": False, "answers": answers}
         return {"context": f"Person {number} is in town {number}. " + "It rains there. " * 9, "qas": [question]}
 
-    squad = {"data": [{"paragraphs": [paragraph(10 * i + j) for j in range(5)]} for i in range(8)]}
+    squad = {"version": "v2.0", "data": [{"paragraphs": [paragraph(10 * i + j) for j in range(5)]} for i in range(8)]}
     (tmp_path / "squad.json").write_text(json.dumps(squad))
     hotpot = [
         {"question": f"Where is person {i}?", "answer": f"town {i}",

@@ -56,7 +56,6 @@ class LmEval(Task):
         self.require("lm_eval")
         key, include = self.key("tasks"), settings.include_path
         refuse(not settings.tasks, key, "is []", "name some of what lm_eval ls tasks lists")
-        refuse(len(set(settings.tasks)) < len(settings.tasks), key, "names a task twice", "name each once")
         missing = include is not None and not Path(include).is_dir()
         refuse(missing, self.key("include_path"), f"is {include}, which is not a directory", "correct it")
         for name in settings.tasks:
@@ -80,7 +79,7 @@ class LmEval(Task):
         return files
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        return [Unit(name) for name in self.settings.tasks]
+        return [Unit(name) for name in dict.fromkeys(self.settings.tasks)]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
         from megatron_tape.evaluation.tasks.harness import find_tasks, load_tasks, run

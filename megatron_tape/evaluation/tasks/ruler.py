@@ -83,14 +83,13 @@ class Ruler(Task):
         refuse(not self._tasks, key, "is []", "name some tasks, or set it to offline or all")
         for task in self._tasks:
             refuse(task not in TASKS, key, f"has {shown(task)}", f"choose some of {', '.join(TASKS)}")
-        refuse(len(set(self._tasks)) < len(self._tasks), key, "names a task twice", "name each once")
         for name in ("haystack", *QUESTIONS.values()):
             file = getattr(settings, name)
             problem = f"is {file}, which is not a file"
             refuse(file is not None and not Path(file).is_file(), self.key(name), problem, "give one")
         if settings.haystack is not None:
             _check_text(Path(settings.haystack))
-        for name, shape in (("squad", dict[str, list[Any]]), ("hotpotqa", list[dict[str, Any]])):
+        for name, shape in (("squad", dict[str, Any]), ("hotpotqa", list[dict[str, Any]])):
             if getattr(settings, name) is not None:
                 read_record(getattr(settings, name), shape)
         self._lengths(info)
@@ -174,7 +173,7 @@ class Ruler(Task):
     @property
     def _tasks(self) -> list[str]:
         given = self.settings.tasks
-        return list({"offline": OFFLINE, "all": TASKS}[given] if isinstance(given, str) else given)
+        return list({"offline": OFFLINE, "all": TASKS}[given] if isinstance(given, str) else dict.fromkeys(given))
 
     def _lengths(self, info: ModelInfo) -> list[int]:
         return chosen_lengths(self.settings.lengths, info, self.key("lengths"))

@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
 from megatron_tape.config.data import TEMPLATE, check_template
 from megatron_tape.config.values import Count, PathText, shown
@@ -67,9 +68,9 @@ class ScrollsSettings:
     """The metric of datasets that are not among the seven of SCROLLS, by name."""
     examples: Count | None = None
     """Use at most so many examples of each dataset, the first ones; null means all."""
-    length: int | None = None
+    length: Annotated[int, Field(ge=8)] | None = None
     """Tokens of context, those of the answer included; null means the length that the model was trained on."""
-    target_tokens: int | None = None
+    target_tokens: Count | None = None
     """The longest answer in tokens; null means 200, or 1000 for summaries, but at most a quarter of the length."""
     template: str = TEMPLATE
     """What the model reads before its answer; it should be that of the fine-tuning. Inputs that are too long lose their
@@ -105,14 +106,9 @@ class Scrolls(Task):
         nothing, keys = not (settings.generate or settings.loss), (self.key("generate"), self.key("loss"))
         refuse(nothing, keys, "is false, and so is loss", "set one to true")
         check_template(settings.template, self.key("template"))
-        length = self._length(info)
-        refuse(length < 8, self.key("length"), f"is {length}", "set it to at least 8")
-        files, key = self._files(), self.key("target_tokens")
-        for name in files:
-            tokens = self._target_tokens(name, length)
-            fix = f"set it to between 1 and {length - 1}"
-            refuse(not 1 <= tokens < length, key, f"of {name} is {tokens}", fix)
-        for name in files:
+        length, tokens = self._length(info), settings.target_tokens or 0
+        refuse(tokens >= length, self.key("target_tokens"), f"is {tokens}", f"set it to less than the length, {length}")
+        for name in self._files():
             self._read(name)
 
     def inputs(self) -> list[Path]:
