@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 
@@ -10,7 +11,6 @@ from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
-from megatron_tape.config.data import is_positive
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     options, settings = _parser().parse_known_args(argv)
     processes, gib = options.processes, options.gpu_memory
     refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
-    refuse(gib is not None and not is_positive(gib), "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
+    refuse(gib is not None and not 0 < gib < math.inf, "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
     if options.search:
         given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
         refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")

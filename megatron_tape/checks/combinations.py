@@ -6,14 +6,14 @@ No file is read, and torch is not imported.
 import functools
 
 from megatron_tape.checks.layout import validate_layout
-from megatron_tape.config.data import SAMPLE_SOURCES, blend, check_template, split_shares
-from megatron_tape.config.schema import LORA_TARGETS, ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.config.data import SAMPLE_SOURCES, check_template, split_shares
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import AverageSettings
 from megatron_tape.config.values import clashes, shown
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.during_training import build_tasks
-from megatron_tape.model.names import KINDS, TRAINABLE
+from megatron_tape.model.names import KINDS
 from megatron_tape.model.shapes import lora_widths
 from megatron_tape.model.validation import validate_model
 from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
@@ -40,7 +40,6 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 def _validate_checkpoint(config: RunConfig) -> None:
     checkpoint, clash = config.checkpoint, functools.partial(clashes, config)
-    refuse(not checkpoint.resume, "checkpoint.resume", "is empty", "set it to auto, none or a checkpoint's path")
     never = checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0
     clash(never, "checkpoint.keep_every checkpoint.interval", "set it to a multiple of the interval")
     shares = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
@@ -109,9 +108,7 @@ def _validate_data(config: RunConfig) -> None:
     data, interval, clash = config.data, config.train.eval_interval, functools.partial(clashes, config)
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
-    for stage in stages_of(config):
-        with stage.naming_the_setting():
-            blend(stage.config.data.prefix)
+    stages_of(config)
     nothing = data.source == "prefix" and config.train.validates and split_shares(data.split)[1] == 0
     fix, why = "raise its second share, or set eval_interval to null", "which leaves nothing for validation"
     clash(nothing, "train.eval_interval data.split", fix, why)
@@ -173,17 +170,15 @@ def _validate_long_documents(config: RunConfig) -> None:
 
 
 def _validate_evaluations(config: RunConfig) -> None:
-    _check_names("train.evaluations", config.train.evaluations, tuple(HOOKS))
+    for name in config.train.evaluations:
+        refuse(name not in HOOKS, "train.evaluations", f"names {name}", f"choose from {', '.join(HOOKS)}")
     build_tasks(config)
 
 
 def _validate_monitoring(config: RunConfig) -> None:
     steps, last = config.train.profile.steps, config.train.steps
     fix = "give the first and the last step, such as [10, 12]"
-    wrong = steps is not None and (len(steps) != 2 or steps[0] > steps[1])
-    refuse(wrong, "train.profile.steps", f"is {shown(steps)}", fix)
-    fix = "name the ranks that write a trace, such as [0]"
-    refuse(not config.train.profile.ranks, "train.profile.ranks", "is empty", fix)
+    refuse(steps is not None and steps[0] > steps[1], "train.profile.steps", f"is {shown(steps)}", fix)
     late = steps is not None and steps[0] > last
     refuse(late, "train.profile.steps", f"is {shown(steps)}, but the run ends with step {last}", "name earlier steps")
     if config.logging.wandb is not None:
@@ -191,17 +186,9 @@ def _validate_monitoring(config: RunConfig) -> None:
         refuse(not installed(), "logging.wandb", problem, f"run {INSTALL}, or set it to null")
 
 
-def _check_names(key: str, names: list[str], choices: tuple[str, ...]) -> None:
-    for name in names:
-        refuse(name not in choices, key, f"names {name}", f"choose from {', '.join(choices)}")
-        refuse(names.count(name) > 1, key, f"names {name} twice", "remove one")
-
-
 def _validate_trained_kinds(config: RunConfig) -> None:
     model, trains, key = config.model, config.extension.trains, "extension.trains"
-    choices, clash = (*TRAINABLE, "all"), functools.partial(clashes, config)
-    refuse(not trains, key, "is empty", f"choose from {', '.join(choices)}")
-    _check_names(key, trains, choices)
+    clash = functools.partial(clashes, config)
     mixed, fix = "all" in trains and len(trains) > 1, "name all alone, as it includes the others but lora"
     refuse(mixed, key, f"is {shown(trains)}", fix)
     nothing, why = trains == ["output"] and model.tie_embeddings, "so there is no output layer to train"
@@ -216,8 +203,6 @@ def _validate_trained_kinds(config: RunConfig) -> None:
 
 def _validate_lora(config: RunConfig) -> None:
     extension, targets = config.extension, config.extension.lora_targets
-    refuse(not targets, "extension.lora_targets", "is empty", f"choose from {', '.join(LORA_TARGETS)}")
-    _check_names("extension.lora_targets", targets, LORA_TARGETS)
     if not extension.adds_lora:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
             given = getattr(extension, key) != getattr(ExtensionConfig(), key)

@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import Count, NotNegativeInt, PathText, Weighted, shown
+from megatron_tape.config.values import Count, NotNegativeInt, PathText, Prefixes, shown
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.synthetic import Addition, GridNavigation, Recall, SelectiveCopy
 
@@ -23,7 +23,7 @@ TEMPLATE = INPUT + "\n\nAnswer:"
 class StageSettings:
     """What to train on after data.prefix."""
 
-    prefix: Weighted | list[PathText] | PathText
+    prefix: Prefixes
     """The datasets, as in data.prefix."""
     share: Annotated[float, Field(gt=0, lt=1)]
     """Its share of the run's training tokens."""
@@ -63,7 +63,7 @@ class LongDocumentSettings:
 class DataConfig:
     """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
 
-    prefix: Weighted | list[PathText] | PathText | None = None
+    prefix: Prefixes | None = None
     """Dataset path without .idx/.bin; or several: a list, or a mapping prefix: weight. A pattern
     such as data/web-* stands for the datasets that match it when the run begins; they share its weight by tokens. A
     dataset that gives a split less than one sequence is left out of that split, with a warning."""
@@ -119,14 +119,7 @@ def blend(prefix: dict[str, float] | list[str] | str | None) -> tuple[list[str],
         return [], None
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
     weights = list(prefix.values()) if isinstance(prefix, dict) else None
-    if (
-        not prefixes
-        or not all(isinstance(item, str) and item for item in prefixes)
-        or not all(map(is_positive, weights or ()))
-    ):
-        fix = "give a path, a list of paths, or a mapping path: weight with positive weights"
-        raise ConfigError("data.prefix", f"is {prefix!r}", fix)
-    return prefixes, None if weights is None else [float(weight) for weight in weights]
+    return prefixes, weights
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
@@ -143,12 +136,6 @@ def split_shares(split: str) -> tuple[float, float, float]:
         )
     train, validation, test = (number / sum(numbers) for number in numbers)
     return train, validation, test
-
-
-def is_positive(value: Any) -> bool:
-    """Return whether a setting is a finite number above 0."""
-    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    return finite and not isinstance(value, bool) and value > 0
 
 
 def check_template(template: str, name: str) -> None:

@@ -22,6 +22,8 @@ from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeIn
 from megatron_tape.errors import UserError
 from megatron_tape.io.strict_yaml import dump
 
+TRAINABLE = ("position", "lora", "embeddings", "output", "norms")
+"""Kinds of parameters that `extension.trains` may name."""
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
 
@@ -264,7 +266,9 @@ class ExtensionConfig:
     from_: PathText | None = None
     """The model to extend: a run, one of its checkpoints, or a directory in the format of transformers. The run begins
     at step 0 with its weights; settings of the model that are not given are those of this model."""
-    trains: list[str] = field(default_factory=lambda: ["all"])
+    trains: Annotated[list[Literal[*TRAINABLE, "all"]], Field(min_length=1)] = field(  # type: ignore[valid-type]
+        default_factory=lambda: ["all"]
+    )
     """What is trained: any of position (the positional encoding's parameters), lora, embeddings (of the input), output
     (the output layer, where it does not share the embedding's matrix) and norms, or all. With lora, the model gets LoRA
     layers."""
@@ -276,7 +280,9 @@ class ExtensionConfig:
     """Inner width of a LoRA layer."""
     lora_alpha: Positive = 16.0
     """LoRA layers are scaled by lora_alpha / lora_rank."""
-    lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
+    lora_targets: Annotated[list[Literal[LORA_TARGETS]], Field(min_length=1)] = field(  # type: ignore[valid-type]
+        default_factory=lambda: list(LORA_TARGETS)
+    )
     """Projections that get LoRA layers: any of q, k, v and o."""
 
     @property

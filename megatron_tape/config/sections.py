@@ -119,8 +119,8 @@ def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: 
         return unknown_key(key, (setting.key for setting in settings_of(section, name)))
     if isinstance(reason := first.get("ctx", {}).get("error"), UserError):
         return ConfigError(key, f"is {shown(first['input'])}, which {reason.problem}", reason.fix)
-    words = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in same)
-    fix = f"it should be {' or '.join(words)}".replace("an object", "a mapping").replace("valid array", "list")
+    messages = " or ".join(dict.fromkeys(one["msg"] for one in same)).replace(" or Input should be", " or")
+    fix = messages.replace("Input", "it").replace("an object", "a mapping").replace("valid array", "list")
     return ConfigError(key, f"is {shown(first['input'])}", fix)
 
 

@@ -72,9 +72,9 @@ class ProfileSettings:
     """Trace steps with torch's profiler, for ui.perfetto.dev, to logging.directory/profile. SIGUSR2 traces the next two
     steps, on the same ranks."""
 
-    steps: list[Count] | None = None
+    steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
     """The first and the last step of the trace; null profiles only after a signal."""
-    ranks: list[NotNegativeInt] = field(default_factory=lambda: [0])
+    ranks: Annotated[list[NotNegativeInt], Field(min_length=1)] = field(default_factory=lambda: [0])
     """Ranks that write a trace each."""
 
 

@@ -27,10 +27,12 @@ def whole_path(path: str) -> str:
     return expand_home(path)
 
 
-PathText = Annotated[str, AfterValidator(whole_path)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(whole_path)]
 """A path, whose `~` becomes the home directory."""
-Weighted = dict[PathText, float]
-"""A mapping of paths to numbers."""
+Prefixes = (
+    Annotated[dict[PathText, Positive], Field(min_length=1)] | Annotated[list[PathText], Field(min_length=1)] | PathText
+)
+"""Datasets, perhaps with weights."""
 
 
 def shown(value: Any) -> str:

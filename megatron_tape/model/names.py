@@ -9,8 +9,6 @@ KINDS = ("embeddings", "output", "attention", "mlp", "biases", "norms", "positio
 the input embedding and the output layer share is one of the `embeddings`.
 """
 MATRICES = ("attention", "mlp")
-TRAINABLE = ("position", "lora", "embeddings", "output", "norms")
-"""Kinds that `extension.trains` may name."""
 WRAPPED = "gpt."
 """Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel` parameters."""
 POSITION = "position."

@@ -6,7 +6,7 @@ from configurations import make
 from megatron_tape.checks import Level, check, combinations
 from megatron_tape.checks.combinations import validate
 from megatron_tape.checks.layout import PROCESSES
-from megatron_tape.config.data import blend, split_shares
+from megatron_tape.config.data import split_shares
 from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BACKENDS, SCORES
@@ -28,16 +28,6 @@ def examples(**settings):
 
 def test_every_backend_can_be_chosen():
     assert ATTENTION_BACKENDS == ("auto", *BACKENDS)
-
-
-@pytest.mark.parametrize(
-    "prefix",
-    ["", [], {}, ["a", 0.3], {"a": float("nan")}, {"a": 0}, {"a": -1.0}, {"": 1.0}, [""]],
-)
-def test_a_malformed_blend_is_refused(prefix):
-    with pytest.raises(ConfigError) as refused:
-        blend(prefix)
-    assert refused.value.key == "data.prefix"
 
 
 def test_split_shares_sum_to_one():
@@ -124,10 +114,6 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.profile.steps[0]", {"train__profile": {"steps": [0, 3]}}),
         ("train.profile.steps", {"train__profile": {"steps": [11, 12]}, "train__steps": 10}),
         ("train.profile.ranks", {"train__profile": {"ranks": []}}),
-        ("train.profile.step", {"train__profile": {"step": [1, 2]}}),
-        ("train.profile.memory", {"train__profile": {"memory": 1}}),
-        ("logging.wandb.project", {"logging__wandb": {}}),
-        ("logging.wandb.mode", {"logging__wandb": {"project": "tape", "mode": "none"}}),
         # Pipeline stages.
         (PROCESSES, {**STAGED, "processes": 6, TENSOR: 2}),
         ("parallel.pipeline_model_parallel_size", {**STAGED, "processes": 3, STAGES: 3}),
@@ -145,11 +131,9 @@ def test_what_can_run_is_accepted(world_size, changes):
         # The model.
         ("model.hidden_size", {"model__hidden_size": 60}),
         ("model.hidden_size", {"model__hidden_size": 72}),
-        ("model.hidden_size", {"model__hidden_size": 2**20 + 1}),
         ("model.num_attention_heads", {"model__num_query_groups": 3}),
         ("model.kv_channels", {"model__kv_channels": 7}),
         ("model.unpadded_vocab_size", {"model__unpadded_vocab_size": 1000}),
-        ("model.position_encoding", {"model__position_encoding": "YaRN"}),
         ("model.position_encoding", {"model__position_encoding": "sine"}),
         ("model.position.gate_input", {"model__position__gate_input": "both"}),
         ("model.position.token_mixing", {"model__position__token_mixing": "per_head", "model__num_query_groups": 2}),
@@ -168,18 +152,11 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.attention_backend", {"model__attention_backend": "torch_wide", "model__kv_channels": 128}),
         ("model.attention_backend", {"model__attention_backend": "triton", "model__kv_channels": 48}),
         # Choices and types.
-        ("train.precision", {"train__precision": "fp16"}),
-        ("deepspeed.zero_stage", {"deepspeed__zero_stage": 0}),
-        ("deepspeed.zero_stage", {"deepspeed__zero_stage": 4}),
         ("deepspeed.zero_stage", {"deepspeed__zero_stage": True}),
         ("deepspeed.communication_precision",
          {"deepspeed__communication_precision": "bf16", "train__precision": "fp32"}),
-        ("train.steps", {"train__steps": True}),
-        ("train.steps", {"train__steps": 10**400}),
         ("train.steps", {"train__steps": 10**8, "train__global_batch_size": 10**6}),
-        ("train.seed", {"train__seed": 2**32}),
         # The schedule and the optimizer.
-        ("schedule.kind", {"schedule__kind": "step"}),
         ("schedule.warmup_steps", {"schedule__warmup_steps": 101}),
         ("schedule.warmup_steps",
          {"schedule__kind": "wsd", "schedule__warmup_steps": 60, "schedule__decay_steps": 50}),
@@ -191,20 +168,15 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("data.stages[0].share", {"data__stages": [{"prefix": "b", "share": 1.5}]}),
         ("data.stages[0].prefix", {"data__stages": [{"share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": "b", "share": 0.5}, {"prefix": "c", "share": 0.5}]}),
-        ("data.stages", {"data__stages": [{"prefix": [], "share": 0.5}]}),
+        ("data.stages[0].prefix", {"data__stages": [{"prefix": [], "share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": "b", "share": 1e-9}]}),
-        ("train.spikes.action", {"train__spikes": {"action": "stop"}}),
-        ("train.spikes.window", {"train__spikes": {"window": 2}}),
-        ("train.spikes.size", {"train__spikes": {"size": 100}}),
         ("train.average.count", {"train__average": {"kind": "last", "count": 3, "every": 50}}),
-        ("optimizer.beta2", {"optimizer__beta2": 1.0}),
         ("optimizer.weight_decay_of", {"optimizer__weight_decay_of": {"tape": 0.0}}),
         ("optimizer.weight_decay_of.position", {"optimizer__weight_decay_of": {"position": -0.1}}),
         ("optimizer.lr_scale_of", {"optimizer__lr_scale_of": {"position.increments": 0.1}}),
         ("optimizer.lr_scale_of.norms", {"optimizer__lr_scale_of": {"norms": float("nan")}}),
         # Evaluations, checkpoints, logging.
         ("train.evaluations", {"train__evaluations": ["sample", "perplexity"]}),
-        ("train.evaluations", {"train__evaluations": ["sample", "sample"]}),
         ("train.eval_interval", {"data__split": "1,0,0"}),
         ("logging.sample_tokens", {"data__tokenizer": None}),
         ("checkpoint.resume", {"checkpoint__resume": ""}),
@@ -214,16 +186,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("data.prefix", {"data__generator": {"task": "addition"}}),
         ("data.reset_attention_mask",
          {"data__reset_attention_mask": True, "data__tokenizer": None, "train__eval_interval": None}),
-        ("data.long_documents.share", {"data__long_documents": {"minimum": 8192}}),
-        ("data.long_documents.weight", {"data__long_documents": LONG | {"weight": 1}}),
-        ("data.long_documents.minimum", {"data__long_documents": {}}),
-        ("data.long_documents", {"data__long_documents": 8192}),
         ("data.long_documents", {"data__long_documents": LONG}),
-        ("data.long_documents.minimum", {"data__long_documents": LONG | {"minimum": 0}}),
-        ("data.long_documents.minimum", {"data__long_documents": LONG | {"minimum": 0.5}}),
-        ("data.long_documents.share", {"data__long_documents": LONG | {"share": 0}}),
-        ("data.long_documents.share", {"data__long_documents": LONG | {"share": 60}}),
-        ("data.long_documents.share", {"data__long_documents": LONG | {"share": float("nan")}}),
         ("data.generator", {**GENERATED, "data__generator": {"digits": 3}}),
         ("data.generator.digit", {**GENERATED, "data__generator": {"task": "addition", "digit": 3}}),
         ("data.generator", {**GENERATED, "data__generator": {"task": "addition"}}),
@@ -245,7 +208,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.position.mlp_size", {"model__position__mlp_size": 0}),
         # Extensions.
         ("extension.trains", {"extension__trains": []}),
-        ("extension.trains", {"extension__trains": ["heads"]}),
+        ("extension.trains[0]", {"extension__trains": ["heads"]}),
         ("extension.trains", {"extension__trains": ["all", "norms"]}),
         ("extension.trains", {"extension__trains": ["output"], "model__tie_embeddings": True}),
         ("extension.trains", {"extension__trains": ["position"], **ROPE}),
@@ -255,7 +218,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("extension.lora_rank", {"extension__trains": ["position"], "extension__lora_rank": 4}),
         ("extension.lora_alpha", {"extension__lora_alpha": 8.0}),
         ("extension.lora_targets", {"extension__lora_targets": ["q"]}),
-        ("extension.lora_targets", {"extension__trains": ["lora"], "extension__lora_targets": ["x"]}),
+        ("extension.lora_targets[0]", {"extension__trains": ["lora"], "extension__lora_targets": ["x"]}),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_its_key(key, changes):

@@ -134,7 +134,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
             "model.position_encoding is 'sine', which is no encoding; did you mean sin",
         ),
         (["--deepspeed.zero_stage", "0"], "deepspeed.zero_stage is 0"),
-        (["--data.prefix", ""], "data.prefix must be set; "),
+        (["--data.prefix", "null"], "data.prefix must be set; "),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist; give the path of a YAML file"),
     ],
 )
@@ -187,7 +187,8 @@ def test_a_mistake_in_one_of_two_files_names_file_and_line(tmp_path, capsys, con
 
 def test_a_mistake_on_the_command_line_does_not_name_a_file(parse, capsys):
     assert refusal(capsys, parse, "--train.steps=wide").startswith("error: train.steps is 'wide'; ")
-    assert refusal(capsys, parse, "--data.prefix=[]", data={"prefix": "a"}).startswith("error: data.prefix is []; ")
+    refused = refusal(capsys, parse, "--train.profile.ranks=[]", train=MINIMAL["train"] | {"profile": {"ranks": [1]}})
+    assert refused.startswith("error: train.profile.ranks is []; ")
 
 
 AS_IT_STANDS = ["runs/tape #2", " The ", '"Hi"', "'x'", "a\nb", "--- a", "[unclosed", "a: b"]
