@@ -35,9 +35,7 @@ def test_split_shares_sum_to_one():
     assert split_shares("1, 0, 0") == (1.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    "split", ["", "1", "969,30", "1,2,3,4", "a,b,c", "1,-1,0", "0,1,1", "0,0,0", "inf,1,1", "nan,1,1"]
-)
+@pytest.mark.parametrize("split", ["969,30", "a,b,c", "1,-1,0", "0,1,1", "inf,1,1"])
 def test_a_malformed_split_is_refused(split):
     with pytest.raises(ConfigError) as refused:
         validate(make(data__split=split), 1)
@@ -55,25 +53,19 @@ def test_a_malformed_split_is_refused(split):
         (2, {STAGES: 2, "model__num_layers": 5, "parallel__pipeline_layers": [2, 3]}),
         (8, {TENSOR: 2, "parallel__sequence_parallel": True}),
         (2, {TENSOR: 2, "model__seq_length": 31, **SEQUENCE, **ROPE}),
-        (1, {"train__precision": "fp32"}),
         (1, {"schedule__kind": "wsd", "schedule__warmup_steps": 50, "schedule__decay_steps": 50}),
-        (1, {"schedule__warmup_steps": 100}),
         (1, {"extension__trains": ["lora"], "extension__lora_rank": 64, "extension__lora_targets": ["q", "o"],
              "model__num_query_groups": 2}),
         (1, {"extension__trains": ["norms"], "extension__lora_rank": 8, "extension__lora_alpha": 16.0}),
         (1, {"extension__trains": ["position"], "model__position_encoding": "repo",
              "model__position__repo_first_layer": 2}),
-        (1, {"model__position__token_mixing": "per_head"}),
         (1, {"model__num_query_groups": 2, "model__position__gate_input": "attention", "model__tie_embeddings": True}),
         (1, {"model__hidden_size": 65, "model__kv_channels": 8}),
         (1, {"data__split": "1,0,0", "train__eval_interval": None}),
-        (1, {"data__tokenizer": None, "train__eval_interval": None}),
         (1, {"data__tokenizer": None, "logging__sample_tokens": 0}),
         (1, {"data__reset_attention_mask": True, "data__long_documents": {"minimum": 8192, "share": 1}}),
-        (1, {"data__reset_attention_mask": True}),
         (1, {"optimizer__kind": "muon", "deepspeed__zero_stage": 2, "train__spikes": {"action": "skip", "window": 9},
              "train__average": {"kind": "last", "count": 3, "every": 49}}),
-        (1, {"optimizer__clip_grad": 0.0, "optimizer__weight_decay": 0.0, "optimizer__min_lr": 1e-4}),
         (1, {**GENERATED, "data__generator": {"task": "addition", "digits": 9}, "data__split": "1,0,0",
              "logging__sample_tokens": 0}),
     ],

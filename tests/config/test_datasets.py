@@ -27,15 +27,11 @@ def datasets(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "prefix, expected",
     [
-        (None, None),
-        ("web-1", "web-1"),
         ("web-*", ["web-1", "web-2"]),
         ("./web-[2-9]", ["./web-2"]),
-        ("none-*", "none-*"),
         (["books", "web-?", "web-2"], ["books", "web-1", "web-2"]),
         ({"books": 1, "web-*": 3}, {"books": 1.0, "web-1": 1.0, "web-2": 2.0}),
         ({"web-*": 3, "web-2": 1}, {"web-1": 1.0, "web-2": 3.0}),
-        ({"web-1": 0.3, "books": 0.7}, {"web-1": 0.3, "books": 0.7}),
     ],
 )
 def test_matching_datasets_are_sorted_and_share_the_weight_by_tokens(datasets, prefix, expected):
@@ -57,10 +53,9 @@ def test_a_run_records_what_matched_when_it_began(datasets):
     assert parse_run_config(["--config", "recorded.yaml"]).data == config.data
 
 
-@pytest.mark.parametrize("ending", [".bin", ".bin.partial", ".idx.partial"])
-def test_incomplete_datasets_and_patterns_without_any_are_refused(datasets, ending):
+def test_incomplete_datasets_and_patterns_without_any_are_refused(datasets):
+    (datasets / "web-3.idx.partial").touch()
     for pattern, problem in (("web-*", "web-3.idx does not exist"), ("none-*", "no dataset matches it")):
-        (datasets / f"web-3{ending}").touch()
         config = parse_run_config(["--config", RECIPE, f"--data.prefix={pattern}", "--data.tokenizer=null"])
         with pytest.raises(ConfigError, match=problem) as caught:
             check_data_files(config)
