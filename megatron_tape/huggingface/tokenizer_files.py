@@ -7,7 +7,6 @@ written, it is checked on real text that both give the same ids.
 import json
 import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_THE_FILE = "PreTrainedTokenizerFast"
 """The class of transformers that reads a tokenizer.json as it is."""
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-_SHOWN = 10
+_SHOWN = 500
+"""Characters of a list of tokens in a message."""
 _WITHOUT = "export the model without a tokenizer: --tokenizer none"
 _GIVE = f"give an exact tokenizer.json with --tokenizer, or {_WITHOUT}"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -87,7 +87,7 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
             files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
         named, missing = tokenizer.names.existing(library.token_to_id)
     if missing:
-        tokens = _some(missing)
+        tokens = ", ".join(missing)[:_SHOWN]
         warnings.append(f"{source} names special tokens that it does not have, which the export leaves out: {tokens}")
     settings |= {key: value for key, value in named.items() if key not in ("eos_token", "bos_token")}
     special["pad"] = library.token_to_id(named["pad_token"]) if "pad_token" in named else special.get("pad")
@@ -134,15 +134,9 @@ def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[
         elif isinstance(value, list):
             settings[key] = good
     if dropped:
-        ids = _some(dropped)
+        ids = ", ".join(dropped)[:_SHOWN]
         warnings.append(f"{GENERATION} of {source} names ids that do not exist, which the export leaves out: {ids}")
     return settings
-
-
-def _some(texts: Sequence[str]) -> str:
-    """Return texts joined for a message; of many, only the first ones."""
-    rest = len(texts) - _SHOWN
-    return ", ".join(texts[:_SHOWN]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def _json(settings: dict[str, Any]) -> bytes:

@@ -49,18 +49,7 @@ class TapeAttention(nn.Module):
 
         hidden_states (B, S, C), state (B, S, G, D); the mask is in the form that the attention implementation expects.
         """
-        B, S, _ = hidden_states.shape
-        D, G = self.head_dim, state.shape[2]
-        query, key, value = (
-            project(hidden_states).view(B, S, -1, D) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        state = state.to(query.dtype)
-        query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
-        key = rotate(key, state)
-        if average_state:
-            value = torch.cat([value, state.expand_as(value)], dim=-1)
+        query, key, value = self.project(hidden_states, state, average_state)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
@@ -68,7 +57,30 @@ class TapeAttention(nn.Module):
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
         (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
-        return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
+        return self.o_proj(output.flatten(2)), averaged[0] if averaged else None, weights
+
+    def project(
+        self, hidden_states: Tensor, state: Tensor | None, average_state: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, S, H, D), keys (B, S, G, D) and values (B, S, G, D), given hidden states (B, S, C).
+
+        Queries and keys are rotated by the state (B or 1, S, G, D), if there is one. With `average_state`, values are
+        (B, S, G, 2 D): the state is added to them.
+        """
+        B, S, _ = hidden_states.shape
+        D, G = self.head_dim, self.config.num_key_value_heads
+        query, key, value = (
+            project(hidden_states).view(B, S, -1, D) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if state is not None:
+            state = state.to(query.dtype)
+            query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
+            key = rotate(key, state)
+            if average_state:
+                value = torch.cat([value, state.expand_as(value)], dim=-1)
+        return query, key, value
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:

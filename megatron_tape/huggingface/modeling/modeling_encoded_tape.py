@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
-from .attention_tape import SERVERS, TapeAttention, attend, rotate
+from .attention_tape import SERVERS, TapeAttention, attend
 from .cache_encoded_tape import LayerMemory, check_cache, prepare_cache
 from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import Encoding, Memory, in_some_layers
@@ -113,19 +113,8 @@ class EncodedAttention(TapeAttention):
 
         hidden_states (B, S, C); `positions` are the encoding's for this layer.
         """
-        B, S, _ = hidden_states.shape
-        D, G = self.head_dim, self.config.num_key_value_heads
-        query, key, value = (
-            project(hidden_states).view(B, S, -1, D) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if positions.z_TBGD is not None:
-            z = positions.z_TBGD.transpose(0, 1).to(query.dtype)
-            query = rotate(query.view(B, S, G, -1, D), z.unsqueeze(3)).flatten(2, 3)
-            key = rotate(key, z)
-            if positions.average_state:
-                value = torch.cat([value, z.expand_as(value)], dim=-1)
+        state = None if positions.z_TBGD is None else positions.z_TBGD.transpose(0, 1)
+        query, key, value = self.project(hidden_states, state, positions.average_state)
         if positions.factor_TB1D is not None:
             factor = positions.factor_TB1D.transpose(0, 1)
             query, key = query * factor, key / factor
@@ -142,8 +131,8 @@ class EncodedAttention(TapeAttention):
                 averages, weights = attend_with_scores(
                     query, key, value, attention_mask, positions, kwargs["dropout"], with_weights=eager
                 )
-            output, *averaged = averages.split(D, dim=-1)
-        output = output.reshape(B, S, -1)
+            output, *averaged = averages.split(self.head_dim, dim=-1)
+        output = output.flatten(2)
         if self.config.attention_output_gate:
             output = output * self.gate_proj(hidden_states).sigmoid()
         return self.o_proj(output), averaged[0].transpose(0, 1) if averaged else None, weights
