@@ -6,12 +6,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class ModelFiles(BuildHookInterface):
-    """Takes the files from the repository around this folder; a source distribution already holds them."""
+    """Takes the files from the repository around this folder."""
 
     def initialize(self, version, build_data):
         """Add the files of TAPE models to the package; those of other encodings need a file that each export has."""
-        package = "transformers_tape" if self.target_name == "wheel" else "src/transformers_tape"
         for file in sorted(Path(self.root, "..", "megatron_tape", "huggingface", "modeling").glob("*_tape.py")):
             if file.stem.endswith("_encoded_tape"):
                 continue
-            build_data["force_include"][str(file.resolve())] = f"{package}/{file.name}"
+            build_data["force_include"][str(file.resolve())] = f"transformers_tape/{file.name}"

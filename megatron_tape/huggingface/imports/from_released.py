@@ -41,7 +41,6 @@ _OWN_SETTINGS = {
     "yarn": ("original_max_position_embeddings",),
 }
 _THRESHOLD = "self_attn.rotary_emb.init_L"
-_RECORDED = "weight."
 
 
 def import_released(
@@ -80,23 +79,19 @@ def import_released(
 
 
 def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
-    """Return released weights by this project's names; a file that also records gradients has them as `weight.`."""
-    prefix = _RECORDED if any(key.startswith(f"{_RECORDED}model.") for key in released) else ""
+    """Return released weights by this project's names."""
     sources = {}
     for key in released:
-        if key.startswith(prefix):
-            plain = key.removeprefix(prefix)
-            try:
-                names = from_released({plain: torch.empty(1, 1, device="meta")})
-            except (KeyError, ValueError):  # which is not a name of that code
-                names = [plain]
-            sources |= dict.fromkeys(names, (plain, key))
+        try:
+            names = from_released({key: torch.empty(1, 1, device="meta")})
+        except (KeyError, ValueError):  # which is not a name of that code
+            names = [key]
+        sources |= dict.fromkeys(names, key)
 
     def read(name: str) -> Tensor:
-        plain, key = sources[name]
-        tensor = released[key]
+        key, tensor = sources[name], released[sources[name]]
         try:
-            return from_released({plain: tensor})[name]
+            return from_released({key: tensor})[name]
         except (IndexError, RuntimeError):
             problem = f"has the shape {tuple(tensor.shape)!s:.100}, which it has in no model"
             raise FileError(key[:100], problem, "give the config.json that belongs to the weights") from None
