@@ -12,7 +12,7 @@ from megatron_tape.errors import ConfigError, NodeError, UserError
 from megatron_tape.io.versions import node_name
 from megatron_tape.ops.backends import AVERAGE, LIBRARIES, REFLECTIONS, lacks
 from megatron_tape.ops.backends.choice import Choice, choose_backend, unsupported
-from megatron_tape.ops.parity import Shapes, backend_fails, loss_disagrees, swiglu_disagrees, update_fails
+from megatron_tape.ops.parity import Shapes, backend_fails, first_failure, loss_check, swiglu_check, update_checks
 from megatron_tape.position import encoding_of
 
 logger = logging.getLogger(__name__)
@@ -174,9 +174,9 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
     required = model.attention_backend in ("auto", "triton") and not allow_slow
 
     checks = {
-        "position_update": lambda: update_fails(shapes, dtype, device),
-        "swiglu": lambda: swiglu_disagrees(model.ffn_hidden_size // size, dtype, device),
-        "loss": lambda: loss_disagrees(model.vocab_size // size, dtype, device),
+        "position_update": lambda: update_checks(shapes, dtype, device),
+        "swiglu": lambda: {"swiglu": swiglu_check(model.ffn_hidden_size // size, dtype, device)},
+        "loss": lambda: {"loss": loss_check(model.vocab_size // size, dtype, device)},
     }
     if not shapes.averages:
         del checks["position_update"]
@@ -185,7 +185,7 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
     found = {}
     for name, check in checks.items():
         with layout.first_on_node():
-            why = f"triton {triton}" if triton else check()
+            why = f"triton {triton}" if triton else first_failure(check(), dtype, device)
         answer = _Answer(node_name(), layout.rank, why, inexact=None if triton else name)
         bad = [each for each in layout.gather(None if why is None else answer) if each is not None]
         # All ranks must come to the same decision.

@@ -1,8 +1,7 @@
 """Check kernels on the device that runs them: their errors against float64, compared with plain torch's rounding."""
 
-import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -264,46 +263,36 @@ def backend_fails(
         lengths = LENGTHS if backend in LIBRARIES else (LENGTH,)
         checks = [attention_checks(backend, shapes, dtype, device, length) for length in lengths]
     whole = not packed and backend in LIBRARIES
-    needed = [item for each in checks for item in each.items() if not (whole and PACKED in item[0])]
-    return _first_failure(needed, dtype, device)
+    for each in checks:
+        needed = {name: check for name, check in each.items() if not (whole and PACKED in name)}
+        if why := first_failure(needed, dtype, device):
+            return why
+    return None
 
 
-def update_fails(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the fused position update cannot run, as the predicate of a sentence, or None if it can."""
-    return _first_failure(update_checks(shapes, dtype, device).items(), dtype, device)
+def first_failure(checks: Mapping[str, Check], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the first kernel that is inexact, or does not run, cannot be used; None if all can.
 
-
-def _first_failure(checks: Iterable[tuple[str, Check]], dtype: torch.dtype, device: torch.device) -> str | None:
+    The reason is the predicate of a sentence.
+    """
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    for name, check in checks:
-        if why := _failure(check, dtype):
+    for name, check in checks.items():
+        try:
+            why = inexact(*check, dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler may raise anything
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        if why:
             return f"does not work here ({name} on {where}; {why})"
     return None
 
 
-def _failure(check: Check, dtype: torch.dtype) -> str | None:
-    """Return why kernels cannot be used: they are inexact, or do not run; None if they can."""
-    try:
-        return inexact(*check, dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler may raise anything
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-
-
-def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the loss cannot run with Liger's kernels on `device`, as a clause, or None if it can.
+def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Check:
+    """Compare Liger's kernels with plain torch: for the only part of the vocabulary, and for the second of two.
 
     `vocabulary` is this rank's part, which decides how the kernels are compiled.
     """
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed"
-    why = _failure(loss_check(vocabulary, dtype, device), dtype)
-    return why and f"Liger's kernels do not work here ({why})"
-
-
-def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Compare Liger's kernels with plain torch: for the only part of the vocabulary, and for the second of two."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 2 * vocabulary, (2, 35), generator=generator).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
@@ -320,17 +309,8 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     return Check(partial(losses, True), partial(losses, False), inputs)
 
 
-def swiglu_disagrees(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the fused SwiGLU cannot run on `device`, as a clause, or None if it can.
-
-    `width` is this rank's part of the MLP.
-    """
-    why = _failure(swiglu_check(width, dtype, device), dtype)
-    return why and f"the fused SwiGLU does not work here ({why})"
-
-
 def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Compare the fused SwiGLU with plain torch."""
+    """Compare the fused SwiGLU with plain torch; `width` is this rank's part of the MLP."""
 
     def run(fused: bool, both: Tensor) -> list[Tensor]:
         return [swiglu(both, fused)]

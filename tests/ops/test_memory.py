@@ -82,21 +82,22 @@ def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted, z_l
         torch.testing.assert_close(ours, plain_torch, rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_stays_in_plain_torch_where_ligers_kernels_are_missing_or_wrong(monkeypatch, caplog):
+def test_ligers_kernels_are_checked_before_they_train(monkeypatch):
     device, kernels = torch.device(DEVICE), pytest.importorskip("megatron_tape.ops.kernels.liger")
-    assert parity.loss_disagrees(V, torch.float32, device) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "to_gradients", lambda exponentials, *_: exponentials)
-        assert "Liger's kernels do not work here (tensor 1" in parity.loss_disagrees(V, torch.float32, device)
-        patch.setattr(kernels, "exponentials", lambda *_: 1 / 0)
-        assert "(ZeroDivisionError: division by zero)" in parity.loss_disagrees(V, torch.float32, device)
-    monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
-    assert parity.loss_disagrees(V, torch.float32, device) == "liger-kernel is not installed"
+
+    def why():
+        return parity.first_failure({"loss": parity.loss_check(V, torch.float32, device)}, torch.float32, device)
+
+    assert why() is None
+    monkeypatch.setattr(kernels, "to_gradients", lambda exponentials, *_: exponentials)
+    assert "does not work here (loss on" in why() and "tensor 1" in why()
+    monkeypatch.setattr(kernels, "exponentials", lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in why()
 
 
 def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog):
     caplog.set_level("INFO")
-    elsewhere, asked, answers = [], [], dict.fromkeys(("loss", "swiglu", "update"))
+    elsewhere, asked, answers = [], [], dict.fromkeys(("loss", "swiglu", "position update"))
     one = dict(rank=0, world_size=2, tensor_parallel_size=2, context_parallel_size=1)
     layout = SimpleNamespace(
         device="cuda",
@@ -104,19 +105,22 @@ def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog
         gather=lambda value: [value, elsewhere.pop(0) if elsewhere else None],
         **one,
     )
-    for name, function in (("loss", "loss_disagrees"), ("swiglu", "swiglu_disagrees"), ("update", "update_fails")):
-        monkeypatch.setattr(backend, function, lambda *given, n=name: asked.append((n, given[0])) or answers[n])
+    for name in ("loss", "swiglu"):
+        make = lambda size, *_, n=name: asked.append((n, size))  # noqa: E731
+        monkeypatch.setattr(backend, f"{name}_check", make)
+    monkeypatch.setattr(backend, "update_checks", lambda *_: {"position update": None})
+    monkeypatch.setattr(backend, "first_failure", lambda checks, *_: answers[next(iter(checks))])
     monkeypatch.setattr(backend, "unsupported", lambda *_: answers.get("triton"))
     tape, rope = (small_model(position_encoding=name) for name in ("tape", "rope"))
     found = backend.verified_kernels(tape, layout, torch.bfloat16)
     assert found == backend.FusedKernels(position_update=True, swiglu=True, loss=True)
-    assert asked[1:] == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
+    assert asked == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
     # RoPE updates nothing, and in fp32 the loss stays in plain torch.
     assert backend.verified_kernels(rope, layout, torch.float32) == backend.FusedKernels(swiglu=True)
     elsewhere[:] = [None, None, backend._Answer("nodeB", 1, "liger-kernel is not installed")]
     assert not backend.verified_kernels(tape, layout, torch.bfloat16).loss
     assert "the loss runs in plain torch (rank 1, nodeB: liger-kernel is not installed)" in caplog.text
-    answers["update"] = "does not work here (position update)"
+    answers["position update"] = "does not work here (position update)"
     with pytest.raises(NodeError, match="needs the fused position update, which does not work here"):
         backend.verified_kernels(tape, layout, torch.bfloat16)
     assert not backend.verified_kernels(tape, layout, torch.bfloat16, allow_slow=True).position_update

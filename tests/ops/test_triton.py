@@ -16,7 +16,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.ops.kernels import triton_attention, triton_position_update, triton_rotation, triton_swiglu
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.parity import backend_fails, inexact, swiglu_disagrees, update_fails
+from megatron_tape.ops.parity import backend_fails, first_failure, inexact, swiglu_check, update_checks
 from megatron_tape.ops.position_update import fused_update, plain_update
 
 pytestmark = pytest.mark.gpu
@@ -272,10 +272,11 @@ def test_kernels_are_checked_before_they_train(monkeypatch):
         broken.setattr(triton_attention, "attend", lambda *x: attend(*x) if x[3] is None else 1 / 0)
         assert re.search("attention of packed documents on .* ZeroDivisionError", failure())
         broken.setattr(triton_position_update, "update", lambda z, *_: z)
-        assert "off by" in update_fails(kernel_shapes(model_config(**SMALL), 2), FP32, DEVICE)
+        checks = update_checks(kernel_shapes(model_config(**SMALL), 2), FP32, DEVICE)
+        assert "off by" in first_failure(checks, FP32, DEVICE)
         swiglu = triton_swiglu.backward
         broken.setattr(triton_swiglu, "backward", lambda *x: 2 * swiglu(*x))
-        assert "fused SwiGLU does not work here (tensor 1" in swiglu_disagrees(48, FP32, DEVICE)
+        assert "tensor 1" in first_failure({"swiglu": swiglu_check(48, FP32, DEVICE)}, FP32, DEVICE)
     monkeypatch.setattr(
         triton_attention, "attend_backward", lambda *x: [y if y is None else 2 * y for y in backward(*x)]
     )
