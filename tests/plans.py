@@ -2,15 +2,14 @@
 
 import dataclasses
 from pathlib import Path
-from unittest import mock
 
 import configurations
 import torch
 from models import random_tokens, small_model
 
+from benchmarks.measured_model import bytes_kept
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import replaced
-from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.plan import Plan
 
@@ -48,20 +47,7 @@ def middle_model(encoding):
 
 
 def saved_bytes(built, model, batch=2, packed=False):
-    """Bytes that a forward pass saves for the backward pass, weights left out, as benchmarks/train_step.py counts."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    """Bytes that a forward pass saves for the backward pass, weights left out."""
     tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
     documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, mock.patch.object(AttentionRecorder, "observer", pack):
-        loss = built(tokens[:, :-1], tokens[:, 1:], documents=documents)
-    del loss
-    return sum(kept.values())
+    return bytes_kept(built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents))

@@ -16,10 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @contextmanager
 def rounding_to_nearest():
-    """Correct the interpreter, which truncates to bf16 instead of rounding and multiplies bf16 as integers.
-
-    That of Triton 3.6 also reads the bounds of loops in a way that newer versions of numpy refuse.
-    """
+    """Correct the interpreter, which truncates to bf16 instead of rounding and multiplies bf16 as integers."""
     import triton
 
     if not triton.knobs.runtime.interpret:
@@ -30,11 +27,6 @@ def rounding_to_nearest():
     from triton.runtime import interpreter
 
     convert, cut = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-    patch = interpreter._patch_lang_tensor
-
-    def patch_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     def to_nearest(values, source, target, rounding):
         if source == tl.float32 and target == tl.bfloat16:
@@ -53,7 +45,6 @@ def rounding_to_nearest():
     with (
         mock.patch.object(interpreter, "_convert_float", to_nearest),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
-        mock.patch.object(interpreter, "_patch_lang_tensor", patch_tensor),
         mock.patch.object(choice, "why_not_interpreted", lambda dtype: None),
     ):
         yield

@@ -1,16 +1,13 @@
 """Which backend is chosen, and why one cannot run or do what is needed."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import ConfigError
-from megatron_tape.model import backend as model_backend
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES, choice
 from megatron_tape.ops.backends.choice import choose_backend, flash_attn_version, takes_wide_value, unsupported
 
@@ -76,20 +73,6 @@ def flash_attn(monkeypatch, installed):
 )
 def test_auto_is_the_first_that_can_do_and_run_it(installed, needs, settings, on_gpu, on_cpu):
     assert (chosen(GPU, needs, **settings), chosen(CPU, needs, **settings)) == (on_gpu, on_cpu)
-
-
-@pytest.mark.parametrize(
-    "needs, settings, without, instead",
-    [
-        (set(), {"packed": True}, {"triton"}, "torch"),
-        ({AVERAGE}, {"packed": True}, {"triton"}, "torch"),
-        ({GATE}, {}, {FLA}, "flex"),
-        ({GATE}, {}, {FLA, "triton"}, "tiled"),
-    ],
-)
-def test_auto_does_without_packages_that_are_not_installed(installed, needs, settings, without, instead):
-    installed -= without
-    assert chosen(GPU, needs, **settings) == instead
 
 
 @pytest.mark.parametrize(
@@ -165,23 +148,6 @@ def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
     assert chosen(GPU, {AVERAGE}) == chosen(GPU, {AVERAGE}, dim=128) == "triton"
     assert chosen(GPU) == "torch"  # which then does without cuDNN itself
     assert unsupported("torch_wide", GPU, BF16, 64) == "does not give the same bits every time"
-
-
-RECIPES = {"155m": "torch_wide", "1b": "torch_wide", "7b": "torch", "70b": "torch", "405b": "torch"}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_recipes_have_the_tables_backend_on_an_h100(flash_attn, recipe):
-    model = parse_run_config(["--config", str(ROOT / f"pretrain/recipes/tape_{recipe}.yaml")]).model
-    assert model_backend.choice(model, BF16, GPU).backend == RECIPES[recipe]
-    assert model_backend.choice(model, BF16, GPU, packed=True).backend == "triton"
-    rope = replace(model, position_encoding="rope")
-    assert model_backend.choice(rope, BF16, GPU).backend == "torch"
-    flash_attn(4)
-    grouped = model.query_groups < model.num_attention_heads
-    expected = "flash_attn" if model.head_dim == 128 and not grouped else RECIPES[recipe]
-    assert model_backend.choice(model, BF16, GPU).backend == expected
-    assert "docs/gpu.md" in model_backend.choice(model, BF16, GPU).reason
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ def gradients_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
 
 
+def layout_of(gather, world_size=1):
+    """The first rank on a GPU; `gather` adds what other ranks answer."""
+    sizes = dict(tensor_parallel_size=1, context_parallel_size=1, world_size=world_size)
+    return SimpleNamespace(device="cuda", rank=0, any_rank=bool, gather=gather, first_on_node=nullcontext, **sizes)
+
+
 def table_bias(table):
     """A learned bias by distance and head."""
 
@@ -106,16 +112,7 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
     assert why.startswith("does not work here (attention with gates on cpu; tensor 0")
 
     others = []
-    layout = SimpleNamespace(
-        device="cuda",
-        rank=0,
-        world_size=1,
-        tensor_parallel_size=1,
-        context_parallel_size=1,
-        any_rank=lambda value: value,
-        gather=lambda value: [value, *others],
-        first_on_node=nullcontext,
-    )
+    layout = layout_of(lambda value: [value, *others])
     check = parity.backend_fails
     monkeypatch.setattr(
         model_backend, "backend_fails", lambda name, shapes, dtype, device, packed: check(name, shapes, dtype, CPU)
@@ -154,9 +151,7 @@ def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank
         return exact(stand_ins.get(name, "tiled"), shapes, torch.float32, CPU, packed)
 
     monkeypatch.setattr(model_backend, "backend_fails", here)
-    one = dict(rank=0, world_size=2, tensor_parallel_size=1, context_parallel_size=1, first_on_node=nullcontext)
-    others = lambda value: [value, elsewhere.pop(0) if elsewhere else None]  # noqa: E731
-    layout = SimpleNamespace(device="cuda", gather=others, any_rank=bool, **one)
+    layout = layout_of(lambda value: [value, elsewhere.pop(0) if elsewhere else None], world_size=2)
     tape, rope = (small_model(position_encoding=name, kv_channels=32) for name in ("tape", "rope"))
 
     def verified(model, **settings):
@@ -200,8 +195,7 @@ def test_a_gpu_without_kernels_that_exist_elsewhere_is_no_reason_to_train_slowly
     missing = "is not installed"
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name == "triton" else missing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    one = dict(rank=0, world_size=1, tensor_parallel_size=1, context_parallel_size=1, first_on_node=nullcontext)
-    layout = SimpleNamespace(device="cuda", any_rank=bool, gather=lambda value: [value], **one)
+    layout = layout_of(lambda value: [value])
     monkeypatch.setattr(model_backend, "backend_fails", lambda *_: None)
     choice._flash_attn_version.cache_clear()
     model = small_model(position_encoding=encoding, kv_channels=head_dim)

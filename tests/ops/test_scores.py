@@ -9,7 +9,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.packing import Packing, document_bounds
+from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 
@@ -112,15 +112,6 @@ def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
     given = dict(rotate=queries == LENGTH, bias=bias, log_gate_TBH=-gates.square(), rescore=rescore)
     ours, theirs = (attention(*tensors, True, packing, backend, **given) for backend in ("tiled", "naive"))
     assert_same(ours, theirs, [*tensors, *of_bias, gates, weight])
-
-
-def test_the_masks_of_a_batch_of_packs_are_computed_once(monkeypatch):
-    packing = Packing(document_bounds(torch.arange(LENGTH).expand(2, -1) // 5))
-    assert packing.mask(LENGTH, torch.float64) is packing.mask(LENGTH, torch.float64)
-    assert packing.lengths(LENGTH) is packing.lengths(LENGTH)
-    q_ends, k_ends, *longest = packing.lengths(9)
-    assert k_ends.tolist() == [0, 5, 10, 15, 20, 21, 26, 31, 36, 41, 42] and longest == [5, 5]
-    assert q_ends.tolist() == [0, 0, 0, 3, 8, 9, 9, 9, 12, 17, 18]
 
 
 def test_the_gradient_of_a_bf16_table_is_not_added_up_in_bf16():

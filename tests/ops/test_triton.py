@@ -86,12 +86,6 @@ def test_attention(case):
     check_attention(**case)
 
 
-@pytest.mark.parametrize("dim, dtype, ends", [(64, BF16, [[65], [3]]), (80, FP32, None)])
-def test_repeatable_gradients(monkeypatch, dim, dtype, ends):
-    monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: True)
-    check_attention(length=97, dim=dim, dtype=dtype, ends=ends)
-
-
 def test_one_state_for_all_sequences_and_groups_gets_the_sum_of_their_gradients():
     q, k, v = (draw(33, 2, n, 32, dtype=FP32, seed=n) for n in (4, 2, 3))
     v = v[:, :, :2]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comparing import assert_same, authors_form, draw
-from models import build, random_tokens, small_model
+from models import small_model
 
 from megatron_tape.ops import contextual
 from megatron_tape.ops.attention import attention
@@ -75,22 +75,6 @@ def test_cope_is_the_papers_equation_with_every_gradient():
         assert_same(ours, expected, (q, k, v, table))
 
 
-def test_cope_with_gates_of_one_is_a_learned_bias_by_distance():
-    _, _, v = heads()
-    q, k = draw(TOKENS, 2, HEADS, DIM), torch.zeros(TOKENS, 2, GROUPS, DIM, dtype=torch.float64)
-    # All products of queries and keys are the same, and large.
-    q, k = torch.cat([torch.full_like(q[..., :1], 20), q[..., 1:]], -1), k.index_fill(3, torch.tensor(0), 20.0)
-    found = encoding("cope", cope_max_position=9)
-    table = parameters_of(found)["table"]
-    at = torch.arange(TOKENS)
-    counted = (at[:, None] - at + 1).clamp(0, 9)
-    by_distance = torch.einsum("sbhd,std->bhst", q, table[counted])
-    p = by_distance.masked_fill(at > at[:, None], float("-inf")).softmax(-1)
-    expected = torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(2, 2))
-    rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_MEMORY)
-    torch.testing.assert_close(attention(q, k, v, backend="tiled", **vars(rescored))[0], expected)
-
-
 @pytest.mark.parametrize("queries", [1, TOKENS])
 def test_cope_counts_seen_keys_beyond_hidden_ones(queries):
     """As where a prompt with padding after it is continued: what is hidden may be wider than a tile."""
@@ -119,17 +103,3 @@ def test_fox_is_what_flash_linear_attention_computes_with_every_gradient(monkeyp
     given = found.positions(0, parameters, None, hidden / HIDDEN**0.5, NO_MEMORY)
     ours = attention(*tensors, backend=backend, **vars(given))[0]
     assert_same(ours, expected, [*tensors, hidden, *parameters.values()])
-
-
-def test_fox_with_gates_of_one_is_nope_and_starts_with_its_bias():
-    built, nope = (build(small_model(position_encoding=name))[0] for name in ("fox", "nope"))
-    ids, expected = random_tokens(), nope(random_tokens())
-    assert (built(ids) - expected).abs().max() > 1e-3
-    with torch.no_grad():
-        for layer in built.gpt.decoder.layers:
-            layer.position.gate.zero_()
-            layer.position.gate_bias.fill_(40.0)
-    torch.testing.assert_close(built(ids), expected)
-    started = build(small_model(position_encoding="fox", fox_bias_start=3.5), randomize=False)[0]
-    bias = started.gpt.decoder.layers[1].position.gate_bias
-    assert bias.tolist() == [3.5] * 4 and bias.decay is False

@@ -135,20 +135,6 @@ def moved_model(name):
     return move_positions(build(small_model(position_encoding=name))[0])
 
 
-@torch.no_grad()
-def change(built, **values):
-    for layer in built.gpt.decoder.layers:
-        for name, value in values.items():
-            getattr(layer.position, name).fill_(value)
-
-
-def test_without_writing_it_is_no_encoding():
-    ids, path, nope = random_tokens(2), moved_model("path"), moved_model("nope")
-    assert (path(ids) - nope(ids)).abs().max() > 1e-2
-    change(path, beta_weight=0.0, beta_bias=-200.0)
-    assert torch.allclose(path(ids), nope(ids), atol=1e-5)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_shifted_positions_and_left_padding_change_nothing(name):
     ids, padding, built = random_tokens(2), random_tokens(2, 5), moved_model(name)
@@ -156,11 +142,3 @@ def test_shifted_positions_and_left_padding_change_nothing(name):
     torch.testing.assert_close(built(ids, positions=torch.arange(16) + 5), alone)
     padded = built(torch.cat([padding, ids], dim=1), documents=torch.tensor([[0] * 5 + [1] * 16] * 2))
     torch.testing.assert_close(padded[:, 5:], alone, atol=1e-4, rtol=1e-4)
-
-
-def test_with_open_gates_path_fox_is_path():
-    ids, gated, path = random_tokens(2), moved_model("path_fox"), moved_model("path")
-    path.load_state_dict({key: x for key, x in gated.state_dict().items() if ".position.gate" not in key})
-    assert (gated(ids) - path(ids)).abs().max() > 1e-2
-    change(gated, gate=0.0, gate_bias=200.0)
-    torch.testing.assert_close(gated(ids), path(ids))

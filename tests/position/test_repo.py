@@ -61,23 +61,6 @@ def test_outputs_and_gradients_are_the_equations(backend):
         assert expected.norm() > 1e-2 and (found - expected).norm() <= 1e-10 * expected.norm()
 
 
-def test_it_is_rope_where_it_predicts_each_tokens_index():
-    """The first hidden number of every token is 1, the second its index."""
-    encoding = build(model_of())[0].encoding
-    h = torch.zeros(S, B, C, dtype=torch.float64)
-    h[:, :, 0], h[:, :, 1] = 1, torch.arange(S)[:, None]
-    gate, content, position = (torch.zeros(shape, dtype=torch.float64) for shape in ((W, C), (W, C), (G, W)))
-    gate[2, 0], content[2, 1], position[:, 2] = 3.0, 0.5, 2 / (3 * torch.sigmoid(torch.tensor(3.0).double()))
-    parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
-    found = encoding.positions(1, parameters, None, h, NO_MEMORY).z_TBGD
-    rope = encoding.initial_state(torch.arange(S)[:, None], torch.float64)
-    torch.testing.assert_close(found, rope.expand(S, B, G, D), atol=1e-5, rtol=0)
-
-    repo, ids = build(model_of())[0], random_tokens()
-    repo.encoding.predicted = lambda parameters, h: torch.arange(16.0)[:, None, None].expand(16, 2, 2)
-    torch.testing.assert_close(repo(ids), build(small_model(position_encoding="rope"))[0](ids))
-
-
 def test_only_layers_from_the_first_on_predict_positions():
     ids = random_tokens()
     for first, layers in ((None, 3), (None, 6), (None, 1), (None, 2), (0, 3), (2, 3)):
