@@ -55,13 +55,17 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def timed(
     functions: dict[str, Callable[[], object]], repetitions: int, device: torch.device
 ) -> tuple[dict[str, dict], dict[str, str]]:
-    """Return the median seconds and the additional peak memory of each function; the functions' runs alternate.
+    """Return the median seconds of each function; the functions' runs alternate.
 
     On a GPU one run consists of enough calls to take 20 ms, which hides the launch time. For a function that fails, for
     example because memory runs out, the second result holds the reason. On a CPU, where kernels are interpreted, a
     function whose name ends in triton runs once, without a time.
     """
     on_gpu = device.type == "cuda"
+    found: dict[str, dict] = {}
+    failed: dict[str, str] = {}
+    calls: dict[str, int] = {}
+    times: dict[str, list[float]] = {}
 
     def once(name: str, calls: int) -> float:
         def repeat() -> None:
@@ -70,38 +74,25 @@ def timed(
 
         return seconds(repeat, device) / calls
 
-    found: dict[str, dict] = {}
-    calls: dict[str, int] = {}
-    failed: dict[str, str] = {}
-    times: dict[str, list[float]] = {}
     for name in functions:
         try:
             once(name, 1)
             if name.endswith("triton") and not on_gpu:
                 found[name] = {"interpreted": True}
                 continue
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            calls[name] = max(1, int(0.02 / once(name, 1))) if on_gpu else 1
+            calls[name], times[name] = max(1, int(0.02 / once(name, 1))) if on_gpu else 1, []
         except Exception as error:
             failed[name] = reason(error)
-            continue
-        found[name] = {"memory_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None}
-        times[name] = []
     for _ in range(repetitions):
-        for name, taken in times.items():
-            if name in failed or (len(taken) >= 3 and sum(taken) * calls[name] > ENOUGH_SECONDS):
+        for name, taken in list(times.items()):
+            if len(taken) >= 3 and sum(taken) * calls[name] > ENOUGH_SECONDS:
                 continue
             try:
                 taken.append(once(name, calls[name]))
             except Exception as error:
                 failed[name] = reason(error)
-    for name, taken in times.items():
-        if name in failed:
-            del found[name]
-        else:
-            found[name] |= {"seconds": statistics.median(taken), "repetitions": len(taken)}
+                del times[name]
+    found |= {name: {"seconds": statistics.median(t), "repetitions": len(t)} for name, t in times.items()}
     return found, failed
 
 
