@@ -1,6 +1,6 @@
 """Time the attention backends with TAPE and with RoPE.
 
-    python -m benchmarks.attention [--shapes 12x64@1024 32/8x128@4096] [--flex] [--record]
+    python -m benchmarks.attention [--shapes 12x64@1024 32/8x128@4096] [--flex] [--output FILE.json]
 
 A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both encodings rotate
 queries and keys; TAPE also averages its position state and computes the state's gradient. Repetitions alternate between
@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.environment import Record
 from benchmarks.tables import DIRECTIONS, attention_table, fastest
 from benchmarks.timing import DTYPES, add_time_arguments, device_here, reason, timed
+from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.model.reference import rope_phases
 from megatron_tape.ops.attention import attention
@@ -180,7 +181,7 @@ def _run(name: str, tensors: list[Tensor], slopes: list[Tensor], backward: bool)
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(description=__doc__)
     default = SHAPES if torch.cuda.is_available() else SHAPES[:1]
     add = parser.add_argument
     add(
@@ -202,9 +203,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print tables; `--record` or `--output` also writes them."""
+    """Print tables; `--output` also writes them."""
     arguments = parse(argv)
-    record, results = Record("attention", arguments), []
+    record, results = Record(arguments), []
     deadline = time.monotonic() + 60 * arguments.minutes
     for shape in arguments.shapes:
         if time.monotonic() > deadline:
@@ -218,4 +219,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

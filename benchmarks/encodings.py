@@ -1,6 +1,6 @@
 """Measure every positional encoding beside RoPE: step time, memory, parameters, and time per generated token.
 
-    python -m benchmarks.encodings [--only fire cope] [--record]
+    python -m benchmarks.encodings [--only fire cope] [--output FILE.json]
 
 The models are equal but for the encoding: by default 12 layers, 12 heads x 64, 1,024 tokens, as in
 `benchmarks.train_step`, whose model, batch and step these are. RoPE stays in memory; the others follow one after
@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from benchmarks.environment import Record, add_record_arguments, quieten_librari
 from benchmarks.generate import cached_seconds
 from benchmarks.measured_model import EQUAL, SHAPES, MeasuredModel, dtype_of, free_memory, run_config
 from benchmarks.timing import reason
+from megatron_tape import command_line
 from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import whole_number
 from megatron_tape.config.schema import ModelConfig, RunConfig, replaced
@@ -59,8 +59,8 @@ CLOSE = 1e-3
 """Largest difference of logits with and without a cache, relative to their spread, in fp32; ten times as much else."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure and print a table; `--record` or `--output` also writes a record. Returns the exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print a table; `--output` also writes a record."""
     arguments = parse(argv)
     quieten_libraries()
     torch.set_num_threads(arguments.threads)
@@ -76,21 +76,16 @@ def main(argv: list[str] | None = None) -> int:
         name: {"parameters": count, "additional_parameters": count - parameters[BASELINE]}
         for name, count in parameters.items()
     }
-    record = Record("encodings", arguments)
+    record = Record(arguments)
     for measure in (steps, decoding):
         measure(configs, arguments, layout, result, lambda: record.write(result))
     print("\n".join(table(result)))
-    return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the options."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.encodings",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.Parser(prog="python -m benchmarks.encodings", description=__doc__)
     others = [name for name in VARIANTS if name != BASELINE]
     only = f"of: {'; '.join(others)} (default: all)"
     parser.add_argument("--only", nargs="+", choices=others, default=others, metavar="NAME", help=only)
@@ -262,4 +257,4 @@ def table(result: dict) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

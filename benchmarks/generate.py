@@ -1,6 +1,6 @@
 """Compare generation with TAPE and with a plain Llama of the same size: seconds for a prompt and for each token.
 
-    python -m benchmarks.generate [--record]
+    python -m benchmarks.generate [--output FILE.json]
 
 Both models take turns in one process, pass by pass and token by token, and ratios are medians over pairs of neighbours,
 so that other load on the machine affects both alike. Every token is waited for, so that on a GPU the time to launch
@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 from benchmarks.environment import Record
 from benchmarks.timing import DTYPES, add_time_arguments, device_here, seconds
+from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
@@ -159,9 +160,9 @@ def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespac
 
 
 def main() -> None:
-    """Print rates and ratios; `--record` or `--output` also writes them to a file."""
+    """Print rates and ratios; `--output` also writes them to a file."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(description=__doc__)
     parser.add_argument("--layers", type=whole_number, default=24 if on_gpu else 8)
     parser.add_argument("--heads", type=whole_number, default=16 if on_gpu else 12)
     parser.add_argument("--groups", type=whole_number, help="key/value heads, if fewer than heads")
@@ -183,8 +184,8 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with torch.no_grad():
-        measure(arguments, Record("generate", arguments))
+        measure(arguments, Record(arguments))
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

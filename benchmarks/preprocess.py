@@ -1,6 +1,6 @@
 """Compare the speed of `tools/preprocess_data.py` with Megatron-LM's way, on the source of the standard library.
 
-    python -m benchmarks.preprocess --workers 1 2 --repetitions 3 --record
+    python -m benchmarks.preprocess --workers 1 2 --repetitions 3
 
 `as_megatron` implements Megatron-LM's way for this comparison only. Both are started as a user starts them, so imports
 count. They run one after the other, `--repetitions` times; medians are reported. No figure appears unless both wrote
@@ -27,13 +27,13 @@ MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatr
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(description=__doc__)
     parser.add_argument("--workers", type=whole_number, nargs="+", default=[1, 2], help="default: 1 2")
     parser.add_argument("--repetitions", type=whole_number, default=3, help="default: %(default)s")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s")
     add_record_arguments(parser)
     arguments = parser.parse_args()
-    record, rows = Record("preprocess", arguments), []
+    record, rows = Record(arguments), []
     with tempfile.TemporaryDirectory(prefix="preprocess-") as directory:
         corpus, tokenizer = prepare(Path(directory), arguments)
         megabytes = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb")) / 1e6

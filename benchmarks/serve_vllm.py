@@ -1,7 +1,7 @@
 """Compare vLLM's tokens per second on a CPU: a TAPE model beside a Llama of the same shape.
 
     make .venv-vllm && .venv-vllm/bin/pip install ./transformers_tape
-    .venv-vllm/bin/python -m benchmarks.serve_vllm [--record]
+    .venv-vllm/bin/python -m benchmarks.serve_vllm [--output FILE.json]
 
 Both models are served in processes of their own and take turns, answer by answer; ratios are medians over pairs of
 neighbours, so that other load on the machine affects both alike. All requests come at once, each with a prompt of its
@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TapeConfig, TapeForCausa
 from vllm import LLM, SamplingParams
 
 from benchmarks.environment import Record, add_record_arguments
+from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 
 
@@ -93,8 +94,8 @@ def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespac
 
 
 def main() -> None:
-    """Print rates and ratios; `--record` or `--output` also writes them to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print rates and ratios; `--output` also writes them to a file."""
+    parser = command_line.Parser(description=__doc__)
     parser.add_argument("--layers", type=whole_number, default=30)
     parser.add_argument("--heads", type=whole_number, default=9)
     parser.add_argument("--groups", type=whole_number, default=3, help="key/value heads")
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compile the models, as vLLM does by default")
     add_record_arguments(parser)
     arguments = parser.parse_args()
-    record = Record("serve_vllm", arguments)
+    record = Record(arguments)
     with tempfile.TemporaryDirectory() as work:
         paths = write_models(arguments, Path(work))
         engines = {"llama": start(paths["llama"], arguments)}
@@ -130,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

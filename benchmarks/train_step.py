@@ -1,7 +1,7 @@
 """Measure training steps of TAPE beside RoPE, with the same DeepSpeed engine, and beside what one would train instead.
 
     python -m benchmarks.train_step [--layers 4] [--tokens 4096]              the CPU's figures
-    python -m benchmarks.train_step --shape 1.3b-4k --profile --record        a GPU's, and a trace of a step
+    python -m benchmarks.train_step --shape 1.3b-4k --profile --output step.json    a GPU's, and a trace of a step
     torchrun --nproc-per-node 8 -m benchmarks.train_step --shape 1.3b-4k [--tensor-parallel 2]
 
 A step is the training's own (`Engine.train_step`): all micro-batches, averaging over ranks, clipping, Adam. Loading
@@ -51,7 +51,7 @@ from megatron_tape.planning.parameters import parameter_count
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print a table; `--record` or `--output` also writes a record."""
+    """Measure and print a table; `--output` also writes a record."""
     arguments, shape = parse(argv)
     rank, world_size = rank_and_size()
     refuse(bool(arguments.against) and world_size > 1, "--against", "is for one process", "leave it out")
@@ -84,7 +84,7 @@ class Comparison:
     ):
         self.arguments, self.configs, self.layout = arguments, configs, layout
         self.on_gpu = layout.device.type == "cuda"
-        self.record = Record("train_step", arguments) if layout.rank == 0 else None
+        self.record = Record(arguments) if layout.rank == 0 else None
         gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
         self.first_losses: dict[str, Tensor] = {}
         self.result: dict = {

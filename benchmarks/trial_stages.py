@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.environment import ROOT, Record, add_record_arguments
+from megatron_tape.command_line import Parser
 
 _RUN, _GRADIENT = (
     "test_a_run_gives_what_the_cpu_gives[{}]",
@@ -163,7 +164,7 @@ def watch(seconds: float) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run one stage."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("stage", choices=STAGES, metavar="NAME", help=", ".join(STAGES))
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="toy size, even where there is a GPU")
@@ -183,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
         os.environ |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         torch.set_num_threads(1)
         print("no GPU is used: toy size on the CPU", flush=True)
-    record = Record(options.stage, options)
+    record = Record(options)
     record.write({})  # what this machine is, even if nothing else comes
     STAGES[options.stage](record, options)
 
