@@ -26,7 +26,7 @@ from pretrain import evaluate
 
 def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
     directory = exported("fire").directory
-    for name in ("fire", "toy_gate"):
+    for name in ("fire", "toy_stretch"):
         assert not find_model(str(exported(name).directory)).runs_own_code
     for file in ("position_fire_tape.py", "encoding_tape.py", "modeling_encoded_tape.py", "extra.py"):
         changed = tmp_path / file

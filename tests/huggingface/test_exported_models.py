@@ -152,7 +152,7 @@ def test_autocast_changes_little(exported, name):
 @torch.no_grad()
 def test_blocks_of_queries_equal_whole_rows(exported):
     """Beyond the 128 queries of a block, with and without gradients."""
-    for name in ("fire", "toy_gate"):
+    for name in ("fire", "fox"):
         made, ids = exported(name), random_tokens(1, 300)
         expected = made.built(ids)
         assert_close(made.loaded(ids).logits, expected, atol=2e-5, rtol=1e-4)
@@ -163,7 +163,7 @@ def test_blocks_of_queries_equal_whole_rows(exported):
 
 @torch.no_grad()
 def test_gates_keep_the_differences_of_neighbours_in_long_sequences(exported):
-    attend = inspect.getmodule(type(exported("toy_gate").loaded)).attend_with_scores
+    attend = inspect.getmodule(type(exported("fox").loaded)).attend_with_scores
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(1, 2, length, 8, generator=generator) for length in (130, 30_000, 30_000))
     gates = torch.nn.functional.logsigmoid(torch.randn(30_000, 1, 2, generator=generator))
@@ -220,11 +220,11 @@ def test_continuous_batching_is_refused(exported, name):
 
 
 def test_new_models_start_as_declared(exported):
-    loaded = exported("toy_gate").loaded
+    loaded = exported("fire").loaded
     torch.manual_seed(0)
     position = type(loaded)(loaded.config).model.layers[1].position
-    assert torch.equal(position.start.weight, torch.ones(4))
-    assert 0.05 < position.gate.weight.std() < 0.2
+    assert torch.equal(position.threshold_scale.weight, torch.ones(1))
+    assert 0.05 < position.down_weight.weight.std() < 0.2
 
 
 def test_what_these_models_cannot_do_is_refused_by_name(exported):

@@ -1,4 +1,4 @@
-"""Encodings that plug in, each a file as a user would write one."""
+"""Encodings that plug in, each a file as a user would write one; the tests of two processes import `head_gate`."""
 
 import contextlib
 import importlib
@@ -6,14 +6,12 @@ from unittest import mock
 
 from megatron_tape.position import ENCODINGS
 
-CLASSES = {"toy_bias": "ToyBias", "toy_gate": "ToyGate", "toy_stretch": "ToyStretch"}
-TOYS = (*CLASSES,)
+TOYS = ("toy_stretch",)
 
 
 @contextlib.contextmanager
 def registered():
-    """Have the toys among the encodings, also if they were imported and removed before."""
+    """Have the toy among the encodings, also if it was imported and removed before."""
     with mock.patch.dict(ENCODINGS):
-        for name, of in CLASSES.items():
-            ENCODINGS[name] = getattr(importlib.import_module(f"toy_encodings.{name.removeprefix('toy_')}"), of)
+        ENCODINGS["toy_stretch"] = importlib.import_module("toy_encodings.stretch").ToyStretch
         yield
