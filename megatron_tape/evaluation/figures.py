@@ -53,19 +53,14 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     """
     labels = list(labels)
     drawn: dict[str, dict[str, Any]] = {}
-    taken: set[str] = set()
     for index, label in enumerate(dict.fromkeys([*_ORDER.get(), *labels])):
-        short = shorten(label)
-        while short in taken:
-            short = f"{shorten(label, LONGEST_LABEL - 6)} ({index + 1})"
-        taken.add(short)
         drawn[label] = {
             "color": COLORS[index % len(COLORS)],
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 5,
             "linestyle": LINES[index // len(COLORS) % len(LINES)],
             "linewidth": 1.6,
-            "label": plain(short),
+            "label": plain(label, LONGEST_LABEL),
         }
     return {label: drawn[label] for label in labels}
 

@@ -68,7 +68,7 @@ def replaced_by(path, other):
 
 
 def test_what_comes_after_a_run_uses_the_tokenizer_that_it_began_with(place, capfd):
-    settings = json.dumps({"every": 2, "data": "held_out.jsonl", "lengths": [12], "stride": 8})
+    settings = json.dumps({"data": "held_out.jsonl", "lengths": [12], "stride": 8})
     assert start(option("evaluation.perplexity", settings)) == 0
     during = {
         tuple(key.split("/")[2:4]): value for key, value in rows("run")[-1].items() if key.startswith("evaluation/")
