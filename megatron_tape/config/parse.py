@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_tape.command_line import Parser
 from megatron_tape.config.sections import Setting, merge, nested, settings_of, unknown_key, validated
 from megatron_tape.config.values import shown, whole_path
@@ -97,7 +95,7 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
 def _fits(value: Any, kind: Any) -> bool:
     try:
         validated(kind, value)
-    except ValidationError:
+    except ValueError:  # pydantic's, or that for text that is not UTF-8
         return False
     return True
 

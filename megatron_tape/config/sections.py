@@ -89,12 +89,14 @@ def build(section: type[Section], given: Mapping[str, Any], name: str = "", fix:
         return validated(section, given)
     except ValidationError as error:
         raise _refusal(error, section, given, name, fix) from None
+    except UnicodeEncodeError:  # bytes of the command line, which Python reads as surrogates
+        raise ConfigError(name or "a setting", "is not UTF-8 text", "correct it, or rename the file") from None
 
 
 def validated(kind: Any, value: Any) -> Any:
     """Return a value, whose sections may be mappings, as one of type `kind`. Raises pydantic's ValidationError."""
     # As JSON, since pydantic's strict mode would otherwise take no mappings for dataclasses.
-    return _adapter(kind).validate_json(json.dumps([value], default=as_dict))[0]
+    return _adapter(kind).validate_json(json.dumps([value], default=as_dict, ensure_ascii=False).encode())[0]
 
 
 @functools.cache
@@ -117,6 +119,8 @@ def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: 
     first = next((one for one in same if one["type"] == "value_error"), same[0])
     if first["type"] == "unexpected_keyword_argument":
         return unknown_key(key, (setting.key for setting in settings_of(section, name)))
+    if first["type"] == "union_tag_not_found":
+        return ConfigError(f"{key}.task", "must be set", fix)
     if isinstance(reason := first.get("ctx", {}).get("error"), UserError):
         return ConfigError(key, f"is {shown(first['input'])}, which {reason.problem}", reason.fix)
     messages = " or ".join(dict.fromkeys(one["msg"] for one in same)).replace(" or Input should be", " or")

@@ -85,7 +85,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
     With a `base`, `extension.from` must not be given, or be that. `run` is the default of `logging.directory`.
 
     A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
-    themselves. Nothing is read if every setting of the model is given, as in a run's config.yaml. Raises ConfigError.
+    themselves. Raises ConfigError.
     """
     extension = values.get("extension", {})
     given = build(ExtensionConfig, extension, "extension").from_
@@ -106,9 +106,6 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
     )
     if given is None:
         return values
-    whole = model.keys() >= keys_of(ModelConfig) and encoding in ENCODINGS
-    if whole and position.keys() >= _keys_of_position(encoding):
-        return values | {"extension": extension | {"from": given}}
     try:
         directory = build(LoggingConfig, values.get("logging", {}), "logging").directory
         base = base or find_base(given, directory or run)

@@ -179,7 +179,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("data.reset_attention_mask",
          {"data__reset_attention_mask": True, "data__tokenizer": None, "train__eval_interval": None}),
         ("data.long_documents", {"data__long_documents": LONG}),
-        ("data.generator", {**GENERATED, "data__generator": {"digits": 3}}),
+        ("data.generator.task", {**GENERATED, "data__generator": {"digits": 3}}),
         ("data.generator.digit", {**GENERATED, "data__generator": {"task": "addition", "digit": 3}}),
         ("data.generator", {**GENERATED, "data__generator": {"task": "addition"}}),
         ("data.generator", {**GENERATED, "data__generator": {"task": "selective_copy", "symbols": 200}}),

@@ -124,6 +124,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--data.stages=[{prefix: a, share: 0.1}, 3]"], "data.stages[1] is 3"),
         (["--data.generator={task: subtraction}"], "data.generator is {'task': 'subtraction'}; "),
         (["--optimizer.lr_scale_of={position: x}"], "optimizer.lr_scale_of.position is 'x'"),
+        (["--data.tokenizer=\udcff"], "a setting is not UTF-8 text"),
         (["--train.steps"], "--train.steps: expected one argument"),
         (["--train.steps=5.0"], "train.steps is 5.0; it should be a valid integer"),
         (["--train.steps=true"], "train.steps is true"),
