@@ -4,7 +4,6 @@ import argparse
 import glob
 import json
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -64,10 +63,10 @@ class Problems:
 def find_inputs(patterns: list[str]) -> list[str]:
     """Return the files that paths and glob patterns name: in the order of the patterns, sorted within each.
 
-    A file that is named again is left out, with a warning if it has another name there. Raises FileError when a
-    pattern matches no file, or a file is a device or of an unknown format.
+    A file that is named again is left out. Raises FileError when a pattern matches no file, or a file is of an unknown
+    format.
     """
-    files: dict[tuple[int, int], str] = {}
+    files: dict[str, str] = {}
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         matches = [match for match in matches if not os.path.isdir(match)]
@@ -75,12 +74,7 @@ def find_inputs(patterns: list[str]) -> list[str]:
             advice = f"try '{pattern.rstrip('/')}/*.jsonl'" if os.path.isdir(pattern) else "check the path"
             raise FileError(pattern, "names no file (--input)", advice)
         for path in matches:
-            status = os.stat(path)
-            if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
-                raise FileError(path, "is a device", "give a file or a pipe")
-            first = files.setdefault((status.st_dev, status.st_ino), path)
-            if path != first:
-                command_line.say(f"warning: {path} is the same file as {first}, so it is read once")
+            files.setdefault(os.path.realpath(path), path)
     for path in files.values():
         if not is_text_file(path):
             raise FileError(path, "has an unknown format", "name it .jsonl, .json, .txt (also .gz, .zst) or .parquet")

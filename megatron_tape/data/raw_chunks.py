@@ -264,8 +264,6 @@ def _check_column(path: str, schema: Any, text_key: str) -> None:
     names, fix = schema.names, "choose another text key"
     if text_key not in names:
         raise UnreadableFile(path, f"has no column {text_key!r}, only {names[:10]}", fix)
-    if names.count(text_key) > 1:
-        raise UnreadableFile(path, f"has {names.count(text_key)} columns {text_key!r}", "rename all but one of them")
     column = schema.field(text_key).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
     if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):

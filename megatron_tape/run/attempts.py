@@ -21,7 +21,7 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
-from megatron_tape.errors import CheckpointError, StaleAttempt, UserError
+from megatron_tape.errors import StaleAttempt, UserError
 from megatron_tape.io.files import open_to_append, remove, sync_directory, write_whole
 from megatron_tape.io.records import read_record, read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
@@ -31,8 +31,6 @@ ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
 RECORDS = 32
 """How many ranks' ends are recorded besides rank 0's; when a thousand ranks fail, most only repeat the first error."""
 STOP_BYTES = 1000
-LAST_ATTEMPT = 999_999
-"""The highest number that an attempt can have: names hold six digits."""
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 TRAINING = "training"
@@ -130,7 +128,7 @@ class Attempt:
 
         `facts` (JSON: job, nodes, ...) are stored in `attempt.json` with the step of the newest checkpoint. Once this
         returns, no earlier attempt can publish a checkpoint any more. Raises CheckpointError, before it changes
-        anything, if another version of this project wrote the newest checkpoint, or if no number is left.
+        anything, if another version of this project wrote the newest checkpoint.
         """
         attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
         checkpointed_step(root)
@@ -138,9 +136,6 @@ class Attempt:
         root.mkdir(parents=True, exist_ok=True)
         while True:
             number = 1 + max([*_numbers(attempts, ""), *_numbers(root, ".attempt-")], default=0)
-            if number > LAST_ATTEMPT:
-                problem = f"or {root} has attempt {LAST_ATTEMPT}, after which there is no other"
-                raise CheckpointError(str(attempts), problem, "remove that")
             attempt = cls.open(run_directory, checkpoint_directory, number)
             try:
                 attempt.directory.mkdir()
@@ -178,7 +173,7 @@ class Attempt:
         Raises UserError if it is no attempt of the run, or cannot be read.
         """
         fix = "unset it, so that the run begins an attempt, or start the program with a script in slurm/"
-        number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=LAST_ATTEMPT, fix=fix)
+        number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=999_999, fix=fix)
         if number == 0:
             return None
         attempt = cls.open(run_directory, checkpoint_directory, number)

@@ -21,8 +21,6 @@ METRICS_READ = ("loss", "validation_loss", "lr", "tokens_per_second", "tflops_pe
 """What is read of a row, besides what evaluations found."""
 DURING = "evaluation/"
 """How metrics begin that an evaluation during training found."""
-MOST_CURVES = 200
-"""Metrics of a run that are read."""
 MOST_POINTS = 1 << 12
 """Points of a metric that are kept: of more, every second, fourth, ... one."""
 
@@ -88,7 +86,6 @@ def read_run(path: Path) -> Run:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
         row = {key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)}
         for key, value in row.items():
-            wanted = key in METRICS_READ or key.startswith(DURING)
-            if wanted and (key in curves or len(curves) < MOST_CURVES):
+            if key in METRICS_READ or key.startswith(DURING):
                 curves[key].add(row["step"], value)
     return Run(settings, dict(curves), row)
