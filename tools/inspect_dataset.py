@@ -1,4 +1,4 @@
-"""Show what indexed datasets hold and check that their files are intact.
+"""Show what an indexed dataset holds and check that its files are intact.
 
     python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
 
@@ -10,34 +10,25 @@ import argparse
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, raise_file_limit
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.origins import Origin, check_tokenizer, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, record_of
 from megatron_tape.errors import FileError
 
 
 def main() -> None:
-    """Parse the command line, check the datasets and describe them."""
+    """Parse the command line, check the dataset and describe it."""
     arguments = parser().parse_args()
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
-    raise_file_limit()
-    datasets = [IndexedDatasetReader(prefix) for prefix in arguments.prefix]
-    if tokenizer is None:
-        origins = {prefix: read_origin(prefix) for prefix in arguments.prefix}
-    else:
-        origins = check_tokenizer(arguments.prefix, record_of(tokenizer), arguments.tokenizer)
+    dataset, origin = IndexedDatasetReader(arguments.prefix), read_origin(arguments.prefix)
+    if tokenizer is not None:
+        origins = check_tokenizer([arguments.prefix], record_of(tokenizer), arguments.tokenizer)
         if warning := unknown_tokenizers(origins, arguments.tokenizer):
             command_line.say(warning)
-    for prefix, dataset in zip(arguments.prefix, datasets):
-        if len(datasets) > 1:
-            print(f"{prefix}:")
-        describe(prefix, dataset, tokenizer, origins[prefix])
-    print("\n" + histogram(np.concatenate([dataset.document_lengths() for dataset in datasets])), end="")
-    for prefix, dataset in zip(arguments.prefix, datasets):
-        for index in range(min(arguments.documents, len(dataset))):
-            print(
-                f"\n{f'{prefix}, ' if len(datasets) > 1 else ''}{text_of(dataset, index, tokenizer, arguments.tokens)}"
-            )
+    describe(arguments.prefix, dataset, tokenizer, origin)
+    print("\n" + histogram(dataset.document_lengths()), end="")
+    for index in range(min(arguments.documents, len(dataset))):
+        print(f"\n{text_of(dataset, index, tokenizer, arguments.tokens)}")
 
 
 def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None, origin: Origin | None) -> None:
@@ -100,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    add("prefix", metavar="P", nargs="+", help="a dataset is P.bin and P.idx")
+    add("prefix", metavar="P", help="a dataset is P.bin and P.idx")
     add("--tokenizer", help="decode with it, and check that it made the dataset")
     add(
         "--documents",

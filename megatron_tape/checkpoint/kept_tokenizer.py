@@ -1,7 +1,7 @@
 """The tokenizer of a run, whose files each checkpoint keeps: paths may lead to another one by now. Imports no torch."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,8 +10,6 @@ from megatron_tape.checkpoint.locate import to_continue
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import naming_the_setting
 from megatron_tape.data.tokenizer import (
-    TOKENIZER_JSON,
-    TOKENIZER_MODEL,
     Tokenizer,
     difference,
     load_tokenizer,
@@ -45,23 +43,18 @@ def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[
     return [f"{TOKENIZER}/{name}" for name in write_files(files, checkpoint / TOKENIZER)]
 
 
-def with_kept_tokenizer(
-    config: RunConfig, start: Path | None, say: Callable[[str], None] = lambda message: None
-) -> RunConfig:
+def with_kept_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
     """Return the settings with the tokenizer that checkpoint `start` keeps, if it keeps one, as `data.tokenizer`.
 
     `start` is what the run continues or begins with. If there is still a tokenizer at `data.tokenizer`, it must be the
-    same; `say` is told of other files there, such as chat templates, which are not used. Raises ConfigError.
+    same. Raises ConfigError.
     """
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
     kept, given = start / TOKENIZER, config.data.tokenizer
     own = saved_tokenizer(start)
     if given is not None and Path(given).exists() and Path(given).resolve() != kept.resolve():
-        tokenizer = check_same_tokenizer(given, own, f"that of checkpoint {start}", f"give {kept}")
-        others = sorted(name for name, file in tokenizer.files.items() if own.files.get(name, file) != file)
-        if others and tokenizer.files.keys() & own.files.keys() & {TOKENIZER_JSON, TOKENIZER_MODEL}:
-            say(f"warning: {', '.join(others)} at data.tokenizer {given} differs from {kept}, which is used")
+        check_same_tokenizer(given, own, f"that of checkpoint {start}", f"give {kept}")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(kept)))
 
 

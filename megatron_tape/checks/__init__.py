@@ -67,7 +67,7 @@ def check(
         progress = {} if state is None else state["progress"]
         saved = progress.get("tokenizer")
         check_same_data(config, progress.get("data", {}), start)
-        config = with_kept_tokenizer(config, start, command_line.say)
+        config = with_kept_tokenizer(config, start)
         if begins_with_base(config):
             base = find_base(config.extension.from_, config.logging.directory)
             check_base(config, base)
