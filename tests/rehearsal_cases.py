@@ -20,11 +20,6 @@ ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)
 EXTENSION = ["--extension.trains=[position,lora,embeddings,norms]", "--extension.lora_rank=4"]
 QUICK_CASES = {
     **ZERO,
-    "context": [
-        "--parallel.context_parallel_size=2",
-        "--deepspeed.zero_stage=2",
-        "--train.average={kind: last, count: 2, every: 10}",
-    ],
     "extension": [*EXTENSION, "--deepspeed.zero_stage=2", "--checkpoint.frozen=false"],
 }
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
@@ -44,21 +39,16 @@ MANY = {
     "zero_1_recomputed": [FULL, GATE],
     "zero_2_recomputed": [ZERO_2, "--train.recompute=selective"],
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
-    "zero_1_in_bf16": [BY_BF16],
     "zero_2_not_overlapping_in_bf16": [ZERO_2, "--deepspeed.overlap_comm=false", BY_BF16],
     "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
-    "without_tensor_parallelism_zero_3": [ONE, "--deepspeed.zero_stage=3"],
     "rope": [ROPE, ZERO_2],
-    "stages_of_data": [ROPE, "--data.stages=[{prefix: nowhere/a, share: 0.05}, {prefix: nowhere/b, share: 0.05}]"],
     "muon": ["--optimizer.kind=muon"],
     "rope_without_sequence_parallelism": [ROPE, "--parallel.sequence_parallel=false", GATE],
     "packed": PACKED,
-    "extension_zero_1": [*EXTENSION, FULL],
     "extension_zero_3": [*EXTENSION, "--deepspeed.zero_stage=3"],
     "lora_of_rope": [ROPE, "--extension.trains=[lora,embeddings,norms]"],
-    "context_and_qk_norm": CONTEXT,
+    "context_and_qk_norm": [*CONTEXT, "--train.average={kind: last, count: 2, every: 10}"],
     "stage_of_four": [*stages(4), "--model.num_layers=4"],
-    "last_stage_of_two_tied": [*stages(2), ONE, "--model.tie_embeddings=true"],
     "stage_of_four_tied": [*stages(4), ONE, "--model.num_layers=4", "--model.tie_embeddings=true"],
     # Short sequences: what is on its way between virtual stages is not counted whole, and weighs little in large ones.
     "virtual_stages_recomputed": [
@@ -70,7 +60,6 @@ MANY = {
         FULL,
     ],
     "chosen": [CHOSEN, ONE, "--model.num_query_groups=8"],
-    "chosen_recomputed": [CHOSEN, "--train.recompute=selective"],
     "chosen_context_and_qk_norm": [CHOSEN, *CONTEXT],
 }
 
@@ -113,7 +102,6 @@ def mistakes():
     return {
         "frequencies_on_the_cpu": [(RotaryPosition, constant, lambda self, name, make, device: make())],
         "labels_on_the_cpu": [(Batches, "_on_device", labels_stay)],
-        "a_wrong_type": [(RMSNorm, "forward", lambda self, hidden_states: norm(self, hidden_states).float())],
         "an_item_and_a_copy_in_a_layer": [
             (RMSNorm, "forward", reads),
             (RotaryPosition, constant, copied),

@@ -43,7 +43,7 @@ def test_what_a_launcher_would_have_set_is_named(launched, missing, rank):
     assert missing in caught.value.subjects
 
 
-NO_NUMBERS = ["x", "-1", "²", "٣", "1e3", " 1", "01", "9" * 5000]
+NO_NUMBERS = ["x", "-1", "²", "01", "9" * 5000]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_programs_refuse_a_number_of_processes_that_an_earlier_launcher_left(lau
     assert status == 2 and said.startswith("error: WORLD_SIZE is 4, but RANK is not set; ") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("rank", ["1", "x", ""])
+@pytest.mark.parametrize("rank", ["1", "x"])
 @pytest.mark.parametrize("program", STARTS)
 def test_programs_say_what_is_wrong_with_a_rank_that_an_earlier_launcher_left(
     launched, monkeypatch, program, rank, capfd
@@ -85,7 +85,7 @@ def test_programs_say_what_is_wrong_with_a_rank_that_an_earlier_launcher_left(
     assert status == 2 and "RANK is " in said and "unset these variables" in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", ["abc", "-1", "0", "²", "", "1e30", "7"])
+@pytest.mark.parametrize("number", ["abc", "", "7"])
 @pytest.mark.parametrize("program", ["train", "preflight"])
 def test_a_number_of_no_attempt_is_refused(launched, tmp_path, program, number, capfd):
     launched(TAPE_ATTEMPT=number)
@@ -94,17 +94,6 @@ def test_a_number_of_no_attempt_is_refused(launched, tmp_path, program, number, 
         module.main(["--config", RECIPE, f"--logging.directory={tmp_path}"])
     said = capfd.readouterr().err
     assert stop.value.code == 2 and said.startswith("error: TAPE_ATTEMPT is ") and said.count("\n") == 1
-
-
-@pytest.mark.parametrize("program, rank", [("train", "0"), ("preflight", "0"), ("preflight", "1")])
-def test_an_attempt_that_cannot_be_read_is_refused_on_every_rank(launched, monkeypatch, program, rank, capfd):
-    monkeypatch.setattr(command_line, "REPORT_TIMEOUT", 0)
-    launched(**WHOLE | {"TAPE_ATTEMPT": "1", "RANK": rank})
-    module = {"train": train, "preflight": preflight}[program]
-    with pytest.raises(SystemExit) as stop:
-        module.main(["--config", RECIPE, f"--logging.directory={'x' * 300}"])
-    said = capfd.readouterr().err
-    assert stop.value.code == 2 and "TAPE_ATTEMPT is 1, but xxx" in said and said.count("\n") == 1
 
 
 def started(program, capfd):

@@ -68,7 +68,6 @@ def test_memory_and_collectives_of_many_configurations_are_those_estimated(many,
     [
         ("frequencies_on_the_cpu", "position/rope.py:"),
         ("labels_on_the_cpu", "and cpu! at megatron_tape/ops/linear_cross_entropy.py:"),
-        ("a_wrong_type", "position_update.py:"),
         (WAITS, "waits for the GPU in the forward pass: item at tests/rehearsal_cases.py:"),
         (WAITS, "copy to the GPU at tests/rehearsal_cases.py:"),
     ],
@@ -105,7 +104,6 @@ def test_the_command_reports_and_touches_no_run(quick):
     [
         (["--processes=4", "--rank=4"], "--rank is 4"),
         (["--processes=0"], "--processes is 0"),
-        (["--processes=65537"], "--processes is 65537; give 1 to 65,536"),
         (["--train.stepps=3"], "train.stepps"),
     ],
 )

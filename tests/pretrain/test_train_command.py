@@ -1,6 +1,5 @@
 """`python -m pretrain.train` on one process: what it rejects, writes, survives and continues."""
 
-import gc
 import json
 import math
 import shutil
@@ -8,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from datasets_for_tests import write_all
-from launch import alone, start_python
+from launch import start_python
 from torch.distributed import distributed_c10d
 from training_cases import RECIPE, option, packed, rows, steps_saved
 
@@ -22,7 +20,6 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.model import backend
-from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.ops import parity
 from megatron_tape.ops.backends.choice import Choice
 from megatron_tape.ops.kernels import triton_attention
@@ -79,27 +76,6 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data):
     assert done.stdout.splitlines() == ["2 False"] * len(MISTAKES)
     for error, reported in zip(done.stderr.splitlines(), MISTAKES.values(), strict=True):
         assert error.startswith("error: ") and reported in error
-
-
-ENDING = """
-import atexit, sys
-from pathlib import Path
-names = lambda: {path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')}
-atexit.register(lambda: print(*sorted(names())))  # what is registered later runs before
-from pretrain.train import main
-status = main(sys.argv[1].split())
-print(*sorted(names()))
-sys.exit(status)
-"""
-
-
-def test_no_thread_of_a_process_group_is_left_to_abort_a_process_that_ends(data, tmp_path):
-    given = f"--config {RECIPE} --data.prefix {data}/a --logging.directory {tmp_path / 'run'} --train.steps=4"
-    command = [sys.executable, "-c", ENDING, given]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=alone())
-    assert done.returncode == 0, done.stderr
-    during, after = done.stdout.splitlines()[-2:]
-    assert "gloo" in during and "gloo" not in after
 
 
 def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypatch, capfd):
@@ -185,15 +161,6 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_used_and_without_any_th
 SHORT = ["--schedule.warmup_steps=0"]
 
 
-def test_a_run_that_has_ended_lets_go_of_its_model(run):
-    models = lambda: {id(found) for found in gc.get_objects() if isinstance(found, LanguageModel)}  # noqa: E731
-    gc.collect()
-    before = models()
-    assert run("--train.steps=1", *SHORT) == 0
-    gc.collect()
-    assert models() <= before
-
-
 def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, data, capfd):
     assert run("--train.steps=2", *SHORT) == 0
     state = run.folder / "checkpoints" / "step-00000002" / "state.json"
@@ -212,14 +179,6 @@ def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, d
     ]
     later = state.parent.with_name("step-00000004") / "state.json"
     assert "tokenizer" in json.loads(later.read_text())["progress"]
-
-
-def test_fewer_steps_than_already_done_are_reported_without_a_warning_about_the_order(run, capfd):
-    assert run("--train.steps=2", *SHORT) == 0
-    capfd.readouterr()
-    assert run("--train.steps=1", *SHORT) == 0
-    reported = capfd.readouterr().err
-    assert "already holds all 1 steps" in reported and "another order" not in reported
 
 
 def test_another_tokenizer_is_refused_and_a_missing_one_is_not_needed(run, data, tmp_path, capfd):
@@ -281,11 +240,11 @@ def test_what_does_not_fit_the_data_is_refused_also_by_the_trainer(run, data, ca
 
 
 def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(run, data):
-    assert run("--train.steps=60", name="whole") == 0
-    arguments = ["--config", str(RECIPE), option("data.prefix", f"{data}/a"), "--train.steps=60"]
+    assert run("--train.steps=30", name="whole") == 0
+    arguments = ["--config", str(RECIPE), option("data.prefix", f"{data}/a"), "--train.steps=30"]
     arguments += [f"--logging.directory={run.folder}", "--checkpoint.interval=1"]
     metrics = run.folder / "metrics.jsonl"
-    for number, delay in enumerate((0.0, 0.013, 0.029, 0.05, 0.1)):
+    for number, delay in enumerate((0.0, 0.02, 0.05)):
         in_background = number % 2 == 1
         count = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         chosen = [*arguments, f"--checkpoint.asynchronous={str(in_background).lower()}"]
@@ -299,7 +258,7 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
         reached = rows_written(metrics)
         newest = checkpoint_files.newest_whole(run.folder / "checkpoints", print)
         assert newest is not None and checkpoint_files.read_manifest(newest)["step"] >= reached - 1 - in_background
-    assert run("--train.steps=60", "--checkpoint.interval=1") == 0
+    assert run("--train.steps=30", "--checkpoint.interval=1") == 0
     assert rows(run.folder) == rows(run.folder.parent / "whole")
     assert all(math.isfinite(row["loss"]) for row in rows(run.folder))
 
@@ -321,14 +280,6 @@ def test_deterministic_kernels_are_required_only_during_the_run(run, monkeypatch
     assert run("--train.steps=5", name="other") == 0
     assert seen == [True] * 5 + [False] * 5
     assert rows(run.folder) == rows(run.folder.parent / "other")
-
-
-def test_process_groups_wait_longer_than_the_watch(run):
-    """This includes groups made by DeepSpeed, and those that an earlier run left in this process."""
-    for hang_timeout, expected in (("7200", timedelta(hours=2, minutes=10)), ("60", timedelta(hours=1, minutes=10))):
-        assert run("--train.steps=3", f"--train.hang_timeout={hang_timeout}", name=hang_timeout) == 0
-        backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
-        assert {backend.options._timeout for backend in backends} == {expected}
 
 
 def test_an_error_is_recorded_and_then_the_process_groups_are_aborted(run, monkeypatch):
@@ -353,8 +304,9 @@ def test_an_error_is_recorded_and_then_the_process_groups_are_aborted(run, monke
     assert run("--train.steps=3") == 0
 
 
-@pytest.mark.parametrize("error", [MemoryError("cannot allocate 8 TiB"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_memory_that_runs_out_is_a_sentence_and_its_place_is_recorded(run, monkeypatch, capfd, error):
+def test_memory_that_runs_out_is_a_sentence_and_its_place_is_recorded(run, monkeypatch, capfd):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+
     def fail(self, *args):
         raise error
 
@@ -373,13 +325,6 @@ def wrong_kernel(monkeypatch):
     attend = triton_attention.attend
     monkeypatch.setattr(parity, "LENGTH", 16)
     monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
-
-
-def test_a_kernel_that_computes_incorrectly_ends_the_run_before_training(run, wrong_kernel, capfd):
-    assert run("--model.hidden_size=128", "--model.attention_backend=triton") == 2
-    reported = capfd.readouterr().err
-    assert "is triton, which does not work here (attention on cpu" in reported and "Traceback" not in reported
-    assert not steps_saved(run.folder)
 
 
 def test_the_automatic_choice_becomes_torch_only_if_the_user_allows_it(run, wrong_kernel, monkeypatch, capfd):

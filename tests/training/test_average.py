@@ -29,12 +29,6 @@ def test_a_moving_average_decays_and_forgets_its_beginning_sooner():
     assert moving.share(1000, 100, 1000) == pytest.approx(0.1)
 
 
-def test_a_moving_average_counts_updates_and_stays_at_a_skipped_step():
-    moving = AverageSettings(kind="ema", decay=0.9)
-    assert moving.share(7, 100, 5, skipped=True) == 0
-    assert moving.share(8, 100, 6) == moving.share(6, 100, 6)
-
-
 def test_the_mean_of_the_last_weights_is_that():
     mean = AverageSettings(kind="last", count=3, every=4)
     average = 0.0
@@ -45,24 +39,11 @@ def test_the_mean_of_the_last_weights_is_that():
     assert average == pytest.approx((12**2 + 16**2 + 20**2) / 3)
 
 
-def test_a_mean_takes_the_weights_that_a_skipped_step_left():
-    mean = AverageSettings(kind="last", count=3, every=4)
-    weights = average = updates = 0.0
-    for step in range(1, 21):
-        skipped = step == 16
-        weights, updates = (weights, updates) if skipped else (step**2, updates + 1)
-        average += mean.share(step, 20, updates, skipped) * (weights - average)
-    assert average == pytest.approx((12**2 + 15**2 + 20**2) / 3)
-
-
 @pytest.mark.parametrize(
     "setting, subject",
     [
         ({"kind": "last", "count": 4, "every": 10}, "train.average.count"),
-        ({"kind": "last", "decay": 0.9}, "train.average.decay"),
         ({"kind": "ema", "count": 3}, "train.average.count"),
-        ({"decay": 0.9}, "train.average.kind"),
-        ({"kind": "ema", "decay": 1.0}, "train.average.decay"),
     ],
 )
 def test_averages_that_cannot_be_are_refused(setting, subject):

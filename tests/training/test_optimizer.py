@@ -3,9 +3,7 @@
 import pytest
 import torch
 from models import build, random_tokens, small_model
-from training_cases import RECIPE
 
-from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.data import DataConfig
 from megatron_tape.config.schema import DeepSpeedConfig, ExtensionConfig, OptimizerConfig, RunConfig
 from megatron_tape.config.train import TrainConfig
@@ -77,13 +75,6 @@ def test_a_parameters_own_choice_of_decay_counts():
     assert (plain[still], plain[moving]) == (given[still], given[moving]) == (0.0, 0.1)
     assert given["gpt.decoder.layers.1.position.up_proj"] == 0.3
     assert decay_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still] == 0.2
-
-
-def test_kinds_are_given_in_a_recipe_or_on_the_command_line(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.read_text().replace("lr: 0.01,", "lr: 0.01, weight_decay_of: {position: 0.0},"))
-    optimizer = parse_run_config(["--config", str(recipe), "--optimizer.lr_scale_of={norms: 2}"]).optimizer
-    assert (optimizer.weight_decay_of, optimizer.lr_scale_of) == ({"position": 0.0}, {"norms": 2.0})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -13,7 +13,6 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.data.samples import GeneratedSamples
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.model.names import kind_of
-from megatron_tape.training import trainer
 from pretrain import train
 
 
@@ -36,10 +35,6 @@ def only(*kinds):
 
 
 POSITION = only("position")
-
-
-def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def tensors(checkpoint):
@@ -136,30 +131,6 @@ def test_leaving_frozen_parameters_out_needs_a_checkpoint_that_keeps_them(run, c
     assert "outside checkpoint.directory" in sentence
     assert run("all", "--checkpoint.frozen=false") == 0
     assert "weight/gpt.embedding.word_embeddings.weight" in tensors(newest(run.folder / "all"))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recomputed_layers_learn_over_a_frozen_embedding(run, precision):
-    settings = [f"--train.precision={precision}"]
-    assert run("kept", *settings, trains=POSITION, steps=3) == 0
-    assert run("again", *settings, "--train.recompute=full", trains=POSITION, steps=3) == 0
-    assert losses(run.folder / "again") == pytest.approx(losses(run.folder / "kept"), rel=1e-5)
-    held = tensors(newest(run.folder / "again"))
-    assert all(value.any() for key, value in held.items() if key.startswith("exp_avg/"))
-
-
-def test_a_run_that_continues_draws_no_weights(run, monkeypatch):
-    drawn, draw = [], trainer.initialize_weights
-    monkeypatch.setattr(
-        trainer, "initialize_weights", lambda *arguments: drawn.append(arguments[-1]) or draw(*arguments)
-    )
-    assert run("part", steps=1) == run("part", steps=2) == 0
-    assert drawn == [None]  # all, once
-
-
-def test_training_nothing_is_refused(run):
-    with pytest.raises(ValueError, match="no parameter of the model is trained"):
-        run("nothing", trains=only())
 
 
 def test_a_run_that_goes_on_with_another_batch_size_neither_skips_nor_repeats_a_sequence(run, monkeypatch):
