@@ -157,8 +157,8 @@ RUN = {
     "train": {"steps": 3, "global_batch_size": 2, "precision": ON_LINES % 1, "seed": ON_LINES % 2},
     "optimizer": {"kind": "adamw", "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.9, "lr": 0.1},
     "schedule": {"kind": ON_LINES % 3, "warmup_steps": 1},
-    "extension": {"from": "x/" + (ON_LINES % 4).replace("/", "%"), "attention": ON_LINES % 5},
-    "data": {"prefix": None, "generator": {ON_LINES % 6: ON_LINES % 7}},
+    "extension": {"from": "x/" + HOSTILE.replace("/", "%") + " 4"},
+    "data": {"prefix": None, "generator": {ON_LINES % 5: ON_LINES % 6}},
 }
 
 
@@ -184,9 +184,10 @@ def test_what_a_checkpoint_says_is_plain_text_on_its_card(exports, tmp_path):
     facts, text, links, markup = read_card(tmp_path / "out")
     assert {key: facts[key] for key in FRONT_MATTER} == FRONT_MATTER and "evil" not in facts.values()
     assert not links and not markup and "|" in text
-    for number in range(8):
+    assert text.count(HOSTILE.replace("/", "%") + " 4") == 1
+    for number in (0, 1, 2, 3, 5, 6):
         said = " ".join((ON_LINES % number).translate({0x1B: " ", 0x202E: " "}).split())
-        assert text.count(said.replace("/", "%") if number == 4 else said) == 1, number
+        assert text.count(said) == 1, number
     with changed_state(exports["rope"].checkpoint, tmp_path / "other") as (step, state):
         state["progress"]["card"] = {"license": {"a": 1}}
     command = ["to-hf", "--checkpoint", step, "--output", tmp_path / "no", "--tokenizer", "none"]

@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import check_average, read_index, shard_of
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.errors import CheckpointError, ConfigError
-from megatron_tape.io.records import check_shape
+from megatron_tape.config.sections import build
+from megatron_tape.errors import CheckpointError
 from megatron_tape.model.names import AVERAGE, WRAPPED
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.validation import validate_model
@@ -101,7 +99,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     try:
         model = model_config(settings)
         validate_model(model)
-        extension = _extension(state["config"].get("extension", {}))
+        extension = build(ExtensionConfig, state["config"].get("extension", {}), "config.extension")
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(path), f"is of another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
@@ -121,22 +119,6 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     saved = SavedWeights(path, state, model, files, source, extension, average)
     _check_shapes(saved, shapes)
     return saved
-
-
-class _LoraSettings(TypedDict, total=False):
-    trains: list[str]
-    lora_rank: int
-    lora_alpha: float
-    lora_targets: list[str]
-
-
-def _extension(section: dict[str, Any]) -> ExtensionConfig:
-    """Return the settings of LoRA layers in a section `extension`, which checkpoints of other runs may lack."""
-    check_shape(section, _LoraSettings, "config.extension")
-    extension = ExtensionConfig(**{key: section[key] for key in _LoraSettings.__annotations__ if key in section})
-    if extension.lora_rank < 1:
-        raise ConfigError("config.extension.lora_rank", f"is {extension.lora_rank}")
-    return extension
 
 
 def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> None:
