@@ -31,7 +31,6 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_schedule(config)
     _validate_precision(config)
     _validate_data(config)
-    _validate_evaluations(config)
     _validate_monitoring(config)
     _validate_trained_kinds(config)
     _validate_lora(config)
@@ -96,12 +95,12 @@ def _validate_schedule(config: RunConfig) -> None:
 
 
 def _validate_precision(config: RunConfig) -> None:
-    precision, deepspeed, clash = config.train.precision, config.deepspeed, functools.partial(clashes, config)
-    for key, in_bf16 in (
-        ("deepspeed.communication_precision", deepspeed.communication_precision == "bf16"),
-        ("model.attention_backend", config.model.attention_backend in ONLY_HALF),
-    ):
-        clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
+    clash = functools.partial(clashes, config)
+    fp32, fix = config.train.precision == "fp32", "change either, as it needs bf16"
+    in_bf16 = config.deepspeed.communication_precision == "bf16"
+    clash(fp32 and in_bf16, "deepspeed.communication_precision train.precision", fix)
+    in_bf16 = config.model.attention_backend in ONLY_HALF
+    clash(fp32 and in_bf16, "model.attention_backend train.precision", fix)
 
 
 def _validate_data(config: RunConfig) -> None:
@@ -114,8 +113,9 @@ def _validate_data(config: RunConfig) -> None:
     clash(nothing, "train.eval_interval data.split", fix, why)
     without = data.tokenizer is None
     clash(data.reset_attention_mask and without, "data.reset_attention_mask data.tokenizer", "set the tokenizer")
-    if data.long_documents is not None:
-        _validate_long_documents(config)
+    why, fix = "so that tokens would attend to the documents before their own", "set reset_attention_mask to true"
+    attends = data.long_documents is not None and not data.reset_attention_mask
+    clash(attends, "data.long_documents data.reset_attention_mask", fix, why)
     samples = interval is not None and "sample" in config.train.evaluations and config.logging.sample_tokens > 0
     fix = "set the tokenizer, or sample_tokens to 0"
     clash(samples and without, "logging.sample_tokens data.tokenizer", fix)
@@ -163,19 +163,10 @@ def _validate_examples(config: RunConfig) -> None:
     clash(without, "train.eval_interval data.examples", fix, "which names no validation file")
 
 
-def _validate_long_documents(config: RunConfig) -> None:
-    why = "so that tokens would attend to the documents before their own"
-    attends, fix = not config.data.reset_attention_mask, "set reset_attention_mask to true"
-    clashes(config, attends, "data.long_documents data.reset_attention_mask", fix, why)
-
-
-def _validate_evaluations(config: RunConfig) -> None:
+def _validate_monitoring(config: RunConfig) -> None:
     for name in config.train.evaluations:
         refuse(name not in HOOKS, "train.evaluations", f"names {name}", f"choose from {', '.join(HOOKS)}")
     build_tasks(config)
-
-
-def _validate_monitoring(config: RunConfig) -> None:
     steps, last = config.train.profile.steps, config.train.steps
     fix = "give the first and the last step, such as [10, 12]"
     refuse(steps is not None and steps[0] > steps[1], "train.profile.steps", f"is {shown(steps)}", fix)

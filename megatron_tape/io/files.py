@@ -189,15 +189,12 @@ def _lock(descriptor: int, partial: Path, path: Path) -> bool:
     except OSError as error:
         # Some network file systems have no locks; there, users must not start two writers of one output.
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise _taken(path) from None
+            fix = "wait for it or choose another output"
+            raise FileError(str(path), "is being written by another process", fix) from None
     # The previous holder may have renamed or removed it before it was locked here.
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(partial))
     return False
-
-
-def _taken(path: Path) -> FileError:
-    return FileError(str(path), "is being written by another process", "wait for it or choose another output")
 
 
 @contextmanager
