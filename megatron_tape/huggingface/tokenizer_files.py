@@ -7,6 +7,7 @@ written, it is checked on real text that both give the same ids.
 import json
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def _converted(model: Any) -> Any:
 
     Names of control tokens and bytes, which transformers would find in text, are not found.
     """
-    from tokenizers import AddedToken, Regex, pre_tokenizers
+    from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
     never = [piece.piece for piece in model.pieces if piece.type != _NORMAL and len(piece.piece) > 1]
@@ -225,25 +226,32 @@ def _converted(model: Any) -> Any:
         merges = generate_merges(ids, scores, skip_tokens=never)
         result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
         split = None
-    set_spaces(result, model.normalizer_spec.add_dummy_prefix)
+    rules, steps = model.normalizer_spec, []
+    if rules.precompiled_charsmap:  # all of SentencePiece's rules for sequences of characters consist of NFKC
+        steps += [normalizers.NFKC(), normalizers.Precompiled(rules.precompiled_charsmap)]
+    if rules.remove_extra_whitespaces:
+        # SentencePiece removes its own sign for a space at the end, but not at the beginning.
+        steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    set_spaces(result, rules.add_dummy_prefix, steps)
     result.pre_tokenizer = split
     special = [piece.piece for piece in model.pieces if piece.type in (_UNKNOWN, _CONTROL)]
     result.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
     return result
 
 
-def set_spaces(library: Any, prefix: bool) -> None:
-    """Let a tokenizer of the `tokenizers` library treat spaces as SentencePiece does.
+def set_spaces(library: Any, prefix: bool, rules: Sequence[Any] = ()) -> None:
+    """Let a tokenizer of the `tokenizers` library treat spaces as SentencePiece does, after normalization by `rules`.
 
     transformers puts a space before all texts without one; SentencePiece before every text or, without `prefix`, none.
     """
     from tokenizers import decoders, normalizers
 
-    steps = [normalizers.Replace(" ", "▁")]
+    before = [normalizers.Prepend("▁")] if prefix else []
     back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
-        steps.insert(0, normalizers.Prepend("▁"))
         back.append(decoders.Strip(" ", 1, 0))
+    steps = [*rules, *before, normalizers.Replace(" ", "▁")]
     library.normalizer, library.pre_tokenizer = normalizers.Sequence(steps), None
     library.decoder = decoders.Sequence(back)
 

@@ -31,11 +31,17 @@ def sentencepiece_model(sentences=None, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(model_type="bpe"), dict(model_type="unigram"), dict(model_type="bpe", add_dummy_prefix=False)],
+    [
+        dict(model_type="bpe", **NO_RULES),
+        dict(model_type="unigram", **NO_RULES),
+        dict(model_type="bpe", add_dummy_prefix=False, **NO_RULES),
+        dict(model_type="bpe"),
+        dict(model_type="unigram"),  # SentencePiece's defaults, with rules for normalization
+    ],
     ids=str,
 )
 def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
-    (tmp_path / "t.model").write_bytes(sentencepiece_model(**options, **NO_RULES))
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(**options))
     exported(tmp_path / "t.model", tmp_path / "out")
     ours, theirs = load_tokenizer(tmp_path / "t.model"), load_tokenizer(tmp_path / "out" / "tokenizer.json")
     code = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to divide a line
@@ -46,9 +52,9 @@ def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
     assert theirs.same_as == ours.digest
 
 
-@pytest.mark.parametrize("options", [{}, dict(user_defined_symbols=["<sep>"], **NO_RULES)], ids=["rules", "symbols"])
-def test_a_model_with_other_ids_is_refused_with_the_text(tmp_path, options):
-    (tmp_path / "t.model").write_bytes(sentencepiece_model(model_type="bpe", **options))
+def test_a_model_with_other_ids_is_refused_with_the_text(tmp_path):
+    symbols = dict(model_type="bpe", user_defined_symbols=["<sep>"])
+    (tmp_path / "t.model").write_bytes(sentencepiece_model(**symbols, **NO_RULES))
     problem = export_problem(load_tokenizer(tmp_path / "t.model"), 128)
     assert "would give other ids for the text '" in problem
     with pytest.raises(FileError, match="--tokenizer none"):
