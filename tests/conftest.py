@@ -40,9 +40,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.path.insert(0, str(Path(__file__).parent))
 
 LONGEST = (
+    "test_pipeline.py",
     "test_training.py",
     "test_resuming.py",
     "test_two_processes.py",
+    "test_rehearse.py",
     "test_demos.py",
     "test_export.py",
     "test_ecosystem.py",

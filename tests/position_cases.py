@@ -15,7 +15,7 @@ BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope
 BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
 """Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
 are sent to other processes, and what randpe draws must be the same on all, and in all micro-batches."""
-RESUMED = ("toy_bias", "path", "increments")
+RESUMED = (*TOYS, "path", "increments")
 LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}
 """Tensor-parallel size and ZeRO stage; of the two processes, those that share no tensors share the sequences."""
 
