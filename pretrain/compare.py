@@ -131,15 +131,16 @@ def _locked(plan: Plan, alone: bool) -> Iterator[int]:
 
 
 def _write(plan: Plan) -> str:
-    """Write the results as JSON and as tables; return the tables."""
+    """Write the results as JSON and as tables; return the tables as a terminal shows them."""
+    from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.comparison_tables import markdown
 
     order = {run.variant.label: number for number, run in reversed([*enumerate(plan.runs)])}
     plan.known.runs.sort(key=lambda run: (order.get(run.variant, len(order)), run.variant, run.seed))
     write_comparison(plan.output / NAME, plan.known)
-    text = markdown(plan.known, [run.name for run in plan.left])
-    write_whole(plan.output / "comparison.md", [text.encode()])
-    return text
+    left = [run.name for run in plan.left]
+    write_whole(plan.output / "comparison.md", [markdown(plan.known, left).encode()])
+    return markdown(plan.known, left, clean)
 
 
 def _conclude(plan: Plan) -> None:

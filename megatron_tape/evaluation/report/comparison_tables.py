@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_tape.evaluation import figures
@@ -104,9 +104,12 @@ def warnings(comparison: Comparison) -> list[str]:
     return [f"These differ between the runs, which may not be comparable: {', '.join(changed)}."] if changed else []
 
 
-def markdown(comparison: Comparison, missing: Sequence[str] = ()) -> str:
-    """Return the tables and notes as Markdown, whose columns are aligned for terminals."""
-    escape = partial(markdown_text.plain, longest=10_000)  # of what a file says
+def markdown(comparison: Comparison, missing: Sequence[str] = (), escape: Callable[[str], str] | None = None) -> str:
+    """Return the tables and notes as Markdown, whose columns are aligned for terminals.
+
+    `escape` makes plain text of what a file says, by default for Markdown.
+    """
+    escape = escape or partial(markdown_text.plain, longest=10_000)
     lines = ["# Comparison", ""]
     for task, found in by_task(comparison).items():
         lines += [f"## {escape(title_of(task))}", ""]
