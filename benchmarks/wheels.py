@@ -62,7 +62,10 @@ def main() -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help="directory to make, which must not exist yet")
     parser.add_argument("--python", default="3.12", help="Python of the GPU machine (default: %(default)s)")
     arguments = parser.parse_args()
-    wanted = {name: f"{name}=={importlib.metadata.version(name)}" for name in CARRIED}
+    try:
+        wanted = {name: f"{name}=={importlib.metadata.version(name)}" for name in CARRIED}
+    except importlib.metadata.PackageNotFoundError as error:
+        raise FileError(error.name, "is not installed here", "run this in the environment of make install") from None
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
     platforms += [f"{old}_{platform.machine()}" for old in ("manylinux2014", "manylinux2010", "manylinux1")]
     target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={arguments.python}"]

@@ -33,9 +33,11 @@ def test_wheels_are_collected_and_built_for_another_python_or_not_at_all(tmp_pat
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setattr(wheels, "BUILT", ("built",))
-    monkeypatch.setattr(wheels.importlib.metadata, "version", lambda name: "1.0")
     monkeypatch.setattr("sys.argv", ["wheels", str(output), "--python", "3.12"])
     monkeypatch.setattr(wheels, "CARRIED", ("toy", "missing"))
+    with pytest.raises(FileError, match="toy is not installed here"):
+        wheels.main()
+    monkeypatch.setattr(wheels.importlib.metadata, "version", lambda name: "1.0")
     with pytest.raises(FileError, match="pip download"):
         wheels.main()
     assert not output.exists()
