@@ -17,6 +17,7 @@ from megatron_tape.huggingface.export.model_card import ExportOptions, write_ada
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
+    NO_TOKENIZER,
     open_exportable,
     part_shapes,
     write_json,
@@ -73,6 +74,8 @@ def export_adapter(
             raise CheckpointError(str(saved.path), problem, "leave out --adapter")
         place = Path(output) / BASE if base is None else Path(base)
         if base is not None and place.exists():
+            if tokenizer not in (None, NO_TOKENIZER):
+                raise UserError("--tokenizer", f"is for a new base, and {base} exists", "leave it out")
             rows = _check_base(saved, place)
         else:
             new = directory / BASE if base is None else place
