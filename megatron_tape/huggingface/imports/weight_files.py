@@ -28,8 +28,8 @@ PICKLES = (".bin", ".pt", ".pth")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FILE = re.compile(r"[\w.-]{1,200}")
-_HEADER_BYTES = 32 << 20
-"""The largest header of a safetensors file, and index of several, that is read: those of about 200,000 tensors."""
+_INDEX_BYTES = 32 << 20
+"""The largest index of several files that is read: that of about 200,000 tensors."""
 _MISMATCH = "give the config.json that belongs to the weights, or fetch them again"
 
 
@@ -107,7 +107,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         raise FileError(str(directory), f"holds none of {', '.join(names)}", fix)
     if first.suffix != ".json":
         return open_files([first], allow_pickle)
-    places = read_record(first, _Index, _HEADER_BYTES)["weight_map"]
+    places = read_record(first, _Index, _INDEX_BYTES)["weight_map"]
     files = sorted(set(places.values()))
     if wrong := [name for name in files if not _FILE.fullmatch(name) or name.strip(".") == ""]:
         problem = f"is not an index of weights: {wrong[0]!r:.100} is not the name of a file next to it"
