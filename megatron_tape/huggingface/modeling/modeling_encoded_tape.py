@@ -244,7 +244,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
                 return counted.clamp(min=0)
         return cache_position.unsqueeze(0)
 
-    def _start(self, hidden_states: Tensor, position_ids: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
+    def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what enters the first layer: the embedded tokens (B, S, C), and the encoding's state."""
         if self.encoding.token_positions(1, None) is not None:
             # Those of a sequence do not depend on how long others are.

@@ -143,8 +143,8 @@ class TapeModel(TapePreTrainedModel):
         """Return the positions of the new tokens, (1, S), where none were given."""
         return cache_position.unsqueeze(0)
 
-    def _start(self, hidden_states: Tensor, position_ids: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Return what enters the first layer, given the embedded tokens, the last of `total`: theirs and the state."""
+    def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what enters the first layer, given the embedded tokens (B, S, C): theirs, and the state."""
         config, (B, S, _) = self.config, hidden_states.shape
         phases = self.phases(position_ids)
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
@@ -209,7 +209,7 @@ class TapeModel(TapePreTrainedModel):
             **({"cache_position": cache_position} if _MASK_WANTS_CACHE_POSITION else {}),
         )
 
-        hidden_states, state = self._start(hidden_states, position_ids, past_length + S)
+        hidden_states, state = self._start(hidden_states, position_ids)
         for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
         for_layers["cache_position"] = cache_position
         all_hidden_states, all_weights = [], []
