@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron_tape.config.data import SAMPLE_SOURCES, split_shares
 from megatron_tape.config.schema import RunConfig
@@ -24,7 +24,7 @@ from megatron_tape.data.index_cache import build_on_rank_0, digest_of
 from megatron_tape.data.indexed_dataset import raise_file_limit
 from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError, UserError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,9 @@ class Batches:
         if not masked:
             dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
         loader = DataLoader(
-            dataset,
-            batch_sampler=tokens.micro_batches(samples.start, samples.stop, train.micro_batch_size),
+            _MicroBatches(dataset),
+            batch_size=None,
+            sampler=tokens.micro_batches(samples.start, samples.stop, train.micro_batch_size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
@@ -99,6 +100,8 @@ class Batches:
         device = self.layout.device
         try:
             for batch in batches:
+                if isinstance(batch, UserError):
+                    raise batch
                 self._check(batch)
                 yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
@@ -124,6 +127,19 @@ class _InStages(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         number = stage_at(self._stages, index)
         return self._datasets[number][index - self._stages[number].start]
+
+
+class _MicroBatches(Dataset):
+    """Samples put together, or the UserError that one raises: the loader would only return its traceback."""
+
+    def __init__(self, samples: Dataset):
+        self._samples = samples
+
+    def __getitem__(self, indices: list[int]) -> dict[str, Tensor] | UserError:
+        try:
+            return default_collate([self._samples[index] for index in indices])
+        except UserError as error:
+            return error
 
 
 class _Samples(Dataset):

@@ -86,7 +86,7 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
     except Exception as error:  # a damaged header raises many kinds
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     if problem is not None:
-        fix = "remove its directory, and the index of the data is built again"
+        fix = f"remove the directory {os.path.dirname(path)}, and the index of the data is built again"
         raise FileError(str(path), f"cannot be used ({problem})", fix)
     return array
 
@@ -183,4 +183,7 @@ def _refusal(error: BaseException, cache: str) -> Exception:
         problem = f"is {cache}, where the index of the data cannot be kept ({cause.strerror})"
         return ConfigError("data.cache_directory", problem, "make room there, or choose another")
     kind = f"{type(cause).__name__}: {cause}"
-    return error if isinstance(error, UserError) else RuntimeError(f"rank 0 could not index the data ({kind})")
+    if isinstance(error, UserError):
+        return error
+    lacks_memory = isinstance(cause, MemoryError)
+    return (MemoryError if lacks_memory else RuntimeError)(f"rank 0 could not index the data ({kind})")

@@ -21,7 +21,7 @@ from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.data import megatron_datasets
 from megatron_tape.data.batches import build_batches, documents_from_tokens
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.parallel.layout import initialize_distributed
 
 
@@ -199,6 +199,15 @@ def wait_until_gone(processes):
     while any(process.is_alive() for process in processes):
         assert time.monotonic() < deadline, processes
         time.sleep(0.02)
+
+
+def test_an_index_that_vanishes_while_loader_processes_read_it_is_one_sentence(folder, build, tmp_path):
+    built = build(f"{folder}/a", num_workers=1)
+    (directory,) = (tmp_path / "cache").iterdir()
+    for path in directory.glob("*train-shuffle_index.npy"):
+        path.unlink()
+    with pytest.raises(FileError, match=f"remove the directory {directory}, and the index of the data is built again"):
+        next(built.training())
 
 
 def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, build):

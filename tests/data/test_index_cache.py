@@ -69,7 +69,7 @@ def test_what_is_no_whole_array_is_named_and_runs_no_code(tokens, content):
     path = next(tokens.cache.glob("*/*document_index.npy"))
     content = path.read_bytes()[:-8] if content is None else content
     path.write_bytes(content)  # NumPy takes a file without its own header for a pickle
-    with pytest.raises(FileError, match="document_index.npy cannot be used .*; remove its directory"):
+    with pytest.raises(FileError, match=f"document_index.npy cannot be used .*; remove the directory {path.parent},"):
         tokens(BLEND)
     assert not RUN
     shutil.rmtree(path.parent)
