@@ -306,9 +306,10 @@ class _HuggingFace:
             for token in ordinary:
                 token["special"] = True
             self._prepare(_dump(settings))
-        special = {token["content"]: token["id"] for token in added if token.get("special")}
-        special |= {token: i for token, i in named.items() if i is not None}
-        special = {token: i for token, i in special.items() if i != unknown or i in ends}
+        # The library may give an added token another id than the file does.
+        contents = [token["content"] for token in added if token.get("special")]
+        named |= {content: self._model.token_to_id(content) for content in contents}
+        special = {token: i for token, i in named.items() if i is not None and (i != unknown or i in ends)}
         if not ends.isdisjoint(self.encode("a\U0010fffd \U0010fffd")):  # a character that no vocabulary holds
             problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")

@@ -79,6 +79,13 @@ def test_added_tokens_are_part_of_the_vocabulary(tmp_path):
     assert loaded.bos is None
 
 
+def test_an_added_token_has_the_id_that_the_library_gives_it_whatever_its_file_says(byte_level, tmp_path):
+    content = json.loads(byte_level.to_str())
+    content["added_tokens"][1]["id"] = content["model"]["vocab"]["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).encode("a") == byte_level.encode("a", add_special_tokens=False).ids[:1]
+
+
 def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
     with pytest.raises(FileError, match="does not exist"):
         load_tokenizer(tmp_path / "missing.model")
