@@ -1,5 +1,7 @@
 """Adapters of exported and imported models with peft: TAPE's matrices are found, trained, saved, loaded and merged."""
 
+import logging
+
 import pytest
 import small_models
 import torch
@@ -86,6 +88,14 @@ def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recip
     for name, matrix in again.state_dict().items():
         if name in before:
             assert (matrix - before[name]).abs().max() > 1e-3, f"{name} did not move"
+
+
+@pytest.mark.parametrize("changes, warns", [({}, 1), ({"modules_to_save": ["position"]}, 0)])
+def test_training_while_positions_are_frozen_at_zero_is_named_once(changes, warns, caplog):
+    adapter = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **changes)
+    with caplog.at_level(logging.WARNING):
+        train(get_peft_model(zero_start(), adapter))
+    assert caplog.text.count('modules_to_save=["position"]') == warns
 
 
 def hooked(linear):

@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple, logging
 from .attention_tape import TapeAttention, refuse_servers
 from .cache_tape import check_cache, let_grow, refuse_paged
 from .configuration_tape import TapeConfig
-from .position_tape import TapePhases, TapePosition
+from .position_tape import TapePhases, TapePosition, warn_if_frozen
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
@@ -125,6 +125,7 @@ class TapeModel(TapePreTrainedModel):
         self._add_layers(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self._is_checked = False
         self.post_init()
 
     # What models with other positional encodings do in another way.
@@ -135,6 +136,10 @@ class TapeModel(TapePreTrainedModel):
 
     def _check(self, past_key_values: Cache | None) -> None:
         check_cache(past_key_values)
+        # A graph cannot depend on the values of weights.
+        if self.training and not self._is_checked and not torch.compiler.is_compiling():
+            self._is_checked = True
+            warn_if_frozen(self)
 
     def _prepare_cache(self, past_key_values: Cache | None, hidden_states: Tensor) -> None:
         let_grow(past_key_values, hidden_states)

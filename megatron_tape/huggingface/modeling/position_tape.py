@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
 
 from .configuration_tape import TapeConfig
+
+logger = logging.get_logger(__name__)
 
 
 class TapePhases(nn.Module):
@@ -90,3 +93,17 @@ class TapePosition(nn.Module):
         M = (gate @ outer).view(N, G, G)
         new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
         return new.view(B, S, G, D)
+
+
+def warn_if_frozen(model: nn.Module) -> None:
+    """Warn if TAPE's matrices, which make the model RoPE while they are zero, are zero and not trained."""
+    position = {name: weight for name, weight in model.named_parameters() if ".position." in name}
+    # Where weights are elsewhere (offloaded, or cut over processes), nobody knows.
+    if any(weight.requires_grad or weight.is_meta or not weight.numel() for weight in position.values()):
+        return
+    last = [weight for name, weight in position.items() if ".token_mixing." in name or ".down_proj." in name]
+    if last and not any(weight.any() for weight in last):
+        logger.warning(
+            "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
+            'them with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
+        )
