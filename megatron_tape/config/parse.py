@@ -62,7 +62,9 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
     if unknown:
         name = unknown[0].partition("=")[0]
         refuse(not name.startswith("--"), name, "is not expected here", "give settings as --section.key value")
-        raise unknown_key(name.removeprefix("--"), [*(key for key in known if "." in key), "print_config"])
+        name = name.removeprefix("--")
+        refuse(name in known, name, "is a section", f"give its settings as --{name}.key value")
+        raise unknown_key(name, [*(key for key in known if "." in key), "print_config"])
     given = Given(options)
     for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
         if is_file:
@@ -89,6 +91,9 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
         return text
     if isinstance(reading, str):
         return text  # YAML would end it at a #, or take its quotes and spaces away
+    types = [one.get("type") for each in settings for one in each.schema.get("anyOf", [each.schema])]
+    if {"{": "object", "[": "array"}.get(text.lstrip()[:1]) in types:
+        return reading  # not the text even if it does not fit, since it would be a path of this name
     return next((value for value in (reading, text) if any(_fits(value, each.kind) for each in settings)), reading)
 
 

@@ -38,7 +38,7 @@ def _known_encoding(name: str) -> str:
 
 def _settings_of_encoding(given: Any, info: ValidationInfo) -> Any:
     """Return the settings of the encoding that was chosen, if there is one of that name."""
-    encoding = ENCODINGS.get(info.data.get("position_encoding"))
+    encoding = ENCODINGS.get(info.data.get("position_encoding")) if info.data else None
     return given if encoding is None else validated(encoding.Settings, given)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -107,7 +108,8 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: str) -> ConfigError:
     """Return the error for the first wrong value; or for what is missing, if no value is wrong."""
-    found = [(place_in(given, one["loc"][1:], name), one) for one in error.errors(include_url=False)]
+    errors = error.errors(include_url=False)
+    found = [(place_in(given, one["loc"][1:], name, one["type"] == "missing"), one) for one in errors]
     wrong = [(key, one) for key, one in found if one["type"] != "missing"]
     if not wrong:
         missing = tuple(key for key, _ in found)
@@ -116,15 +118,20 @@ def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: 
     # Of a union, there is an error for each of its types; the one that goes farthest into the value is meant.
     key = max((key for key, _ in wrong if key.startswith(wrong[0][0])), key=len)
     same = [one for other, one in wrong if other == key]
-    first = next((one for one in same if one["type"] == "value_error"), same[0])
+    same = [one for one in same if not one["type"].endswith("_type")] or same  # of a type that the value has
+    first = same[0]
     if first["type"] == "unexpected_keyword_argument":
         return unknown_key(key, (setting.key for setting in settings_of(section, name)))
     if first["type"] == "union_tag_not_found":
         return ConfigError(f"{key}.task", "must be set", fix)
+    if first["type"] == "union_tag_invalid":
+        tags = first["ctx"]["expected_tags"].replace("'", "")
+        return ConfigError(f"{key}.task", f"is {shown(first['input']['task'])}", f"choose one of {tags}")
     if isinstance(reason := first.get("ctx", {}).get("error"), UserError):
         return ConfigError(key, f"is {shown(first['input'])}, which {reason.problem}", reason.fix)
     messages = " or ".join(dict.fromkeys(one["msg"] for one in same)).replace(" or Input should be", " or")
-    fix = messages.replace("Input", "it").replace("an object", "a mapping").replace("valid array", "list")
+    fix = re.sub("^(Input|List|Dictionary|String) ", "it ", messages).partition(" after validation")[0]
+    fix = fix.replace("an object", "a mapping").replace("valid array", "list")
     return ConfigError(key, f"is {shown(first['input'])}", fix)
 
 
@@ -179,10 +186,11 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     whole, _, name = key.rpartition(".")
     if whole in known and not any(other.startswith(f"{whole}.") for other in known):
         return ConfigError(key, "is an unknown key", f"give {whole} a mapping, such as {{{name}: ...}}")
-    same_section = [other for other in known if other.startswith(f"{whole}.")]
-    same_name = [other for other in known if other.rpartition(".")[2] == name]
-    close = difflib.get_close_matches(key, same_section, n=1, cutoff=0.8) or same_name
-    close = close or difflib.get_close_matches(key, known, n=1)
+    names = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == whole}
+    close = [names[other] for other in difflib.get_close_matches(name, names, n=1)]
+    close = close or [other for other in known if other.rpartition(".")[2] == name]
+    if not whole or not (names or "[" in key):  # the section is missing or misspelled
+        close = close or difflib.get_close_matches(key, known, n=1)
     return ConfigError(key, "is an unknown key", f"did you mean {close[0]}?" if close else "correct or remove it")
 
 

@@ -136,7 +136,7 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
         validator(shape).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = place_in(value, first["loc"], place)
+        where = place_in(value, first["loc"], place, first["type"] == "missing")
         if first["type"] == "missing":
             raise ValueError(f"{where} is missing") from None
         kinds: dict[type, str] = {dict: "an object", list: "a list"}
@@ -144,11 +144,14 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
         raise ValueError(f"{where or 'it'} is {shown}: {first['msg']}") from None
 
 
-def place_in(value: Any, parts: tuple[int | str, ...], place: str) -> str:
-    """Return where in `value`, itself `place`, pydantic found something wrong, without its names of a union's types."""
+def place_in(value: Any, parts: tuple[int | str, ...], place: str, missing: bool) -> str:
+    """Return where in `value`, itself `place`, pydantic found something wrong, without its names of a union's types.
+
+    If it is `missing`, the last part is the key that is not in `value`.
+    """
     for index, part in enumerate(parts):
         if isinstance(value, list) and isinstance(part, int):
             place, value = f"{place}[{part}]", value[part]
-        elif isinstance(value, dict) and (part in value or index == len(parts) - 1):
+        elif isinstance(value, dict) and (part in value or (missing and index == len(parts) - 1)):
             place, value = f"{place}.{str(part)[:40]}" if place else str(part)[:40], value.get(part)
     return place

@@ -1,7 +1,7 @@
 """Strict YAML: the settings of a recipe with their lines; anything ambiguous is rejected.
 
 Keys that are given twice, anchors and aliases (nested aliases can expand to gigabytes), tags, and files that are too
-large for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates are text.
+large for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates and keys are text.
 """
 
 import re
@@ -33,6 +33,7 @@ class _Loader(yaml.SafeLoader):
             if key.value in lines:
                 raise _refusal(f"{key.value} is given twice, first in line {lines[key.value]}; remove one", key)
             lines[key.value] = key.start_mark.line + 1
+            key.tag = "tag:yaml.org,2002:str"  # a path such as 1.10 is not the number 1.1
         return node
 
 
@@ -88,7 +89,7 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(path, f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe", "correct --config")
-        loader = _Loader(content)
+        loader = _Loader(content.decode())
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(path, "must hold sections such as model: and data:, each with keys", "add them")
@@ -101,6 +102,9 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     except OSError as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise ConfigError(f"--config {path}", reason, "give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8") from None
     except RecursionError:
         raise ConfigError(path, "is nested too deeply for a recipe", "correct it") from None
     except ConfigError:

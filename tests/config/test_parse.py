@@ -113,16 +113,20 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--hidden_size", "3"], "hidden_size is an unknown key; did you mean model.hidden_size?"),
         (["--train.lr=3"], "train.lr is an unknown key; did you mean optimizer.lr?"),
         (["--train.spikes.actoin=skip"], "is an unknown key; did you mean train.spikes.action?"),
-        (["--data.stages=[{prefix: a, shar: 1}]"], "data.stages[0].shar is an unknown key; did you mean "),
+        (["--data.stages=[{prefix: a, shar: 1}]"], "data.stages[0].shar is an unknown key; correct "),
         (["--optimizer.weight_decay_of.position=0"], "; give optimizer.weight_decay_of a mapping, such as {position: "),
         (["stray"], "stray is not expected here"),
-        (["--train=3"], "train is an unknown key"),
+        (["--train=3"], "train is a section; give its settings as --train.key value"),
         (["--train.spikes=skip"], "train.spikes is 'skip'"),
         (["--train.spikes.action=stop"], "train.spikes.action is 'stop'; it should be 'warn', 'skip' or 'rewind'"),
         (["--train.average.decay=0.9"], "train.average.kind must be set"),
         (["--train.evaluations=[1]"], "train.evaluations[0] is 1"),
         (["--data.stages=[{prefix: a, share: 0.1}, 3]"], "data.stages[1] is 3"),
-        (["--data.generator={task: subtraction}"], "data.generator is {'task': 'subtraction'}; "),
+        (["--data.generator={task: subtraction}"], "data.generator.task is 'subtraction'; choose one of addition, "),
+        (["--model.position=3"], "model.position is 3; it should be a mapping"),
+        (["--data.prefix={a: 1, b}"], "data.prefix.b is null; it should be a valid number"),
+        (["--data.prefix={}"], "data.prefix is {}; it should have at least 1 item"),
+        (["--evaluation.ruler={}"], "evaluation.ruler is an unknown key; correct or remove it"),
         (["--optimizer.lr_scale_of={position: x}"], "optimizer.lr_scale_of.position is 'x'"),
         (["--data.tokenizer=\udcff"], "a setting is not UTF-8 text"),
         (["--train.steps"], "--train.steps: expected one argument"),
@@ -173,7 +177,8 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"model: " + 1500 * b"[", " is nested too deeply for a recipe"),
         (b"#" * 1_000_001, " is larger than 1,000,000 bytes"),
         (b"model: {", ":1 cannot be read: "),
-        (b"\nmodel: {num_layers: \xff}", " cannot be read: "),
+        (b"\nmodel: {num_layers: \xff}", ":2 is not UTF-8 text"),
+        (b"model: {1: 2}", ":1: model.1 is an unknown key"),
         (b"? [a]\n: 3", ":1 cannot be read: "),
         (b"- 3", " must hold sections such as model: and data:"),
     ],
@@ -268,3 +273,7 @@ def test_missing_keys_are_named(parse, capsys):
 def test_a_blend_may_be_spelled_in_three_ways(parse, prefix, expected):
     assert blend(prefix) == expected
     assert blend(parse(data={"prefix": prefix}).data.prefix) == expected
+
+
+def test_a_path_that_looks_like_a_number_stays_as_it_is(parse):
+    assert parse("--data.prefix={1.10: 2, null: 1}").data.prefix == {"1.10": 2.0, "null": 1.0}
