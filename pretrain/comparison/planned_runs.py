@@ -283,6 +283,9 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
         problem = f"is not set, and {options.recipe} trains on {trained}, of which only a task tells what is learned"
         fix = f"add evaluation: {{{trained}: {{...}}}} to it, or give --evaluation FILE"
         raise ConfigError("evaluation", problem, fix)
+    if not given and not base.train.validates:
+        problem = "is null, or train.evaluations has no validation_loss, and no task is evaluated: nothing to compare"
+        raise ConfigError("train.eval_interval", problem, "set both, or give --evaluation FILE")
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
 
