@@ -54,13 +54,16 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     labels = list(labels)
     drawn: dict[str, dict[str, Any]] = {}
     for index, label in enumerate(dict.fromkeys([*_ORDER.get(), *labels])):
+        short = plain(label, LONGEST_LABEL)
+        if any(look["label"] == short for look in drawn.values()):
+            short = f"{plain(label, LONGEST_LABEL - 6)} ({index + 1})"
         drawn[label] = {
             "color": COLORS[index % len(COLORS)],
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 5,
             "linestyle": LINES[index // len(COLORS) % len(LINES)],
             "linewidth": 1.6,
-            "label": plain(label, LONGEST_LABEL),
+            "label": short,
         }
     return {label: drawn[label] for label in labels}
 

@@ -264,11 +264,15 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, cap
 
 
 def test_styles_differ_and_survive_any_label():
-    labels = ["_hidden", "$a", "x" * 100, *map(str, range(20))]
+    rates = [
+        f"tape+increments=learned+optimizer.lr_scale_of={{position: {rate}, position.increments: 1.0}}" for rate in "13"
+    ]
+    labels = ["_hidden", "$a", *rates, *map(str, range(20))]
     look = figures.styles(labels)
     assert len({(style["color"], style["marker"]) for style in look.values()}) == len(labels)
     shown = [style["label"] for style in look.values()]
     assert max(map(len, shown)) <= figures.LONGEST_LABEL and shown[:2] == [" _hidden", "$a"]
+    assert len(set(shown)) == len(labels)
     with figures.in_order(labels):
         assert figures.styles([labels[3]]) == {labels[3]: look[labels[3]]}
 
