@@ -197,6 +197,10 @@ def test_questions_are_read_from_files(tokenizer, tmp_path):
     values = evaluated(Answering(tokenizer, knows), **given).examples
     assert [value["scores"] for value in values.values()] == [[1.0, 1.0]] * 2
     assert list(map(str, Ruler(settings(**given)).inputs())) == list(files.values())
+    first_version = json.dumps(squad).replace("is_impossible", "other")
+    (tmp_path / "squad.json").write_text(first_version)
+    with pytest.raises(ConfigError, match="ruler.squad .* dev-v2.0.json"):
+        Ruler(settings(**given)).units(Answering(tokenizer, knows))
 
 
 def test_data_that_cannot_be_had_is_named_with_the_fix(tokenizer, monkeypatch):

@@ -168,6 +168,11 @@ def _generate(
         except IndexError:
             problem = f"is {count}, and there are fewer questions for {task}"
             raise ConfigError("ruler.samples", problem, "set it lower") from None
+        except KeyError as error:
+            if "download_json" not in module:
+                raise
+            key, fix = "ruler.squad and ruler.hotpotqa", "give dev-v2.0.json and hotpot_dev_distractor_v1.json"
+            raise ConfigError(key, f"need files of other contents: {task} finds no {error}", fix) from None
 
 
 def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Callable[..., Any]:
