@@ -95,7 +95,8 @@ def test_a_two_node_run_equals_one_without_slurm_and_is_not_delayed_by_a_step_th
 
 @slow
 def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copy_of_the_code(cluster, start, whole):
-    job = start(options=("--partition=low",), overrides=IN_BACKGROUND)
+    # The steps between two interruptions take longer than Slurm needs to notice a time limit.
+    job = start(options=("--partition=low",), inject={"sleep": 1.2}, overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 3)
     (cluster.work / "repo" / "pretrain" / "train.py").write_text("raise RuntimeError('not the copy')")
     cluster.run("scancel", "--signal=USR1", job)
