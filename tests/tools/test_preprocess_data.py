@@ -313,7 +313,9 @@ def wait_until(condition, seconds=60):
 def is_gone(pid):
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+            ended = stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+        # Files stay open until the last thread has ended, which need not be the first.
+        return ended and len(os.listdir(f"/proc/{pid}/task")) == 1
     except FileNotFoundError:
         return True
 
