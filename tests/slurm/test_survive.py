@@ -9,7 +9,7 @@ import time
 
 import pytest
 from cluster import REPOSITORY
-from runs import STEPS, TWO_STAGES, rows, wait_for_attempt, wait_for_step
+from runs import STEPS, TWO_STAGES, rows, step_of, wait_for_attempt, wait_for_step
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
@@ -105,15 +105,18 @@ def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copy_o
     # Slurm looks every half minute which jobs to warn, here the batch script, and ends those that go on.
     cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+2minutes")
     wait_for_attempt(cluster, job, start.run, 3)
-    wait_for_step(cluster, job, start.run, 35)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # a requeued job keeps the limit
+    step = step_of(start.run) + 3
+    wait_for_step(cluster, job, start.run, step)
     options = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
     other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 3")
     assert cluster.wait(other) == "COMPLETED"
     finish(cluster, job)
-    records = check_equal(start.run, whole, attempts=4)
+    # Until the limit is changed, Slurm may warn the requeued job, too, before it has begun to train.
+    records = [record for record in check_equal(start.run, whole) if record.outcome is not None]
     assert [record.outcome for record in records] == ["interrupted"] * 3 + ["finished"]
     starts = [record.facts["checkpoint_step"] for record in records[1:]]
-    assert all(begun >= step for begun, step in zip(starts, (3, 20, 35)))
+    assert all(begun >= step for begun, step in zip(starts, (3, 20, step)))
 
 
 @slow
