@@ -17,7 +17,7 @@ ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: demo demo-smollm2 test gpu-trial wheels lint install clean
+.PHONY: demo demo-smollm2 test gpu-trial wheels lint docs docs-serve install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" pretrain/demo.sh
@@ -54,6 +54,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation as a site in site/. A broken link or anchor is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml
@@ -74,7 +81,8 @@ $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV) || \
 	  { echo "Could not create $(VENV). On Debian or Ubuntu: apt-get install python$$found-venv"; exit 1; }
 	$(BIN)/pip install -r requirements.txt
-	$(BIN)/pip install -e '.[dev]'
+	@# With the packages of `make docs`: they are small, and a second environment would import the library twice.
+	$(BIN)/pip install -e '.[dev,docs]'
 	@# A torch for GPUs brings its own; without one the tests interpret the kernels.
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install triton==3.7.1
 	touch $(STAMP)
@@ -107,4 +115,4 @@ $(VLLM_STAMP): requirements-vllm.txt | $(STAMP)
 $(VLLM): $(VLLM_STAMP)
 
 clean:
-	rm -rf $(VENV) $(PLAIN) $(ECOSYSTEM) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(PLAIN) $(ECOSYSTEM) $(VLLM) build site *.egg-info

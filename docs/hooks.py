@@ -1,0 +1,250 @@
+"""Pages that mkdocs generates: the reference, and Markdown files kept outside docs/.
+
+Imports neither torch nor mkdocs at its top: tests/test_documentation.py reads the same parsers and settings.
+"""
+
+import argparse
+import html
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+
+import megatron_tape.position  # noqa: E402, F401  (registers the encodings, whose settings are listed)
+from megatron_tape.command_line import Parser  # noqa: E402
+from megatron_tape.config.parse import describe  # noqa: E402
+from megatron_tape.config.schema import RunConfig  # noqa: E402
+from megatron_tape.config.sections import Setting, settings_of  # noqa: E402
+from megatron_tape.config.values import shown  # noqa: E402
+
+COPIED = {
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/LOG.md": "benchmarks.md",
+    "transformers_tape/README.md": "transformers_tape.md",
+}
+"""Files of the repository that become pages of the site."""
+PROGRAMS = {
+    "Training": ("pretrain.train", "pretrain.extend_context"),
+    "Before a run": ("pretrain.estimate", "pretrain.rehearse", "pretrain.preflight"),
+    "During and after a run": ("pretrain.status", "pretrain.evaluate", "pretrain.compare", "pretrain.report"),
+    "Data": (
+        "tools.make_corpus",
+        "tools.train_tokenizer",
+        "tools.preprocess_data",
+        "tools.merge_datasets",
+        "tools.inspect_dataset",
+        "tools.build_index",
+    ),
+    "Models": ("tools.convert_checkpoint", "tools.generate"),
+    "Development": ("benchmarks.gpu_trial",),
+}
+"""Modules of the programs, by heading."""
+PYTHON = {
+    "Models and modules": ("megatron_tape.model.reference",),
+    "Positional encodings": ("megatron_tape.position.encoding", "megatron_tape.position.registry"),
+    "Attention": ("megatron_tape.ops.attention", "megatron_tape.ops.positions"),
+    "Evaluation": ("megatron_tape.evaluation.task", "megatron_tape.evaluation.results"),
+    "Hooks of a training run": ("megatron_tape.training.hooks",),
+}
+"""Modules whose docstrings the Python reference shows, by heading."""
+
+
+class _ParserFound(BaseException):
+    """Carries the parser of a program out of its `main`; no program catches it."""
+
+
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """Return the parser of a program's command line, such as that of `pretrain.train`, without running the program."""
+
+    def found(parser: argparse.ArgumentParser, *_: Any) -> None:
+        raise _ParserFound(parser)
+
+    main = importlib.import_module(module).main
+    arguments = ([],) if inspect.signature(main).parameters else ()
+    with mock.patch.object(Parser, "parse_known_args", found):
+        try:
+            main(*arguments)
+        except _ParserFound as error:
+            return error.args[0]
+    raise ValueError(f"{module} has read no command line")
+
+
+def command_of(module: str) -> str:
+    """Return what starts a program."""
+    return f"python {module.replace('.', '/')}.py" if module.startswith("tools.") else f"python -m {module}"
+
+
+def _cell(text: str) -> str:
+    """Return a text as the cell of a table."""
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+
+
+def _anchored(key: str) -> str:
+    return f'<a id="{key}" href="#{key}">`{key}`</a>'
+
+
+def _setting_row(setting: Setting) -> tuple[str, ...]:
+    default = "required" if setting.default is MISSING else f"`{shown(setting.default)}`"
+    what = "section" if setting.sections else describe(setting.schema)
+    default = ("`null`" if setting.default is None else "") if setting.sections else default
+    return _anchored(setting.key), _cell(what), _cell(default), _cell(setting.schema.get("description", ""))
+
+
+def settings_page() -> str:
+    """Return the page with all settings of a run and of the tasks of pretrain.evaluate."""
+    lines = [
+        "# Settings",
+        "",
+        "All settings, generated from the code. Give a setting in a recipe (`--config RECIPE.yaml`) or as "
+        "`--section.key value`; later values override earlier ones. `model.position_encoding` decides which settings "
+        "of `model.position` exist, and `data.generator.task` which of `data.generator`.",
+        "",
+    ]
+    seen: set[str] = set()
+    rows: list[tuple[str, ...]] = []
+    head = ("setting", "type", "default", "meaning")
+
+    def flush() -> None:
+        if rows:
+            lines.extend([*_table(head, rows), ""])
+            rows.clear()
+
+    for setting in settings_of(RunConfig):
+        if "." not in setting.key:
+            flush()
+            lines.extend([f"## {setting.key}", "", inspect.getdoc(setting.sections[0]) or "", ""])
+        elif setting.key not in seen:
+            rows.append(_setting_row(setting))
+        seen.add(setting.key)
+    flush()
+    lines.extend(
+        [
+            "## Tasks of pretrain.evaluate",
+            "",
+            "`pretrain.evaluate TASK --TASK.setting value`. Tasks of the section [evaluation](#evaluation) have the "
+            "same settings there.",
+            "",
+        ]
+    )
+    for name, task in _tasks():
+        lines.extend([f"### {name}", "", inspect.getdoc(task.Settings) or "", ""])
+        lines.extend([*_table(head, (_setting_row(one) for one in settings_of(task.Settings, name))), ""])
+    return "\n".join(lines)
+
+
+def _tasks() -> Iterator[tuple[str, Any]]:
+    from megatron_tape.evaluation.tasks import TASKS
+
+    yield from TASKS.items()
+
+
+def programs_page() -> str:
+    """Return the page with the options of every program."""
+    lines = [
+        "# Programs",
+        "",
+        "This page is generated from the programs' `--help`. Programs that take settings accept every key of "
+        "[the settings](settings.md) as `--section.key value`.",
+        "",
+    ]
+    for heading, modules in PROGRAMS.items():
+        lines.extend([f"## {heading}", ""])
+        for module in modules:
+            lines.extend(_program(module))
+    return "\n".join(lines)
+
+
+def _program(module: str) -> Iterator[str]:
+    parser = parser_of(module)
+    parser.prog = command_of(module)
+    description, _, example = (parser.description or "").partition("\n")
+    yield from (f"### {module.rpartition('.')[2]}", "", description, "")
+    yield from ("```text", *parser.format_usage().removeprefix("usage: ").rstrip().splitlines(), *example.splitlines())
+    yield from ("```", "")
+    for title, one in subparsers_of(parser):
+        if title:
+            yield from (f"#### {module.rpartition('.')[2]} {title}", "", one.description or "", "")
+        rows = [_option_row(action) for action in one._actions if _is_option(action)]
+        if rows:
+            yield from (*_table(("option", "meaning"), rows), "")
+
+
+def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield a parser under the name "", and those of its subcommands by their names."""
+    yield "", parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def _is_option(action: argparse.Action) -> bool:
+    is_setting = any("." in name for name in action.option_strings)
+    return not isinstance(action, argparse._HelpAction | argparse._SubParsersAction) and not is_setting
+
+
+def _option_row(action: argparse.Action) -> tuple[str, str]:
+    metavar = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    if action.choices:
+        metavar = "{" + ",".join(map(str, action.choices)) + "}"
+    metavar = " ".join(metavar) if isinstance(metavar, tuple) else metavar
+    names = ", ".join(action.option_strings)
+    name = f"{names} {metavar}" if action.option_strings and action.nargs != 0 else names or metavar
+    meaning = (action.help or "") % vars(action)
+    required = " (required)" if action.required and action.option_strings else ""
+    return f"`{name}`".replace("|", "\\|"), _cell(meaning + required)
+
+
+def python_page() -> str:
+    """Return the page that mkdocstrings fills with the docstrings of the library."""
+    lines = ["# Python API", "", "Modules, classes and functions to import, with their docstrings.", ""]
+    for heading, modules in PYTHON.items():
+        lines.extend([f"## {heading}", ""])
+        for module in modules:
+            lines.extend([f"::: {module}", ""])
+    return "\n".join(lines)
+
+
+GENERATED = {
+    "reference/settings.md": settings_page,
+    "reference/programs.md": programs_page,
+    "reference/python.md": python_page,
+}
+"""Pages that exist in the site only, by their paths in docs/."""
+
+
+def anchors_of_settings() -> set[str]:
+    """Return the keys that the page of settings has anchors for."""
+    return set(re.findall(r'<a id="([^"]+)"', settings_page()))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated and the copied pages."""
+    from mkdocs.structure.files import File
+
+    for path, page in GENERATED.items():
+        files.append(File.generated(config, path, content=page()))
+    for source, path in COPIED.items():
+        if (ROOT / source).exists():
+            text = re.sub(r"\]\((\.\./)?docs/", "](", (ROOT / source).read_text(encoding="utf-8"))
+            files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links to copied files at their pages, so that the same link works in a clone and in the site."""
+    up = "../" * page.file.src_uri.count("/")
+    for source, path in COPIED.items():
+        markdown = markdown.replace(f"]({up}../{source}", f"]({up}{path}")
+    return markdown
