@@ -7,6 +7,7 @@ import argparse
 import html
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,9 @@ from megatron_tape.config.sections import Setting, settings_of  # noqa: E402
 from megatron_tape.config.values import shown  # noqa: E402
 
 COPIED = {
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "benchmarks/LOG.md": "benchmarks.md",
     "transformers_tape/README.md": "transformers_tape.md",
 }
@@ -233,18 +236,27 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the generated and the copied pages."""
     from mkdocs.structure.files import File
 
-    for path, page in GENERATED.items():
-        files.append(File.generated(config, path, content=page()))
-    for source, path in COPIED.items():
-        if (ROOT / source).exists():
-            text = re.sub(r"\]\((\.\./)?docs/", "](", (ROOT / source).read_text(encoding="utf-8"))
-            files.append(File.generated(config, path, content=text))
+    copies = {path: (ROOT / source).read_text(encoding="utf-8") for source, path in COPIED.items()}
+    for path, content in {**{path: page() for path, page in GENERATED.items()}, **copies}.items():
+        files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to copied files at their pages, so that the same link works in a clone and in the site."""
-    up = "../" * page.file.src_uri.count("/")
-    for source, path in COPIED.items():
-        markdown = markdown.replace(f"]({up}../{source}", f"]({up}{path}")
-    return markdown
+    """Change links that lead to files outside docs/, and those of copied pages, so that they hold in a clone, too."""
+    path = page.file.src_uri
+    sources = {copy: source for source, copy in COPIED.items()}
+    folder = Path(sources.get(path, f"docs/{path}")).parent
+
+    def changed(link: re.Match) -> str:
+        text, target, anchor = link.groups("")
+        source = os.path.normpath(folder / target)
+        if source.startswith("docs/"):
+            place = source.removeprefix("docs/")
+        elif source in COPIED:
+            place = COPIED[source]
+        else:
+            return text  # such as a link to LICENSE, which has no page
+        return f"[{text}]({os.path.relpath(place, Path(path).parent)}{anchor})"
+
+    return re.sub(r"(?<!!)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", changed, markdown)
