@@ -17,6 +17,23 @@ def printable(text: str, one_line: bool = False) -> str:
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def flops_per_second(value: float) -> str:
+    """Write FLOP/s with the unit that shows three digits: `1.50 TFLOP/s`, `25.3 GFLOP/s`."""
+    return _scaled(value, 1000, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"))
+
+
+def byte_size(value: float) -> str:
+    """Write bytes with the binary unit that shows three digits: `1.50 GiB`, `25.3 MiB`."""
+    return _scaled(value, 1024, ("bytes", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while power + 1 < len(units) and round(abs(value)) >= base:
+        value, power = value / base, power + 1
+    return f"{value:{'.0f' if power == 0 or value >= 100 else '.1f' if value >= 10 else '.2f'}} {units[power]}"
+
+
 def counted(number: int, noun: str, several: str | None = None) -> str:
     """Return a number with its noun, as `1 step` or `1,000 steps`; `several` is a plural that adds more than an s."""
     return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"

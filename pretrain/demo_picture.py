@@ -18,6 +18,7 @@ from megatron_tape import command_line
 from megatron_tape.evaluation.comparison_file import NAME, read_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import atomic_output
+from megatron_tape.run.metrics import VALIDATION_LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +68,7 @@ def plot_training(axes: Axes, directory: Path) -> None:
         rows = [
             json.loads(line) for line in (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         ]
-        points = [(row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
+        points = [(row["step"], row[VALIDATION_LOSS]) for row in rows if row.get(VALIDATION_LOSS) is not None]
         axes.plot(*zip(*points), **style, marker="o")
         step, loss = points[-1]
         print(f"{name}: validation loss {loss:.4f} after {step} steps, perplexity {math.exp(min(loss, 700)):.2f}")

@@ -39,15 +39,18 @@ LONGEST = 120
 logger = logging.getLogger(__name__)
 
 
-class Row(TypedDict):
-    """The keys of a row of `metrics.jsonl` that are shown; null stands for a number that was not finite."""
-
-    step: int
-    time: NotRequired[float]
-    loss: float | None
-    tokens_per_second: NotRequired[float | None]
-    seconds_left: NotRequired[float]
-    validation_loss: NotRequired[float | None]
+Row = TypedDict(
+    "Row",
+    {
+        "step": int,
+        "time": NotRequired[float],
+        "seconds_left": NotRequired[float],
+        "train/loss": float | None,
+        "validation/loss": NotRequired[float | None],
+        "throughput/tokens_per_second": NotRequired[float | None],
+    },
+)
+"""The keys of a row of `metrics.jsonl` that are shown; null stands for a number that was not finite."""
 
 
 class _Train(TypedDict, total=False):
@@ -134,12 +137,12 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     lines.append(f"step        {step:,}{share}")
     if rows:
         row = rows[-1]
-        loss = f"loss        {_number(row['loss'])} at step {row['step']:,}"
-        evaluated = next((r for r in reversed(rows) if "validation_loss" in r), None)
+        loss = f"loss        {_number(row['train/loss'])} at step {row['step']:,}"
+        evaluated = next((r for r in reversed(rows) if "validation/loss" in r), None)
         if evaluated:
-            loss += f"; validation {_number(evaluated['validation_loss'])} at step {evaluated['step']:,}"
+            loss += f"; validation {_number(evaluated['validation/loss'])} at step {evaluated['step']:,}"
         lines.append(loss)
-        speed = row.get("tokens_per_second") or 0
+        speed = row.get("throughput/tokens_per_second") or 0
         lines.append(f"speed       {speed:,.0f} tokens/s{_eta(row, last, state)}")
     waits = state.word in ("waiting", "between attempts")
     if of_kinds := shares(seconds_by_kind(attempts, time.time() if waits else None)):

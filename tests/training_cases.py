@@ -26,27 +26,29 @@ LAYOUTS = {2: [(1, 1, 2), (2, 1, 3), (1, 2, 1)], 4: [(2, 1, 1), (2, 1, 2), (2, 1
 """Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
 RESUMED = [(1, 2), (2, 1), (2, 3)]
 """Tensor-parallel size and ZeRO stage of runs that are continued; others are continued with something else as well."""
+LOSSES = ("train/loss", "train/grad_norm", "train/z_loss", "validation/loss", "validation/loss_averaged_weights")
 
 
 def assert_close(rows, expected, steps=STEPS):
     """Assert that a run's figures are another's."""
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row, other in zip(rows, expected):
-        for key in ("loss", "grad_norm", "z_loss", "validation_loss", "validation_loss_average"):
+        for key in LOSSES:
             assert (key in row) == (key in other)
             if key in other:
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
-        norms, expected = ({key: row[key] for key in row if key.startswith("gradient_norm_")} for row in (row, other))
+        norms, expected = ({key: row[key] for key in row if key.startswith("grad_norm/")} for row in (row, other))
         assert norms.keys() == expected.keys()
+        total = row["train/grad_norm"]
         for key, norm in norms.items():
-            assert math.isclose(norm, expected[key], rel_tol=1e-4, abs_tol=1e-4 * row["grad_norm"]), (row["step"], key)
-        assert math.isclose(math.hypot(*norms.values()), row["grad_norm"], rel_tol=1e-4)
+            assert math.isclose(norm, expected[key], rel_tol=1e-4, abs_tol=1e-4 * total), (row["step"], key)
+        assert math.isclose(math.hypot(*norms.values()), total, rel_tol=1e-4)
 
 
 def without_speed(rows):
     """The rows without what differs between equal runs: speeds, times and memory."""
-    of_time = ("time", "seconds_left", "tokens_per_second", "tflops_per_second", "slowest_rank")
-    groups = ("seconds/", "usage/")
+    of_time = ("time", "seconds_left", "slowest_rank")
+    groups = ("seconds/", "memory/", "throughput/")
     return [{k: v for k, v in row.items() if k not in of_time and not k.startswith(groups)} for row in rows]
 
 

@@ -136,7 +136,7 @@ class OptimizerConfig:
     """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
     z_loss: NotNegative = 0.0
     """Also minimize so much times the mean of log(sum(exp(logits)))^2, which keeps logits from growing; such as 1e-4.
-    It is logged as z_loss, and is part of neither loss nor validation_loss."""
+    It is logged as train/z_loss, and is part of neither train/loss nor validation/loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

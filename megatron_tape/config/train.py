@@ -42,7 +42,7 @@ class SpikeSettings:
 @dataclass(frozen=True, kw_only=True)
 class AverageSettings:
     """Also keep an average of the weights, in fp32 and divided as the optimizer's state is. It is saved, evaluated as
-    validation_loss_average, and exported with --average."""
+    validation/loss_averaged_weights, and exported with --average."""
 
     kind: Literal["ema", "last"]
     """An exponential moving average over all updates, or the mean of the last weights of the run."""

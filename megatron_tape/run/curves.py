@@ -14,10 +14,17 @@ from typing_extensions import TypedDict
 
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_yaml
-from megatron_tape.run.metrics import read_lines
+from megatron_tape.run.metrics import (
+    LEARNING_RATE,
+    LOSS,
+    TFLOPS_PER_SECOND,
+    TOKENS_PER_SECOND,
+    VALIDATION_LOSS,
+    read_lines,
+)
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
-METRICS_READ = ("loss", "validation_loss", "lr", "tokens_per_second", "tflops_per_second")
+METRICS_READ = (LOSS, VALIDATION_LOSS, LEARNING_RATE, TOKENS_PER_SECOND, TFLOPS_PER_SECOND)
 """What is read of a row, besides what evaluations found."""
 DURING = "evaluation/"
 """How metrics begin that an evaluation during training found."""

@@ -1,4 +1,6 @@
-"""What a run reports: one console line per logged step, a row in `metrics.jsonl`, and TensorBoard.
+"""Log a run's metrics: one console line per logged step, a row in `metrics.jsonl`, TensorBoard and Weights & Biases.
+
+A metric has the same name everywhere, such as `train/loss`; TensorBoard groups charts by what precedes the first slash.
 
 Only one process writes. A resumed run continues its own files: records past the step it resumes from are dropped first,
 and an earlier attempt that is still alive elsewhere can no longer write to them, so they read like one uninterrupted
@@ -13,9 +15,8 @@ import json
 import logging
 import math
 import os
-import re
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,26 +27,24 @@ from typing_extensions import TypedDict
 from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.weights_and_biases import WandbRun
-from megatron_tape.text import duration
+from megatron_tape.text import duration, flops_per_second
 
 logger = logging.getLogger(__name__)
 
-ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
-TAGS = {
-    "loss": "loss/train",
-    "grad_norm": "train/gradient_norm",
-    "lr": "train/learning_rate",
-    "tokens_per_second": "speed/tokens_per_second",
-    "tflops_per_second": "speed/tflops_per_second",
-    "mfu": "speed/mfu",
-    "validation_loss": "loss/validation",
-    "validation_loss_average": "loss/validation_average",
-    "validation_perplexity": "validation/perplexity",
-}
-# TensorBoard sorts groups of tags by name and opens the first two: the charts of single layers come last.
-BY_LAYER = "z_by_layer"
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+LEARNING_RATE = "train/learning_rate"
+Z_LOSS = "train/z_loss"
+TOKENS = "train/tokens"
+DATA_STAGE = "train/data_stage"
+VALIDATION_LOSS = "validation/loss"
+VALIDATION_PERPLEXITY = "validation/perplexity"
+VALIDATION_LOSS_AVERAGED = "validation/loss_averaged_weights"
+TOKENS_PER_SECOND = "throughput/tokens_per_second"
+TFLOPS_PER_SECOND = "throughput/tflops_per_second"
+MFU = "throughput/mfu"
+
 RECENT = 20
-_LAYER = re.compile(r"position/(\w+)/layer_([0-9]+)")
 
 
 class MetricsWriter:
@@ -67,7 +66,7 @@ class MetricsWriter:
         A copy of the old rows is made in `staging`, if that is on the same file system; once that directory has been
         taken away, they can no longer be replaced. `clock` returns seconds; the time left is estimated from
         that of recent steps, in proportion to `work`: what so many steps from the first do, such as their sequences.
-        `wandb` gets the scalars under TensorBoard's tags.
+        `wandb` gets the same scalars.
 
         Raises:
             OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
@@ -89,33 +88,24 @@ class MetricsWriter:
     def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
         """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
 
-        `words` are added to the row in `metrics.jsonl`.
-
-        The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, after an evaluation,
-        `validation_loss`, to which its perplexity is added. A name with a slash is used as the TensorBoard tag. The
-        exception is `position/NORM/layer_NN`: TensorBoard shows the root mean square over layers as `position/NORM`,
-        and the single layers below all other charts. Numbers that are not finite become null in `metrics.jsonl`.
+        `words` are added to the row in `metrics.jsonl`, where numbers that are not finite become null.
         """
         assert step > self._last_step, "log every step once, in order"
         self._last_step = step
         self._recent.append((step, self._clock()))
         values = {name: float(value) for name, value in scalars.items()}
-        if "validation_loss" in values:
-            values.setdefault("validation_perplexity", _exp(values["validation_loss"]))
         row = {
             "step": step,
             "time": time.time(),
-            **dict.fromkeys(ROW_KEYS),
             **{k: v if math.isfinite(v) else None for k, v in values.items()},
             **(words or {}),
             "seconds_left": round(self._seconds_left(), 1),
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
-        tagged = _by_tag(values)
-        for tag, value in tagged.items():
-            self._show("add_scalar", tag, value, step)
+        for name, value in values.items():
+            self._show("add_scalar", name, value, step)
         if self._wandb is not None:
-            self._wandb.log(step, tagged)
+            self._wandb.log(step, values)
         with suppress(OSError):  # the console may be a file on a full disk
             print(self._line(step, values), flush=True)
 
@@ -158,19 +148,20 @@ class MetricsWriter:
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         formats = {
-            "loss": "loss {:.4f}",
-            "grad_norm": "grad norm {:.3f}",
-            "lr": "lr {:.3e}",
-            "tokens_per_second": "{:,.0f} tokens/s",
-            "tflops_per_second": "{:.2f} TFLOP/s",
-            "mfu": "MFU {:.1%}",
+            LOSS: "loss {:.4f}".format,
+            GRAD_NORM: "grad norm {:.3f}".format,
+            LEARNING_RATE: "lr {:.3e}".format,
+            TOKENS_PER_SECOND: "{:,.0f} tokens/s".format,
+            TFLOPS_PER_SECOND: lambda value: flops_per_second(1e12 * value),
+            MFU: "MFU {:.1%}".format,
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
-        parts += [form.format(values[name]) for name, form in formats.items() if name in values]
+        parts += [form(values[name]) for name, form in formats.items() if name in values]
         parts.append(f"ETA {duration(self._seconds_left())}")
-        if "validation_loss" in values:
-            loss, perplexity = values["validation_loss"], values["validation_perplexity"]
-            parts.append(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}")
+        if VALIDATION_LOSS in values:
+            parts.append(f"validation loss {values[VALIDATION_LOSS]:.4f}")
+        if VALIDATION_PERPLEXITY in values:
+            parts.append(f"perplexity {values[VALIDATION_PERPLEXITY]:.2f}")
         return " | ".join(parts)
 
     def _seconds_left(self) -> float:
@@ -273,24 +264,3 @@ def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
                 with suppress(ValueError):  # the first line read may be cut off, and the last one incomplete
                     rows.append(parse_record(line, shape))
     return rows
-
-
-def _by_tag(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values by their tags in TensorBoard, with the root mean square over layers of each position norm."""
-    tagged: dict[str, float] = {}
-    layers: defaultdict[str, list[float]] = defaultdict(list)
-    for name, value in values.items():
-        if match := _LAYER.fullmatch(name):
-            tagged[f"{BY_LAYER}/{match[1]}/{match[2]}"] = value
-            layers[match[1]].append(value)
-        else:
-            tagged[TAGS.get(name, name if "/" in name else f"train/{name}")] = value
-    means = {f"position/{norm}": math.hypot(*found) / math.sqrt(len(found)) for norm, found in layers.items()}
-    return tagged | means
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megatron_tape.run.metrics import VALIDATION_LOSS, VALIDATION_LOSS_AVERAGED, VALIDATION_PERPLEXITY
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training
 from megatron_tape.training.norms import GradientNorms, PositionNorms
 from megatron_tape.training.profiling import Profiling
@@ -23,14 +25,22 @@ class ValidationLoss(Hook):
     """The mean loss of `train.eval_steps` global batches of the validation split, also of averaged weights."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        found = {"validation_loss": self._loss(trainer)}
+        loss = self._loss(trainer)
+        found = {VALIDATION_LOSS: loss, VALIDATION_PERPLEXITY: _exp(loss)}
         if trainer.engine.averages:
             with trainer.engine.averaged():
-                found["validation_loss_average"] = self._loss(trainer)
+                found[VALIDATION_LOSS_AVERAGED] = self._loss(trainer)
         return HookResult(scalars=found)
 
     def _loss(self, trainer: Training) -> float:
         return trainer.engine.evaluate(trainer.watch.each("evaluating", trainer.batches.evaluation()))
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 class Sample(Hook):

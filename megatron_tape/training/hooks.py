@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HookResult:
-    """What a hook found, by name; names with a slash are used as TensorBoard tags unchanged."""
+    """What a hook found, by name; a scalar has its name in every record."""
 
     scalars: dict[str, float] = field(default_factory=dict)
-    """Numbers for TensorBoard and `metrics.jsonl`."""
+    """Numbers for `metrics.jsonl`, TensorBoard and Weights & Biases."""
     texts: dict[str, str] = field(default_factory=dict)
     """Texts for TensorBoard."""
     words: dict[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,14 +40,14 @@ class GradientNorms(Hook):
         return False
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        """Return `gradient_norm_KIND` for each of `KINDS` of which a parameter is trained."""
+        """Return `grad_norm/KIND` for each of `KINDS` of which a parameter is trained."""
         if not trainer.logs(step):
             return HookResult()
         trainer.engine.before_update = None
         dist.all_reduce(self._squares)
         squares, counts = self._squares.tolist()
         found = zip(KINDS, squares, counts)
-        return HookResult(scalars={f"gradient_norm_{kind}": square**0.5 for kind, square, count in found if count})
+        return HookResult(scalars={f"grad_norm/{kind}": square**0.5 for kind, square, count in found if count})
 
     def _measure(self, engine: Engine) -> None:
         self._squares = squares_by_kind(engine)
@@ -78,7 +79,7 @@ class PositionNorms(Hook):
     """Root mean squares of the position state's complex numbers and of their last update; nothing without updates.
 
     For RoPE the state's is 1 (with yarn, its attention factor) and the update's 0; together they show how far TAPE has
-    moved from RoPE. Every logged step gives figures by layer.
+    moved from RoPE. Every logged step gives both by layer, and as root mean squares over the layers.
     """
 
     def before_step(self, trainer: Training, step: int) -> None:
@@ -86,19 +87,17 @@ class PositionNorms(Hook):
         self._record(trainer, trainer.logs(step))
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        """Return `position/state_norm/layer_LL` and `position/update_norm/layer_LL`."""
+        """Return `position/state_norm`, `position/update_norm` and, by layer, `position/state_norm/layer_LL` ..."""
         self._record(trainer, False)
         if not trainer.logs(step) or (norms := _norms(trainer.model)) is None:
             return HookResult()
         totals = {layer: sums.sum(-1) for layer, sums in norms.items()}
-        means = {layer: (sums[:2] / sums[2:]).sqrt().tolist() for layer, sums in totals.items()}
-        return HookResult(
-            scalars={
-                f"position/{name}/layer_{layer:02d}": value
-                for layer, pair in means.items()
-                for name, value in zip(NAMES, pair)
-            }
-        )
+        by_layer = {layer: (sums[:2] / sums[2:]).sqrt().tolist() for layer, sums in totals.items()}
+        scalars = {}
+        for name, values in zip(NAMES, zip(*by_layer.values())):
+            scalars[f"position/{name}"] = math.hypot(*values) / math.sqrt(len(values))
+            scalars |= {f"position/{name}/layer_{layer:02d}": value for layer, value in zip(by_layer, values)}
+        return HookResult(scalars=scalars)
 
     def _record(self, trainer: Training, record: bool) -> None:
         for update in trainer.model.position_updates():

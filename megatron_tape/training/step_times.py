@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_tape.io.versions import node_name
 from megatron_tape.planning.hardware import peak_flops
+from megatron_tape.run.metrics import MFU
 from megatron_tape.training.hooks import Hook, HookResult, Training
 from megatron_tape.training.step_clock import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD
 
@@ -63,8 +64,8 @@ class StepTimes(Hook):
         seconds = {name: total / steps for name, total in clock.read().items()}
         found = HookResult(scalars={f"seconds/{name}": value for name, value in seconds.items()})
         if trainer.layout.device.type == "cuda":
-            found.scalars["usage/memory_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            found.scalars["usage/memory_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            found.scalars["memory/allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            found.scalars["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
             torch.cuda.reset_peak_memory_stats()
         if trainer.layout.world_size > 1:
             self._compare(trainer.layout, steps, seconds, found)
@@ -110,8 +111,8 @@ def _own_name(device: torch.device) -> str:
 
 
 def utilization(flops_per_second: float, config: RunConfig, layout: ParallelLayout) -> dict[str, float]:
-    """Return as `mfu` the share of the GPUs' bf16 peak that a run's FLOP/s are, or nothing where it is not known."""
+    """Return `throughput/mfu`, the share of the GPUs' bf16 peak that a run reaches; empty if the peak is unknown."""
     if layout.device.type != "cuda" or config.train.precision != "bf16":
         return {}
     peak = peak_flops(torch.cuda.get_device_name(layout.device))
-    return {} if peak is None else {"mfu": flops_per_second / (peak * layout.world_size)}
+    return {} if peak is None else {MFU: flops_per_second / (peak * layout.world_size)}

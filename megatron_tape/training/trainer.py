@@ -31,6 +31,7 @@ from megatron_tape.model.initialization import initialize_weights, weight_initia
 from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
+from megatron_tape.run import metrics
 from megatron_tape.run.attempts import INTERRUPTED, SKIPPED, TRAINING, Attempt, read_skipped_data
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
@@ -330,19 +331,20 @@ class Trainer:
 
     def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, HookResult]]) -> None:
         """Evaluate, if that is due at this step, and log the step's metrics and texts."""
+        flops = speed * flops_per_token(self.config.model, self.config.extension)
         own = {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": rate,
-            "tokens": self.samples * self.config.model.seq_length,
-            "tokens_per_second": speed,
-            "tflops_per_second": (flops := speed * flops_per_token(self.config.model, self.config.extension)) / 1e12,
+            metrics.LOSS: result.loss,
+            metrics.GRAD_NORM: result.grad_norm,
+            metrics.LEARNING_RATE: rate,
+            metrics.TOKENS: self.samples * self.config.model.seq_length,
+            metrics.TOKENS_PER_SECOND: speed,
+            metrics.TFLOPS_PER_SECOND: flops / 1e12,
             **utilization(flops, self.config, self.layout),
         }
         if self.config.data.stages is not None:
-            own["data_stage"] = stage_at(self.stages, self.samples - 1)
+            own[metrics.DATA_STAGE] = stage_at(self.stages, self.samples - 1)
         if result.z_loss is not None:
-            own["z_loss"] = result.z_loss
+            own[metrics.Z_LOSS] = result.z_loss
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
         found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]

@@ -33,6 +33,7 @@ from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import ENCODINGS, encoding_of
 from megatron_tape.run.curves import SETTINGS, read_run
+from megatron_tape.run.metrics import TOKENS_PER_SECOND, VALIDATION_LOSS
 from pretrain import evaluate
 
 MOST_SEEDS = 1000
@@ -121,9 +122,9 @@ class Plan:
         Raises FileError if its programs have left no results.
         """
         trained, model = read_run(run.directory), run.config.model
-        validated = trained.curve("validation_loss").last
+        validated = trained.curve(VALIDATION_LOSS).last
         loss = validated[1] if validated and validated[0] == run.config.train.steps else None
-        speed = trained.curve("tokens_per_second").median
+        speed = trained.curve(TOKENS_PER_SECOND).median
         scores = comparison_file.training_scores(
             run.config, speed, loss, parameter_count(model), flops_per_token(model)
         )

@@ -77,10 +77,20 @@ def write_run(directory, *, steps=300, offset=0.0, config=None, interval=10):
     for step in range(interval, steps + 1, interval):
         loss = 3 + offset + 5 * math.exp(-step / (steps / 6)) + 0.05 * math.sin(step)
         rate = 0.002 * (1 - step / steps) + 1e-4
-        row = {"step": step, "time": float(step), "tokens": step * 2048, "loss": loss, "lr": rate}
-        row |= {"grad_norm": 1.0, "tokens_per_second": 1000.0 + step, "tflops_per_second": 0.025}
+        row = {
+            "step": step,
+            "time": float(step),
+            "train/tokens": step * 2048,
+            "train/loss": loss,
+            "train/learning_rate": rate,
+        }
+        row |= {
+            "train/grad_norm": 1.0,
+            "throughput/tokens_per_second": 1000.0 + step,
+            "throughput/tflops_per_second": 0.025,
+        }
         if step % 50 == 0:
-            row |= {"validation_loss": loss + 0.1, "validation_perplexity": math.exp(loss + 0.1)}
+            row |= {"validation/loss": loss + 0.1, "validation/perplexity": math.exp(loss + 0.1)}
         rows.append(json.dumps(row))
     (directory / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     return directory

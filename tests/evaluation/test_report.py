@@ -171,14 +171,19 @@ def test_a_run_without_settings_or_a_curve_is_shown(tmp_path):
     run = write_run(tmp_path / "tape", steps=10)
     (run / "config.yaml").unlink()
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 60, "loss"')  # it is being written
+        file.write('{"step": 60, "train/loss"')  # it is being written
     page = page_of(tmp_path, run)
     assert page.tables["Training"][1][1:3] == ["10|of unknown", "20,480"] and page.pictures["Training"] == []
 
 
 def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_path):
     rows = [
-        {"step": step, "loss": 3.0, "evaluation/perplexity/loss/books/512": 5.0 - step, "evaluation/x/accuracy": 0.5}
+        {
+            "step": step,
+            "train/loss": 3.0,
+            "evaluation/perplexity/loss/books/512": 5.0 - step,
+            "evaluation/x/accuracy": 0.5,
+        }
         | {"evaluation/perplexity/loss/books/1024": 4.0 - step}
         for step in (1, 2)
     ]
@@ -192,9 +197,9 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
 
 def test_of_many_rows_evenly_spaced_ones_are_kept(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", interval=1)
-    whole = read_run(run).curve("loss")
+    whole = read_run(run).curve("train/loss")
     monkeypatch.setattr(curves, "MOST_POINTS", 16)
-    some = read_run(run).curve("loss")
+    some = read_run(run).curve("train/loss")
     assert some.last == whole.last and len(whole.values) == 300
     assert list(some.steps) == list(range(1, 301, 32)) and list(some.values) == list(whole.values[::32])
 
@@ -255,7 +260,7 @@ def test_a_model_has_the_same_colour_in_every_picture(tmp_path, monkeypatch):
 def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=20)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"loss": 1e308} for row in rows]
+    rows = [row | {"train/loss": 1e308} for row in rows]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parsed = page_of(tmp_path, run)
     assert any(text.startswith("Learning rate") for text in parsed.pictures["Training"])

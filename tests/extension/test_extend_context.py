@@ -193,7 +193,7 @@ def test_only_what_is_named_changes_and_the_rest_is_the_bases(extend, bases, cap
 
 def test_a_continued_extension_of_an_import_equals_the_uninterrupted_one(data, bases, tmp_path):
     case = continued(tmp_path, data, bases["llama"], "run", "--checkpoint.frozen=false")
-    losses = [[(row["loss"], row["grad_norm"]) for row in case[which]] for which in ("continued", "whole")]
+    losses = [[(row["train/loss"], row["train/grad_norm"]) for row in case[which]] for which in ("continued", "whole")]
     assert losses[0] == losses[1] and case["continued_state"] == case["whole_state"]
     held = {key.partition("/")[2] for key in tensors(tmp_path / "run")}
     assert {kind_of(name) for name in held} == {"position", "embeddings", "norms"}
@@ -250,7 +250,7 @@ def test_a_run_goes_on_with_what_it_imported_when_both_have_moved(extend, bases,
     assert read_state(newest)["frozen_from"]["path"] == str(tmp_path / "moved" / "base")
     shutil.rmtree(tmp_path / "moved" / "checkpoints")
     again = extend(str(source), lean, "--train.steps=2", "--checkpoint.interval=1", name="moved")
-    assert [row["loss"] for row in again] == [row["loss"] for row in first]
+    assert [row["train/loss"] for row in again] == [row["train/loss"] for row in first]
     capfd.readouterr()
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, source, "run"), statuses=[2])
     assert "is not a directory; give a run" in sentence and "hf download" not in sentence

@@ -21,12 +21,12 @@ def test_every_layout_equals_one_process(rows, layout):
 @pytest.mark.parametrize("variant", [*cases.VARIANTS, "packed", "with_lora"])
 def test_two_processes_equal_one_whatever_is_trained(rows, variant):
     assert_close(rows[2][variant], rows[1][variant], cases.STEPS)
-    assert rows[1][variant][-1]["loss"] != rows[1]["tp1_zero1"][-1]["loss"]
+    assert rows[1][variant][-1]["train/loss"] != rows[1]["tp1_zero1"][-1]["train/loss"]
 
 
 @pytest.mark.parametrize("variant", ["tape_recomputed", "lora_recomputed"])
 def test_layers_get_gradients_when_recomputed_over_a_frozen_embedding(rows, variant):
-    assert all(row["grad_norm"] > 1e-4 for row in rows[1][variant])
+    assert all(row["train/grad_norm"] > 1e-4 for row in rows[1][variant])
 
 
 @pytest.mark.parametrize("run", ["tp2_zero1", "with_lora"])

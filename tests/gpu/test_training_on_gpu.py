@@ -91,7 +91,7 @@ def test_a_run_gives_what_the_cpu_gives(name, device, expected):
         norms = [value for key, value in rows[0].items() if "update_norm" in key]
         assert norms and min(norms) > 0.01, "a layer's update does not move the position state"
     if len(rows) >= 20:
-        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "nothing is learned"
+        assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.1, "nothing is learned"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][: 1 + ON_GPU])

@@ -56,10 +56,10 @@ SIZE = Size(2, 2, 32, seq_length=16, batch=2, micro_batch=2, steps=2, text_bytes
 if ON_GPU:
     SIZE = Size(4, 4, 64, seq_length=256, batch=8, micro_batch=4, steps=20, text_bytes=1_000_000, document=300)
 
-SAME = {"loss": 1e-5, "grad_norm": 2e-4, "validation_loss": 1e-5}
+SAME = {"train/loss": 1e-5, "train/grad_norm": 2e-4, "validation/loss": 1e-5}
 """Relative difference, at any step, between two fp32 runs that round sums in another order. Between plain torch, the
 tiled backend and recomputation under ZeRO 3, on a CPU, it was 3e-7, 4e-6 and 5e-7."""
-NEAR = {"loss": 0.005, "grad_norm": 0.05, "validation_loss": 0.005}
+NEAR = {"train/loss": 0.005, "train/grad_norm": 0.05, "validation/loss": 0.005}
 """Relative difference between bf16 and fp32; on a CPU it was 7e-4, 9e-3 and 6e-4."""
 
 

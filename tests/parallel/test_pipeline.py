@@ -44,10 +44,10 @@ def test_stages_train_as_one_process_does(equal, run):
     rows, expected = equal["rows"][run], equal["rows"][f"{case}-alone"]
     assert len(rows) == STEPS
     for row, other in zip(rows, expected, strict=True):
-        keys = other.keys() & {"loss", "grad_norm", "validation_loss"}
+        keys = other.keys() & {"train/loss", "train/grad_norm", "validation/loss"}
         for key in keys:
             assert row[key] == pytest.approx(other[key], rel=tolerance(run, case)), key
-    assert "validation_loss" in keys
+    assert "validation/loss" in keys
 
 
 def tolerance(run, case):
@@ -91,7 +91,7 @@ def test_a_run_continues_with_other_stages_or_without(more, move):
     rows, states = more[1]["rows"], more[1]["states"]
     same = move == "same"
     for row, other in zip(rows[f"{move}_continued"], rows[f"{move}_whole"], strict=True):
-        for key in ("loss", "grad_norm"):
+        for key in ("train/loss", "train/grad_norm"):
             assert row[key] == (other[key] if same else pytest.approx(other[key], rel=1e-5))
     state, expected = states[f"{move}_continued"], states[f"{move}_whole"]
     alone = more[0]["states"]["alone_whole"]
@@ -106,7 +106,7 @@ def test_a_run_continues_with_other_stages_or_without(more, move):
 def test_a_run_with_stages_is_extended_without_its_frozen_weights_in_checkpoints(more, run):
     expected, rows = more[0]["rows"]["extended"], more[1]["rows"][run]
     for row, other in zip(rows, expected, strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
 
 
 def test_a_run_with_stages_is_evaluated_and_exported_like_any_other(more, data, tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def test_an_encoding_trains_alike_under_every_layout(group, name, layout):
 def test_an_encoding_resumes_under_tensor_parallelism(group, name):
     whole, continued = group["encodings"]["resumed"][name]
     assert [row["step"] for row in whole] == [row["step"] for row in continued] == [1, 2]
-    assert all(whole[1][key] == continued[1][key] for key in ("loss", "grad_norm", "validation_loss"))
+    assert all(whole[1][key] == continued[1][key] for key in ("train/loss", "train/grad_norm", "validation/loss"))
 
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))

@@ -233,8 +233,10 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     run = plan.runs[1]
     assert [name for name, _, _ in run.stages] == ["training"] and plan.tasks == []
     run.directory.mkdir(parents=True)
-    rows = [{"step": step, "tokens_per_second": speed} for step, speed in ((1, 10.0), (9, 640.0), (10, 640.0))]
-    rows[-1]["validation_loss"] = 2.5
+    rows = [
+        {"step": step, "throughput/tokens_per_second": speed} for step, speed in ((1, 10.0), (9, 640.0), (10, 640.0))
+    ]
+    rows[-1]["validation/loss"] = 2.5
     (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan.record(run, 3.0, "GPU x")
     (found,) = read_comparison(run.result).runs
@@ -279,14 +281,14 @@ def test_a_comparison_holds_what_its_runs_have_found(compared):
         assert run.scores[: len(scores)] == scores
         values = {score.metric: score.value for score in run.scores[len(scores) :]}
         last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
-        assert values["validation loss"] == last["validation_loss"] and values["seconds per step"] > 0
+        assert values["validation loss"] == last["validation/loss"] and values["seconds per step"] > 0
         assert (
             values["parameters"] > 1000
             and values["arithmetic"] > 0
             and run.hardware.startswith("CPU")
             and "torch" in run.versions
         )
-        losses.add(last["validation_loss"])
+        losses.add(last["validation/loss"])
         assert "step 4/4" in (directory / "log.txt").read_text()
     assert len(losses) == 4  # every run is of another variant or seed
     assert (output / "comparison.json").stat().st_size < 20_000

@@ -54,9 +54,11 @@ def test_every_situation_is_named_by_one_word(last, queue, word, well):
 @pytest.fixture
 def run(tmp_path):
     attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None, "nodes": ["alpha"], "log": "job.out"})
-    rows = [{"step": step, "loss": 5 - step / 10, "tokens_per_second": 1000.0} for step in range(1, 11)]
+    rows = [
+        {"step": step, "train/loss": 5 - step / 10, "throughput/tokens_per_second": 1000.0} for step in range(1, 11)
+    ]
     rows = [row | {"time": time.time() + row["step"], "seconds_left": 40.0 - row["step"]} for row in rows]
-    rows[4]["validation_loss"] = 4.75
+    rows[4]["validation/loss"] = 4.75
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo')
     (tmp_path / "config.yaml").write_text("train: {steps: 40}\n")
     write_record(attempt.directory / "heartbeat.json", BEAT | {"time": time.time(), "since": time.time(), "step": 12})

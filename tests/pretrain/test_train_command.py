@@ -101,10 +101,14 @@ def test_a_run_leaves_rows_its_newest_checkpoints_and_its_configuration_and_stay
     found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [1, 3, 5, 6, 9, 10]
     for row in found:
-        assert {"step", "loss", "grad_norm", "lr", "tokens_per_second"} <= set(row)
-        assert ("validation_loss" in row) == (row["step"] in (5, 10))
+        assert {"step", "train/loss", "train/grad_norm", "train/learning_rate"} <= set(row)
+        assert "throughput/tokens_per_second" in row
+        assert ("validation/loss" in row) == (row["step"] in (5, 10))
     assert found[-1]["position/update_norm/layer_00"] > found[0]["position/update_norm/layer_00"] == 0
     assert found[0]["position/state_norm/layer_01"] == pytest.approx(1, abs=1e-5)
+    norms = [value for name, value in found[-1].items() if name.startswith("position/update_norm/layer_")]
+    assert found[-1]["position/update_norm"] == pytest.approx(math.sqrt(sum(x**2 for x in norms) / len(norms)))
+    assert found[-1]["validation/perplexity"] == pytest.approx(math.exp(found[-1]["validation/loss"]))
     assert steps_saved(run.folder) == [8, 10]
     again = train.parse_run_config(["--config", str(run.folder / "config.yaml")])
     assert again.logging.interval == 3 and again.logging.directory == str(run.folder)
@@ -119,22 +123,22 @@ def test_tensorboard_shows_curves_configuration_and_sample(run, data):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    assert {"loss/validation", "position/state_norm"} <= set(events.Tags()["scalars"])
+    assert {"validation/loss", "position/state_norm"} <= set(events.Tags()["scalars"])
 
     def text(tag):
         return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
     assert "num_layers: 3" in text("configuration")
     assert text("sample").split()[0] == "w3"
-    losses = [event.value for event in events.Scalars("loss/train")]
-    assert losses == pytest.approx([row["loss"] for row in rows(run.folder)], rel=1e-6)
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses == pytest.approx([row["train/loss"] for row in rows(run.folder)], rel=1e-6)
 
 
 def test_it_stops_after_bad_steps_in_a_row_and_says_so(run, capfd):
     assert run("--optimizer.lr=1e30", "--train.steps=30", "--train.max_bad_steps=3") == 1
     assert "3 steps in a row" in capfd.readouterr().err
     found = rows(run.folder)
-    assert len(found) < 30 and found[-1]["loss"] is None
+    assert len(found) < 30 and found[-1]["train/loss"] is None
 
 
 def test_a_broken_checkpoint_is_named_and_the_one_before_used_and_without_any_the_run_ends(run, capfd, caplog):
@@ -260,7 +264,7 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
         assert newest is not None and checkpoint_files.read_manifest(newest)["step"] >= reached - 1 - in_background
     assert run("--train.steps=30", "--checkpoint.interval=1") == 0
     assert rows(run.folder) == rows(run.folder.parent / "whole")
-    assert all(math.isfinite(row["loss"]) for row in rows(run.folder))
+    assert all(math.isfinite(row["train/loss"]) for row in rows(run.folder))
 
 
 def rows_written(metrics):

@@ -15,7 +15,13 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.run.metrics import MetricsWriter
 
-SCALARS = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.0, "tflops_per_second": 1.5}
+SCALARS = {
+    "train/loss": 2.5,
+    "train/grad_norm": 0.5,
+    "train/learning_rate": 1e-3,
+    "throughput/tokens_per_second": 12345.0,
+    "throughput/tflops_per_second": 1.5,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +50,7 @@ def events(directory):
     return EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
 
-def curve(directory, tag="loss/train"):
+def curve(directory, tag="train/loss"):
     return [(event.step, event.value) for event in events(directory).Scalars(tag)]
 
 
@@ -64,21 +70,18 @@ def test_a_row_holds_the_step_every_scalar_and_the_time_of_day_as_soon_as_it_is_
     writer.log(10, SCALARS)
     assert rows(tmp_path) == [{"step": 10, **SCALARS}]
     assert before <= json.loads((tmp_path / "metrics.jsonl").read_text())["time"] <= time.time()
-    writer.log(20, {"loss": 1.0})
-    # The usual keys are present even if nothing was measured.
-    assert rows(tmp_path)[1] == {"step": 20, "loss": 1.0, "grad_norm": None, "lr": None, "tokens_per_second": None}
+    writer.log(20, {"train/loss": 1.0})
+    assert rows(tmp_path)[1] == {"step": 20, "train/loss": 1.0}
     writer.close()
 
 
-def test_validation_loss_brings_its_perplexity_and_what_is_not_finite_is_written_as_null(tmp_path):
+def test_numbers_that_are_not_finite_are_written_as_null(tmp_path):
     writer = plain(tmp_path)
     for step, value in enumerate((2.0, 1e4, math.nan, math.inf, -math.inf), 1):
-        writer.log(step, {**SCALARS, "loss": value, "validation_loss": value})
+        writer.log(step, {**SCALARS, "train/loss": value, "validation/loss": value})
     writer.close()
-    assert [row["loss"] for row in rows(tmp_path)] == [2.0, 1e4, None, None, None]
-    assert [row["validation_loss"] for row in rows(tmp_path)] == [2.0, 1e4, None, None, None]
-    perplexities = [row["validation_perplexity"] for row in rows(tmp_path)[:3]]
-    assert perplexities == [pytest.approx(math.exp(2.0)), None, None]
+    assert [row["train/loss"] for row in rows(tmp_path)] == [2.0, 1e4, None, None, None]
+    assert [row["validation/loss"] for row in rows(tmp_path)] == [2.0, 1e4, None, None, None]
 
 
 def test_a_resumed_run_leaves_one_line_without_gaps_or_repeats_and_a_fresh_one_starts_an_empty_file(tmp_path):
@@ -103,11 +106,11 @@ def test_a_file_torn_at_any_byte_resumes(tmp_path, monkeypatch):
 def test_the_console_line_names_everything_once(tmp_path, capsys):
     times = iter([0.0, 30.0])
     writer = plain(tmp_path, clock=lambda: next(times))
-    writer.log(10, {**SCALARS, "validation_loss": 2.0, "position/state_norm/layer_00": 1.0})
+    writer.log(10, {**SCALARS, "validation/loss": 2.0, "validation/perplexity": 7.389, "toy": 1.0})
     writer.close()
     assert capsys.readouterr().out == (
         "step  10/100 | loss 2.5000 | grad norm 0.500 | lr 1.000e-03 | 12,345 tokens/s | 1.50 TFLOP/s | ETA 0:04:30"
-        " | validation loss 2.0000, perplexity 7.39\n"
+        " | validation loss 2.0000 | perplexity 7.39\n"
     )
 
 
@@ -123,31 +126,25 @@ def test_the_time_left_counts_sequences_as_a_ramp_makes_later_steps_larger(tmp_p
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["seconds_left"] == 320
 
 
-def test_tensorboard_opens_on_losses_and_mean_norms_and_shows_each_scalar_and_text_under_its_tag(tmp_path):
-    writer = MetricsWriter(tmp_path, 4)
-    norms = {f"position/state_norm/layer_{layer:02d}": norm for layer, norm in enumerate((1.0, 7.0))}
-    norms |= {name.replace("state", "update"): 0.0 for name in norms}
-    writer.log(1, {**SCALARS, **norms, "validation_loss": 2.0, "skipped": 0.0})
+def test_a_metric_has_the_same_name_in_a_row_in_tensorboard_and_in_wandb(tmp_path):
+    class Wandb:
+        logged: dict = {}
+
+        def log(self, step, scalars):
+            self.logged = {"step": step, **scalars}
+
+        def close(self):
+            pass
+
+    wandb = Wandb()
+    writer = MetricsWriter(tmp_path, 4, wandb=wandb)
+    values = {**SCALARS, "position/state_norm": 5.0, "position/state_norm/layer_01": 7.0, "toy": 0.0}
+    writer.log(1, values)
     writer.text("configuration", "model:\n  num_layers: 2", 1)
     writer.close()
-    assert sorted(events(tmp_path).Tags()["scalars"]) == [
-        "loss/train",  # the first two groups are opened
-        "loss/validation",
-        "position/state_norm",
-        "position/update_norm",
-        "speed/tflops_per_second",
-        "speed/tokens_per_second",
-        "train/gradient_norm",
-        "train/learning_rate",
-        "train/skipped",
-        "validation/perplexity",
-        *(f"z_by_layer/{name}_norm/{layer}" for name in ("state", "update") for layer in ("00", "01")),
-    ]
-    assert curve(tmp_path, "loss/train") == [(1, 2.5)] and curve(tmp_path, "loss/validation") == [(1, 2.0)]
-    assert curve(tmp_path, "position/state_norm") == [(1, pytest.approx(5))]  # the root of the mean square
-    assert curve(tmp_path, "position/update_norm") == [(1, 0.0)]
-    assert curve(tmp_path, "z_by_layer/state_norm/01") == [(1, 7.0)]
-    assert {name: rows(tmp_path)[0][name] for name in norms} == norms
+    assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(values)
+    assert all(curve(tmp_path, name) == [(1, pytest.approx(value))] for name, value in values.items())
+    assert rows(tmp_path) == [{"step": 1, **values}] == [wandb.logged]
     (found,) = events(tmp_path).Tensors("configuration/text_summary")
     assert found.tensor_proto.string_val[0] == b"    model:\n      num_layers: 2"
 
@@ -155,14 +152,14 @@ def test_tensorboard_opens_on_losses_and_mean_norms_and_shows_each_scalar_and_te
 def test_an_attempt_that_is_still_alive_elsewhere_is_shut_out(tmp_path):
     stale = MetricsWriter(tmp_path, 100)
     for step in (1, 2, 3):
-        stale.log(step, {"loss": 9.0, "stale": 1.0})
+        stale.log(step, {"train/loss": 9.0, "train/stale": 1.0})
     writer = MetricsWriter(tmp_path, 100, resume_step=2)
     for step in (3, 4, 5):
-        stale.log(step + 1, {"loss": 9.0, "stale": 1.0})
-        writer.log(step, {"loss": 5.0})
+        stale.log(step + 1, {"train/loss": 9.0, "train/stale": 1.0})
+        writer.log(step, {"train/loss": 5.0})
     stale.close()
     writer.close()
-    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
+    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
     assert curve(tmp_path) == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
     assert curve(tmp_path, "train/stale") == [(1, 1), (2, 1)]
 
@@ -171,11 +168,11 @@ def test_many_attempts_leave_each_step_once(tmp_path):
     for attempt, resume_step in enumerate((0, 4, 4, 2, 2, 6)):
         writer = MetricsWriter(tmp_path, 100, resume_step=resume_step)
         for step in range(resume_step + 1, resume_step + 6):
-            writer.log(step, {"loss": attempt})
+            writer.log(step, {"train/loss": attempt})
         writer.close()
     attempts = [0, 0, 4, 4, 4, 4, 5, 5, 5, 5, 5]
     expected = list(enumerate(attempts, 1))
-    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == expected
+    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == expected
     assert curve(tmp_path) == expected
 
 

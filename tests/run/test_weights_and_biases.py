@@ -66,22 +66,22 @@ def test_a_continued_run_is_the_same_run_there_and_trains_as_without_it(tmp_path
     wandb = ["--logging.wandb={project: tape, entity: us}", "--schedule.kind=constant"]
     start("run", *wandb, "--train.steps=3")
     run, alone = start("run", *wandb, "--train.steps=4"), start("alone", "--train.steps=4", "--schedule.kind=constant")
-    assert [row["loss"] for row in rows(run)] == [row["loss"] for row in rows(alone)]
+    assert [row["train/loss"] for row in rows(run)] == [row["train/loss"] for row in rows(alone)]
     begun = {"init": read_wandb(run)["id"], "name": "run", "mode": "online", "resume": "allow", "entity": "us"}
     found = logged(run)
     assert [entry for entry in found if "step" not in entry] == [begun, {"by": "step"}, "finished"] * 2
-    losses = [(entry["step"], entry["loss/train"]) for entry in found if "step" in entry]
-    assert losses == [(row["step"], row["loss"]) for row in rows(run)]
+    losses = [(entry["step"], entry["train/loss"]) for entry in found if "step" in entry]
+    assert losses == [(row["step"], row["train/loss"]) for row in rows(run)]
     assert status.main([str(run)]) == 0
     assert f"wandb       https://wandb.example/tape/{begun['init']}\n" in capfd.readouterr().out
 
 
 def test_what_fails_there_is_a_warning_and_metrics_are_still_written(tmp_path, caplog):
     writer = MetricsWriter(tmp_path, 9, tensorboard=False, wandb=WandbRun(SETTINGS, tmp_path, {}))
-    writer.log(1, {"loss": 1.0})
+    writer.log(1, {"train/loss": 1.0})
     (tmp_path / "fails").touch()
     for step in (2, 3):
-        writer.log(step, {"loss": 1.0})
+        writer.log(step, {"train/loss": 1.0})
     writer.close()
     assert [entry.get("step") for entry in logged(tmp_path) if "by" not in entry] == [None, 1]
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3

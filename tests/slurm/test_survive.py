@@ -28,7 +28,7 @@ def check_equal(run, whole, attempts=None, gap=False):
 
     shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     shown.Reload()
-    steps = [event.step for event in shown.Scalars("loss/train")]
+    steps = [event.step for event in shown.Scalars("train/loss")]
     assert (steps[0], steps[-1]) == (1, STEPS) and steps == sorted(set(steps)) and (gap or len(steps) == STEPS)
     records = read_attempts(run)
     if attempts is not None:

@@ -51,7 +51,7 @@ def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
     assert [row["toy/seen"] for row in found] == [1, 2, 3, 4, 5]
     assert [row.get("toy/step") for row in found] == [None, None, 3, None, 5]
-    assert not any("validation_loss" in row for row in found)
+    assert not any("validation/loss" in row for row in found)
     assert all("position/state_norm/layer_01" in row for row in found)
 
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
@@ -63,7 +63,7 @@ def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
 def test_only_named_evaluations_run(run):
     assert run("--train.evaluations=[]", "--train.eval_interval=3", "--logging.interval=2") == 0
     assert [row["step"] for row in rows(run.folder)] == [1, 2, 4, 5]
-    assert not any("validation_loss" in row or "position/state_norm/layer_00" in row for row in rows(run.folder))
+    assert not any("validation/loss" in row or "position/state_norm/layer_00" in row for row in rows(run.folder))
 
 
 def test_named_steps_and_those_after_a_signal_are_traced_and_training_stays_as_it_is(run, monkeypatch):
@@ -93,8 +93,8 @@ def names_in(trace):
 
 
 def test_two_evaluations_cannot_return_the_same_name():
-    found = HookResult(scalars={"loss": 1.0})
-    with pytest.raises(ValueError, match="the evaluation toy returns loss"):
+    found = HookResult(scalars={"train/loss": 1.0})
+    with pytest.raises(ValueError, match="the evaluation toy returns train/loss"):
         joined([("training", found), ("toy", found)])
 
 

@@ -28,9 +28,9 @@ def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case)
 
 def test_a_stage_of_the_data_begins_at_its_step_and_is_logged(resumed):
     rows, without = (resumed[case]["whole"] for case in ("stages", "workers"))
-    assert [row["data_stage"] for row in rows] == [0, 0, 0, 1]
-    assert [row["loss"] for row in rows[:3]] == [row["loss"] for row in without[:3]]
-    assert rows[3]["loss"] != without[3]["loss"]
+    assert [row["train/data_stage"] for row in rows] == [0, 0, 0, 1]
+    assert [row["train/loss"] for row in rows[:3]] == [row["train/loss"] for row in without[:3]]
+    assert rows[3]["train/loss"] != without[3]["train/loss"]
 
 
 def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is_seen(resumed):
@@ -47,13 +47,13 @@ def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is
 def test_the_update_of_a_spike_is_left_out(resumed):
     rows = resumed["spike_skip"]["whole"]
     assert [row["step"] for row in rows] == list(range(1, 9))
-    assert rows[5]["grad_norm"] > 100 * rows[4]["grad_norm"]
-    assert abs(rows[6]["loss"] - rows[4]["loss"]) < 0.5
+    assert rows[5]["train/grad_norm"] > 100 * rows[4]["train/grad_norm"]
+    assert abs(rows[6]["train/loss"] - rows[4]["train/loss"]) < 0.5
 
 
 def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spike(resumed):
     rows, by_hand = (without_speed(found) for found in (resumed["spike_rewind"]["whole"], resumed["rewound"]))
-    assert [row["tokens"] // 16 for row in rows] == [4, 8, 12, 16, 28, 32, 36, 40]
+    assert [row["train/tokens"] // 16 for row in rows] == [4, 8, 12, 16, 28, 32, 36, 40]
     assert rows[4:] == by_hand
     (record,) = resumed["spike_records"]
     assert (record["step"], record["action"], record["number"]) == (6, "rewind", 1)
@@ -62,7 +62,7 @@ def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spi
 def test_more_spikes_than_the_limit_end_the_run(resumed):
     assert resumed["spike_twice"]["statuses"] == [EXIT_RESTART, 1]
     # From step 1 on, with the data behind the first spike: nothing had been saved.
-    assert [row["tokens"] // 16 for row in resumed["spike_twice"]["rows"]] == [28, 32, 36, 40, 44]
+    assert [row["train/tokens"] // 16 for row in resumed["spike_twice"]["rows"]] == [28, 32, 36, 40, 44]
 
 
 def test_saving_changes_nothing(resumed):
@@ -77,4 +77,4 @@ def test_a_run_continues_under_another_layout(resumed, case):
 def test_a_ramp_counts_what_it_has_seen(resumed):
     for rows in resumed["ramp"].values():
         if isinstance(rows, list):
-            assert [row["tokens"] // 16 for row in rows] == [4, 8, 16, 28]
+            assert [row["train/tokens"] // 16 for row in rows] == [4, 8, 16, 28]

@@ -149,4 +149,4 @@ def test_a_run_that_goes_on_with_another_batch_size_neither_skips_nor_repeats_a_
     state = json.loads((newest(run.folder / "batches") / "state.json").read_text())
     assert state["consumed_samples"] == 14
     rows = [json.loads(line) for line in (run.folder / "batches" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["tokens"] for row in rows] == [16 * samples for samples in (4, 8, 10, 12, 14)]
+    assert [row["train/tokens"] for row in rows] == [16 * samples for samples in (4, 8, 10, 12, 14)]

@@ -32,8 +32,8 @@ def test_weights_that_are_never_whole_learn_as_those_of_one_process(equal):
 
 def test_muon_learns_in_another_way(equal):
     muon, adamw = equal[1]["muon"], equal[1]["tp1_cp1_zero1"]
-    assert muon[0]["loss"] == adamw[0]["loss"] and muon[-1]["loss"] != adamw[-1]["loss"]
-    assert muon[-1]["loss"] < muon[0]["loss"] - 0.3
+    assert muon[0]["train/loss"] == adamw[0]["train/loss"] and muon[-1]["train/loss"] != adamw[-1]["train/loss"]
+    assert muon[-1]["train/loss"] < muon[0]["train/loss"] - 0.3
 
 
 def test_models_on_four_processes_that_share_sequences_equal_one_process(equal):
@@ -54,12 +54,12 @@ def test_variants_equal_one_process(equal, size, variant):
     """Sampling text leaves training as it is."""
     alone = equal[1]["packed" if variant == "sampled" else variant]
     assert_close(equal[size][variant], alone)
-    assert alone[-1]["loss"] != equal[1]["tp1_cp1_zero1"][-1]["loss"]
+    assert alone[-1]["train/loss"] != equal[1]["tp1_cp1_zero1"][-1]["train/loss"]
 
 
 @pytest.mark.parametrize("size, layout", [(1, "tp1_cp1_zero3"), (2, "tp1_cp2_zero1"), (4, "tp2_cp1_zero3")])
 def test_evaluation_tasks_find_the_same_under_every_layout_and_change_no_bit_of_training(equal, size, layout):
-    keys = ("step", "loss", "grad_norm", "validation_loss")
+    keys = ("step", "train/loss", "train/grad_norm", "validation/loss")
     for row, other in zip(equal[size]["evaluated"], equal[size][layout], strict=True):
         assert [row.get(key) for key in keys] == [other.get(key) for key in keys]
     alone = [of_tasks(row) for row in equal[1]["evaluated"]]
@@ -78,19 +78,19 @@ def of_tasks(row):
 
 def test_bf16_stays_near_fp32(equal):
     for row, exact in zip(equal[4]["bf16"], equal[1]["tp1_cp1_zero1"]):
-        assert math.isclose(row["loss"], exact["loss"], rel_tol=0.02)
-        assert row["loss"] != exact["loss"]
+        assert math.isclose(row["train/loss"], exact["train/loss"], rel_tol=0.02)
+        assert row["train/loss"] != exact["train/loss"]
 
 
 @pytest.mark.parametrize("variant", ["packed", "generated"])
 def test_the_z_loss_is_logged_beside_the_loss_and_falls(equal, variant):
     rows = equal[1][variant]
-    assert rows[-1]["z_loss"] < rows[0]["z_loss"]
-    assert 0.01 * math.log(64) ** 2 == pytest.approx(rows[0]["z_loss"], rel=0.2), "logits are small at first"
-    assert "z_loss" not in equal[1]["ramp"][0]
+    assert rows[-1]["train/z_loss"] < rows[0]["train/z_loss"]
+    assert 0.01 * math.log(64) ** 2 == pytest.approx(rows[0]["train/z_loss"], rel=0.2), "logits are small at first"
+    assert "train/z_loss" not in equal[1]["ramp"][0]
 
 
 def test_the_loss_falls(equal):
     rows = equal[1]["tp1_cp1_zero1"]
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
-    assert rows[-1]["validation_loss"] < rows[len(rows) // 2 - 1]["validation_loss"]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.3
+    assert rows[-1]["validation/loss"] < rows[len(rows) // 2 - 1]["validation/loss"]

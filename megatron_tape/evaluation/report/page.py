@@ -37,10 +37,18 @@ from megatron_tape.evaluation.results import NAME, Results, read_results
 from megatron_tape.evaluation.task import Picture
 from megatron_tape.evaluation.tasks import TASKS, title_of
 from megatron_tape.run.curves import DURING, METRICS, SETTINGS, Run, read_run
+from megatron_tape.run.metrics import (
+    LEARNING_RATE,
+    LOSS,
+    TFLOPS_PER_SECOND,
+    TOKENS,
+    TOKENS_PER_SECOND,
+    VALIDATION_LOSS,
+)
 
 _SHOWN_POINTS = 300
 """Points of a curve; a longer one is drawn as means over consecutive points."""
-_NAMES = {"loss": "training loss", "validation_loss": "validation loss", "lr": "learning rate"}
+_NAMES = {LOSS: "training loss", VALIDATION_LOSS: "validation loss", LEARNING_RATE: "learning rate"}
 _LENGTH = re.compile("[0-9]{1,12}")
 Drawing = tuple[str, Callable[[], list[Picture]]]
 """What pictures show, and what draws them."""
@@ -170,10 +178,10 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
     """Return a table of how far each run is, how low its losses are, and how fast it was."""
     rows = []
     for label, run in runs.items():
-        validation, planned = run.curve("validation_loss").last, run.settings.get("train", {}).get("steps", "unknown")
-        losses = [number(run.curve("loss").recent, 4), number(validation and validation[1], 4)]
-        speeds = [number(run.curve(metric).median) for metric in ("tokens_per_second", "tflops_per_second")]
-        steps = [number(run.last.get("step"), 0, f"of {planned}"), number(run.last.get("tokens"), 0)]
+        validation, planned = run.curve(VALIDATION_LOSS).last, run.settings.get("train", {}).get("steps", "unknown")
+        losses = [number(run.curve(LOSS).recent, 4), number(validation and validation[1], 4)]
+        speeds = [number(run.curve(metric).median) for metric in (TOKENS_PER_SECOND, TFLOPS_PER_SECOND)]
+        steps = [number(run.last.get("step"), 0, f"of {planned}"), number(run.last.get(TOKENS), 0)]
         rows.append([text(label), *steps, *losses, *speeds])
     columns = ("run", "steps", "tokens", "training loss, last 5 %", "validation loss, last", "tokens/s", "TFLOP/s")
     return table("Losses in nats per token, and medians of the speeds of all processes together", columns, rows)

@@ -30,7 +30,7 @@ from megatron_tape.model.names import AVERAGE, kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import PositionEncoding, encoding_of
-from megatron_tape.run.metrics import read_lines
+from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS, VALIDATION_LOSS_AVERAGED, read_lines
 
 _HERE = Path(__file__).parent
 _PAPER = "https://arxiv.org/abs/2501.00712"
@@ -247,9 +247,9 @@ def _names(prefix: dict | list | str) -> str:
 
 def _final_losses(saved: SavedWeights) -> dict[str, object]:
     """Return the last finite losses that the run logged up to this checkpoint; those of averaged weights are others."""
-    names = {"loss": "Training loss", "validation_loss": "Validation loss"}
+    names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
     if saved.average:
-        names = {"validation_loss_average": "Validation loss"}
+        names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
     path, found = saved.path.parent.parent / _METRICS, {}
     for line in read_lines(path):
         with suppress(ValueError):  # a line that a killed process left unfinished
