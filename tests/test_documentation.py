@@ -32,20 +32,21 @@ def test_there_are_programs():
 
 
 def test_the_map_names_what_is_there():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = text[text.index("## Where to change what") :]
+    text = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
+    table, tree = text.split("## The tree")
     folder, named = ROOT, []
-    for line in re.findall(r"^    ( *)(\S.*)$", tree, re.M):
+    for line in re.findall(r"^    ( *)(\S.*)$", tree.partition("## ")[0], re.M):
         indent, rest = len(line[0]), line[1]
         places = re.split(r"\s{2,}", rest)[0].split()
-        if indent > 2:
-            continue
         folder = ROOT if indent == 0 else ROOT / "megatron_tape"
         named += [folder / place for place in places]
     assert len(named) > 15
     assert [place for place in named if not place.exists()] == []
     packages = {path.parent.name for path in (ROOT / "megatron_tape").glob("*/__init__.py")}
     assert packages == {place.name for place in named if place.parent.name == "megatron_tape" and place.is_dir()}
+    paths = re.findall(r"`([\w/]+(?:/|\.\w+))`", table)
+    assert len(paths) > 50
+    assert [path for path in paths if not any((ROOT / above / path).exists() for above in ("", "megatron_tape"))] == []
 
 
 def test_every_recipe_of_an_extension_is_listed():
