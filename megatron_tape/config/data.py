@@ -1,4 +1,4 @@
-"""The section `data`: what a run trains on."""
+"""The section `data`: training and validation data."""
 
 import math
 from dataclasses import dataclass
@@ -12,97 +12,98 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.synthetic import Addition, GridNavigation, Recall, SelectiveCopy
 
 SAMPLE_SOURCES = ("generator", "examples")
-"""Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
+"""Keys of `data` with samples from `data.samples`, which have a loss mask."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
 INPUT = "{input}"
-"""Where a template has the input."""
+"""Placeholder of the input in a template."""
 TEMPLATE = INPUT + "\n\nAnswer:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSettings:
-    """What to train on after data.prefix."""
+    """A stage of the training data, after data.prefix."""
 
     prefix: Prefixes
-    """The datasets, as in data.prefix."""
+    """Datasets, as in data.prefix."""
     share: Annotated[float, Field(gt=0, lt=1)]
-    """Its share of the run's training tokens."""
+    """Fraction of the run's training tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSettings:
-    """Train on examples of inputs and targets in place of a dataset. Every epoch has another order."""
+    """Train on examples with inputs and targets instead of a dataset. They are shuffled anew in every epoch."""
 
     path: PathText
-    """JSON lines, each with `input`, and `output` or `target`; uncompressed. Targets end in the end-of-document
-    token."""
+    """Uncompressed JSON lines with the keys `input` and either `output` or `target`. The end-of-document token is
+    appended to targets."""
     validation: PathText | None = None
-    """The same for validation; needed where the validation loss is computed."""
+    """The same for validation. Required to compute the validation loss."""
     template: str = TEMPLATE
-    """What the model reads before the target. {input} stands for the input, whose end is left out if it is too
-    long."""
+    """Prompt before the target. {input} is replaced by the input, which is truncated at its end if it is too long."""
     target_tokens: Count = 200
-    """Tokens of the sequence that are kept for the target; longer targets are cut."""
+    """Maximum number of tokens of a target; longer targets are truncated."""
     bos: bool = False
-    """Begin every sequence with the tokenizer's token for that, as Llama does."""
+    """Start every sequence with the tokenizer's beginning-of-sequence token, as Llama does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongDocumentSettings:
-    """Draw a share of the training tokens from long documents. Sequences begin where long documents do as far as
-    possible. Needs reset_attention_mask; validation data stays the same. Several datasets keep their proportions among
-    the long documents and among the others; one without enough of either is left out there."""
+    """Draw a fraction of the training tokens from long documents. Sequences start at the beginning of a long document
+    where possible. Requires reset_attention_mask. Validation data is not affected. Datasets keep their weights, both
+    among long and among other documents; a dataset without enough documents of one group is excluded from that
+    group."""
 
     minimum: Count
-    """Tokens from which on a document is long."""
+    """Minimum number of tokens of a long document."""
     share: Annotated[float, Field(gt=0, le=1)]
-    """The share of the training tokens that comes from long documents; the others give the rest."""
+    """Fraction of the training tokens that comes from long documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
+    """Training and validation data: Megatron's indexed datasets (prefix), a synthetic task (generator) or examples."""
 
     prefix: Prefixes | None = None
-    """Dataset path without .idx/.bin; or several: a list, or a mapping prefix: weight. A pattern
-    such as data/web-* stands for the datasets that match it when the run begins; they share its weight by tokens. A
-    dataset that gives a split less than one sequence is left out of that split, with a warning."""
+    """Dataset path without .idx/.bin, a list of them, or a mapping prefix: weight. A pattern such as data/web-* selects
+    the datasets that match when the run starts, and divides its weight among them by their tokens. A dataset is
+    excluded, with a warning, from splits in which it has less than one sequence."""
     stages: list[StageSettings] | None = None
-    """What to train on after that, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 % of
-    the run's tokens; several follow each other. Validation data stays that of prefix."""
+    """Further stages of training data, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 %
+    of the run's tokens. Validation data always comes from prefix."""
     generator: Annotated[Addition | SelectiveCopy | GridNavigation | Recall, Field(discriminator="task")] | None = None
-    """Train on sequences of a synthetic task in place of a dataset. Samples never repeat, and each depends only on
-    train.seed and its number. Validation data is drawn in the same way."""
+    """Train on sequences of a synthetic task instead of a dataset. Samples do not repeat; each depends only on
+    train.seed and its index. Validation samples are drawn in the same way."""
     examples: ExampleSettings | None = None
-    """Train on examples of inputs and targets in place of a dataset."""
+    """Train on examples with inputs and targets instead of a dataset."""
     loss_on: Literal["answers", "all"] = "answers"
-    """Which tokens of a generator's or of examples' sequences enter the loss, which is their mean over the global
-    batch: those that are answers (the targets of examples), or all. Of indexed datasets, all do."""
+    """Tokens in the loss of generator or examples: the answers (targets) or all. The loss is their mean over the global
+    batch. Indexed datasets always use all tokens."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test."""
+    """Fractions of the documents for training, validation and test."""
     tokenizer: PathText | None = None
-    """The tokenizer with which the data was made; needed to sample text and to find document ends."""
+    """Tokenizer of the data. Required to sample text and to find the ends of documents."""
     reset_attention_mask: bool = False
-    """Keep packed documents from attending to each other."""
+    """Do not attend across the boundaries of packed documents."""
     long_documents: LongDocumentSettings | None = None
-    """Draw a share of the training tokens from long documents; null draws all documents alike."""
+    """Draw a fraction of the training tokens from long documents. Disabled by default."""
     allow_changed: bool = False
-    """Continue a run although the files of its data have other contents than when its checkpoint was saved."""
+    """Continue a run even if its data files have changed since its checkpoint was saved."""
     num_workers: NotNegativeInt = 0
-    """Processes that load training data; 0 loads it in the training process, as validation data always is."""
+    """Number of processes that load training data; 0 loads it in the training process. Validation data is always loaded
+    in the training process."""
     cache_directory: PathText | None = None
-    """Where Megatron's index maps, and which checks the data has passed, are kept between runs; null means index_cache
-    beside the first dataset."""
+    """Directory in which Megatron's index maps and the results of data checks are cached between runs. Default:
+    index_cache in the directory of the first dataset."""
 
     @property
     def source(self) -> str:
-        """The key that says what to train on; raises ConfigError unless exactly one does."""
+        """The key of the configured data source. Raises ConfigError unless exactly one is set."""
         given = [key for key in DATA_SOURCES if getattr(self, key) is not None]
         if len(given) != 1:
             keys = tuple(f"data.{key}" for key in given)
-            refuse(bool(given), keys, f"and {', '.join(keys[1:])} are set together", "keep one of them")
+            refuse(bool(given), keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them")
             instead = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
-            raise ConfigError("data.prefix", "must be set", f"set it, or {instead} in its place")
+            raise ConfigError("data.prefix", "must be set", f"set it, or {instead} instead")
         return given[0]
 
     @property
@@ -114,7 +115,7 @@ class DataConfig:
 
 
 def blend(prefix: dict[str, float] | list[str] | str | None) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes in `data.prefix` and their weights (None: by size); none for null."""
+    """Return the prefixes in `data.prefix` and their weights; None weighs datasets by size."""
     if prefix is None:
         return [], None
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
@@ -123,7 +124,7 @@ def blend(prefix: dict[str, float] | list[str] | str | None) -> tuple[list[str],
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """Read `"969,30,1"` as the shares of training, validation and test, summing to 1."""
+    """Parse `"969,30,1"` into the fractions of training, validation and test, which sum to 1."""
     try:
         numbers = [float(part) for part in str(split).split(",")]
     except ValueError:
@@ -132,13 +133,13 @@ def split_shares(split: str) -> tuple[float, float, float]:
         raise ConfigError(
             "data.split",
             f"is {split!r}",
-            "give three shares like 969,30,1 for training, validation and test, none negative and the first above 0",
+            "give three nonnegative numbers such as 969,30,1 for training, validation and test, the first above 0",
         )
     train, validation, test = (number / sum(numbers) for number in numbers)
     return train, validation, test
 
 
 def check_template(template: str, name: str) -> None:
-    """Raise ConfigError, which names the setting, if a template does not have exactly one place for the input."""
-    fix = f"write {INPUT} in it exactly once, such as {TEMPLATE!r}"
+    """Raise ConfigError for the setting `name` unless its template contains the input exactly once."""
+    fix = f"include {INPUT} exactly once, such as {TEMPLATE!r}"
     refuse(template.count(INPUT) != 1, name, f"is {shown(template)}", fix)

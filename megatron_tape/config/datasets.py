@@ -1,4 +1,4 @@
-"""Patterns in `data.prefix` and `data.stages`, such as data/web-*, and the datasets that they match."""
+"""Resolve patterns in `data.prefix` and `data.stages`, such as data/web-*, to datasets."""
 
 import fnmatch
 import glob
@@ -10,20 +10,20 @@ from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
 
 _ENDINGS = (".bin", ".idx", ".bin.partial", ".idx.partial")
-"""Of complete and of incomplete datasets. A pattern matches both, so that incomplete ones are refused, not left out."""
+"""Files of complete and incomplete datasets. Patterns match both, so that incomplete datasets raise an error."""
 _PART = re.compile(r"(.*-)[0-9]{5}(-of-([0-9]{5}))", re.DOTALL)
-"""What a part of `tools/preprocess_data.py --part` is called."""
+"""The name of a dataset written by `tools/preprocess_data.py --part`."""
 
 
 def is_pattern(prefix: str) -> bool:
-    """Return whether a prefix may match several datasets."""
+    """Return whether a prefix contains wildcards."""
     return any(character in prefix for character in "*?[")
 
 
 def matching(prefix: str) -> list[str]:
-    """Return the prefixes of the datasets that a pattern matches, sorted; the prefix itself if there are none.
+    """Return the sorted prefixes of the datasets that a pattern matches, or the prefix itself if there are none.
 
-    Beside a part of several, it also matches those that do not exist, which are then refused.
+    If it matches one part of a dataset in several parts, missing parts are included, so that they raise an error.
     """
     if not is_pattern(prefix) or any(os.path.exists(prefix + ending) for ending in _ENDINGS):
         return [prefix]
@@ -35,9 +35,9 @@ def matching(prefix: str) -> list[str]:
 
 
 def resolved(prefix: dict[str, float] | list[str] | str | None) -> dict[str, float] | list[str] | str | None:
-    """Return a value of `data.prefix` with the matching datasets in place of each pattern.
+    """Replace each pattern in a value of `data.prefix` by the datasets it matches.
 
-    They share the pattern's weight in proportion to their tokens. A pattern that matches nothing stays.
+    The pattern's weight is divided among them in proportion to their tokens. A pattern without matches is kept.
     """
     prefixes, weights = blend(prefix)
     found = [matching(name) for name in prefixes]
@@ -54,7 +54,7 @@ def resolved(prefix: dict[str, float] | list[str] | str | None) -> dict[str, flo
 
 
 def with_datasets(config: RunConfig) -> RunConfig:
-    """Return a configuration with datasets in place of patterns, so that a run records and compares those."""
+    """Return a configuration whose patterns are resolved, so that the run records and compares actual datasets."""
     stages = config.data.stages and [replace(stage, prefix=resolved(stage.prefix)) for stage in config.data.stages]
     data = replace(config.data, prefix=resolved(config.data.prefix), stages=stages)
     return replace(config, data=data)

@@ -1,6 +1,6 @@
-"""The positional encodings by name. Imports nothing: exports bring it along with the file of an encoding."""
+"""The positional encodings by name. Exports include this module, which therefore imports nothing from the project."""
 
 from typing import Any
 
 ENCODINGS: dict[str, Any] = {}
-"""The classes of encodings, each with its `Settings`; `position.register` adds to them."""
+"""Encoding classes, each with its `Settings`; `position.register` adds to them."""

@@ -1,4 +1,4 @@
-"""The section `evaluation`: the tasks that a run does while it trains. pretrain.evaluate has the same settings."""
+"""The section `evaluation`: tasks that run during training. pretrain.evaluate has the same settings."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -9,32 +9,32 @@ from megatron_tape.config.values import Count, PathText
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 BelowMillion = Annotated[int, Field(ge=1, lt=10**6)]
-"""Digits and samples of sums, so that every sum has a number of its own."""
+"""Digits and samples of sums; below a million, so that every sum has an index of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSettings:
-    """What the tasks have in common that measure the losses of documents' tokens."""
+    """Settings of tasks that measure the losses of documents' tokens."""
 
     data: dict[str, PathText] | PathText
-    """What is read, as a path or a mapping name: path. A file of JSON lines, text or parquet (like the inputs of
-    tools/preprocess_data.py, also .gz and .zst); an indexed dataset, by its prefix; or a .bin of uint16 token ids,
-    which is one document. Ids must be those of the model's tokenizer."""
+    """Documents, as a path or a mapping name: path. A path is a file of JSON lines, text or parquet (as for
+    tools/preprocess_data.py, also .gz and .zst), the prefix of an indexed dataset, or a .bin file of uint16 token ids,
+    which counts as one document. Token ids must be those of the model's tokenizer."""
     text_key: str = "text"
-    """Where JSON lines and parquet have their text."""
+    """Key of the text in JSON lines, or its column in parquet."""
     split: str | None = None
-    """Shares of an indexed dataset's documents for training, validation and test, such as 969,30,1, as a run's
-    data.split: only those for validation are used. null means all documents."""
+    """Fractions of an indexed dataset's documents for training, validation and test, such as 969,30,1 (see data.split).
+    Only validation documents are used. Default: all documents."""
     lengths: list[int] | None = None
-    """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
-    tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
+    """Context lengths in tokens, including a beginning-of-sequence token if the model's tokenizer adds one. Default:
+    the training length, half of it and a quarter of it."""
     documents: Count | None = None
-    """At most so many documents of each name are used, the first ones that are long enough; null means 50."""
+    """Maximum number of documents per name; the first ones that are long enough are used. Default: 50."""
     stride: Count = 256
-    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
-    its context."""
+    """Number of tokens scored at the end of each window; fewer where a token would have less than three quarters of the
+    context."""
     windows: Count | None = None
-    """At most so many times stride tokens are scored of each document; null means 8."""
+    """Maximum number of scored tokens per document, as a multiple of stride. Default: 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +42,22 @@ class PerplexitySettings(DocumentSettings):
     """Losses of documents' tokens by context length."""
 
     protocol: Literal["documents", "longlora"] = "documents"
-    """documents: the same tokens are scored at every length, each once, within their document. longlora measures what
-    the tables of LongLoRA's and TAPE's papers show; a note in the results says what is wrong with that. With it,
-    stride is the distance of windows, windows counts them, and null means all of them, and all documents."""
+    """documents scores the same tokens at every length, each token once and within its document. longlora reproduces
+    the tables of the LongLoRA and TAPE papers; a note in the results explains its flaws. With longlora, stride is the
+    distance between windows, windows is their number, and documents and windows default to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextGainSettings(DocumentSettings):
-    """What tokens gain from a longer context."""
+    """The reduction of tokens' losses by longer contexts."""
 
     short: int | None = None
-    """The short context that the others are compared with, in tokens; null means an eighth of the longest."""
+    """Tokens of the short context, with which longer contexts are compared. Default: an eighth of the longest
+    context."""
     alpha: float = 2.0
-    """A key token's loss is lower by more than this, in nats, in the longest context than in the short one."""
+    """Key tokens: minimum reduction of the loss from the short to the longest context, in nats."""
     beta: float = -2.0
-    """A key token's log-probability in the longest context is above this."""
+    """Key tokens: minimum log-probability in the longest context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,94 +65,94 @@ class AdditionSettings:
     """Exact match of sums for every pair of operand lengths."""
 
     digits: BelowMillion = 40
-    """Digits of the longest operands in training."""
+    """Maximum number of digits of operands in training."""
     longest: BelowMillion | None = None
-    """Digits of the longest operands that are tested; null means twice `digits`."""
+    """Maximum number of digits of tested operands. Default: twice digits."""
     step: Count = 1
-    """Every which operand length is tested: 10 tests 10, 20, 30 and so on."""
+    """Step between tested operand lengths: 10 tests 10, 20, 30 and so on."""
     hints: int = 0
-    """Number of index hints, as in training; 0 means none."""
+    """Number of index hints, as in training; 0 disables them."""
     samples: BelowMillion = 100
-    """Sums for each pair of lengths."""
+    """Sums per pair of lengths."""
     seed: Seed = 0
-    """Seed of the sums. They are drawn apart from those of training; both have the same ones only where operands are so
-    short that few sums exist."""
+    """Seed of the sums. They are drawn independently of those of training; both share sums only where operands are so
+    short that few different sums exist."""
     batch_size: Count = 100
-    """Sums that the model adds at once."""
+    """Sums per batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSettings:
-    """What the tasks have in common that have variants."""
+    """Settings of tasks with variants."""
 
     samples: Count = 1000
     """Sequences per variant."""
     seed: Seed = 0
-    """Seed of the sequences. They are never those of training."""
+    """Seed of the sequences, which differ from those of training."""
     batch_size: Count = 50
-    """Sequences that the model reads at once."""
+    """Sequences per batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveCopySettings(VariantSettings):
-    """Copying symbols from among blanks."""
+    """Accuracy of copying symbols that are separated by blanks."""
 
     copied: int = 128
-    """Symbols to copy, as in training."""
+    """Number of symbols to copy, as in training."""
     symbols: int = 16
-    """Different symbols, as in training."""
+    """Number of different symbols, as in training."""
     blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
-    """Blanks among the symbols, by the name of the variant; the first variant is that of the training."""
+    """Number of blanks by variant; the first variant is that of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridNavigationSettings(VariantSettings):
-    """Predicting what a cell holds that was visited before."""
+    """Accuracy of predicting the objects in cells that were visited before."""
 
     dimensions: int = 2
     """1 for a ring of cells, 2 for a torus, as in training."""
     objects: int = 16
-    """Different objects, as in training."""
+    """Number of different objects, as in training."""
     longest_run: int | None = None
-    """Steps for which a direction is kept at most, as in training; null means 10 in one dimension and 3 in two."""
+    """Maximum number of steps in one direction, as in training. Default: 10 in one dimension, 3 in two."""
     variants: dict[str, list[float]] = field(
         default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
     )
-    """Steps, width and share of blank cells, by the name of the variant; the first variant is that of the training."""
+    """Steps, width and fraction of blank cells by variant; the first variant is that of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings(VariantSettings):
-    """Recalling the values of keys."""
+    """Accuracy of recalling the values of keys."""
 
     keys: int = 128
-    """Different keys, and different values, as in training."""
+    """Number of different keys, and of different values, as in training."""
     tokens_per_pair: int = 16
-    """How many tokens a sequence has for each of its pairs, as in training."""
+    """Tokens of a sequence per key-value pair, as in training."""
     lengths: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
-    """Tokens of the sequences, each a variant."""
+    """Sequence lengths in tokens; each is a variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Tasks of pretrain.evaluate that a run does while it trains, such as
+    """Tasks of pretrain.evaluate to run during training, such as
     {every: 500, perplexity: {data: held_out.jsonl, lengths: [512, 1024]}}."""
 
     every: Count = 1000
-    """Steps between two evaluations. The tasks are also done after the last step."""
+    """Steps between evaluations. The tasks also run after the last step."""
     perplexity: PerplexitySettings | None = None
     """Perplexity by context length."""
     context_gain: ContextGainSettings | None = None
-    """What tokens gain from longer contexts."""
+    """Reduction of tokens' losses by longer contexts."""
     addition: AdditionSettings | None = None
-    """Exact match of sums by the lengths of their operands."""
+    """Exact match of sums by operand length."""
     selective_copy: SelectiveCopySettings | None = None
-    """Accuracy of copying tokens among noise."""
+    """Accuracy of copying symbols that are separated by blanks."""
     grid_navigation: GridNavigationSettings | None = None
-    """Accuracy of recalling what is where on a grid."""
+    """Accuracy of predicting the objects in visited grid cells."""
     recall: RecallSettings | None = None
     """Accuracy of recalling the values of keys."""
 
     def given(self) -> dict[str, Any]:
-        """Return the settings of the tasks that are done, by the tasks' names."""
+        """Return the settings of the enabled tasks by task name."""
         return {name: value for name, value in vars(self).items() if name != "every" and value is not None}

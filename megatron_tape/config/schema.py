@@ -1,8 +1,8 @@
-"""Every setting of a run, as nested, documented dataclasses.
+"""All settings of a run, as nested dataclasses.
 
-A run reads `--config recipe.yaml` and `--section.key value`; later ones override earlier ones, and an unknown key is an
-error. `checks.check` rejects settings that cannot work before a process group or a parameter exists. Nothing here
-imports torch.
+A run reads `--config recipe.yaml` and `--section.key value`; later values override earlier ones, and an unknown key is
+an error. `checks.check` rejects invalid settings before process groups and parameters are created. This module does not
+import torch.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from megatron_tape.errors import UserError
 from megatron_tape.io.strict_yaml import dump
 
 TRAINABLE = ("position", "lora", "embeddings", "output", "norms")
-"""Kinds of parameters that `extension.trains` may name."""
+"""Parameter kinds that `extension.trains` accepts."""
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
 
@@ -37,58 +37,59 @@ def _known_encoding(name: str) -> str:
 
 
 def _settings_of_encoding(given: Any, info: ValidationInfo) -> Any:
-    """Return the settings of the encoding that was chosen, if there is one of that name."""
+    """Validate `given` as the settings of the chosen encoding; return it unchanged if the encoding is unknown."""
     encoding = ENCODINGS.get(info.data.get("position_encoding")) if info.data else None
     return given if encoding is None else validated(encoding.Settings, given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of the model; saved with every checkpoint."""
+    """The architecture of the model, saved with every checkpoint."""
 
     position_encoding: Annotated[str, AfterValidator(_known_encoding)] = "tape"
-    """How attention gets the positions of tokens: tape, rope, nope, or another one of docs/encodings.md."""
+    """Positional encoding: tape, rope, nope, or another name from docs/encodings.md."""
     position: Annotated[Any, AfterValidator(_settings_of_encoding), Field(validate_default=True)] = field(
         default_factory=dict, metadata=chosen_by("position_encoding", ENCODINGS)
     )
-    """The settings of this encoding."""
+    """Settings of the positional encoding."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
     """Width of the hidden states (C)."""
     ffn_hidden_size: Annotated[int, Field(ge=1, le=2**24)]
     """Inner width of the SwiGLU MLP."""
     num_attention_heads: Annotated[int, Field(ge=1, le=2**16)]
-    """Query heads (H)."""
+    """Number of query heads (H)."""
     num_query_groups: Count | None = None
-    """Key/value groups (G); null means one per head."""
+    """Number of key/value heads (G) for grouped-query attention. Default: num_attention_heads."""
     kv_channels: Annotated[int, Field(ge=1, le=2**16)] | None = None
-    """Width of one head (D); null means hidden_size / num_attention_heads."""
+    """Width of one head (D). Default: hidden_size / num_attention_heads."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections, as Qwen2 does."""
     qk_norm: bool = False
-    """RMSNorm on every head's query and key before they are rotated, as in Qwen3."""
+    """Apply RMSNorm to each head's queries and keys before the rotation, as Qwen3 does."""
     attention_output_gate: bool = False
-    """Multiply the heads' outputs by sigmoid(W x), x being attention's input, before they are projected, as the "Pro"
-    models of the Forgetting Transformer and Qwen3-Next do."""
+    """Multiply the heads' outputs by sigmoid(W x), where x is the input of attention, before the output projection.
+    Qwen3-Next and the "Pro" models of the Forgetting Transformer do so."""
     layers_without_positions: Annotated[int, Field(ge=2, le=10_000)] | None = None
-    """Every so many layers, one gets no positions: with 4, the fourth, the eighth and so on, as in SmolLM3. null means
-    none."""
+    """Omit positions in every n-th layer: 4 omits them in layers 4, 8 and so on (counted from 1), as SmolLM3 does.
+    Default: all layers have positions."""
     seq_length: Annotated[int, Field(ge=1, le=2**30)]
     """Tokens per training sequence (S)."""
     vocab_size: Annotated[int, Field(ge=1, le=2**28)]
-    """Rows of the embedding: the size of the tokenizer, rounded up as tensor parallelism requires."""
+    """Rows of the embedding matrix: the tokenizer's vocabulary size, rounded up to a multiple of
+    tensor_model_parallel_size."""
     unpadded_vocab_size: Count | None = None
-    """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
+    """Rows of the embedding matrix that an export keeps. Default: the tokenizer's vocabulary size."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
-    """What computes attention: triton (our GPU kernels), tiled (plain torch, made for CPUs), torch (SDPA, called once
-    for the values and once for the position state), torch_wide (one call of SDPA for both, by cuDNN), flash_attn
-    (version 2, 3 or 4), flex (torch's FlexAttention) or fla (flash-linear-attention), which take biases and forget
-    gates on GPUs, or naive."""
+    """Implementation of attention: triton (this project's GPU kernels), tiled (PyTorch, optimized for CPUs), torch
+    (SDPA, one call for the values and one for the position state), torch_wide (one call of SDPA for both, with cuDNN),
+    flash_attn (version 2, 3 or 4), flex (FlexAttention) and fla (flash-linear-attention), which support biases and
+    forget gates on GPUs, or naive. auto chooses by device and model."""
     norm_epsilon: Positive = 1e-5
-    """Added to the mean square in every RMSNorm."""
+    """Epsilon of every RMSNorm."""
     tie_embeddings: bool = False
-    """Share one matrix between the input and the output embedding."""
+    """Share the input embedding's matrix with the output layer."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights."""
 
@@ -105,93 +106,94 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, or Muon for matrices and AdamW for the rest."""
+    """The optimizer: AdamW, or Muon for matrices and AdamW for all other parameters."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon updates the matrices of attention and the MLP with orthogonalized momentum (0.95, Nesterov's), scaled so
-    that it takes AdamW's learning rates and weight decay; embeddings, the output layer, norms, biases and the
-    parameters of the positional encoding get AdamW. Not with ZeRO 3."""
+    """muon updates the matrices of attention and the MLP with orthogonalized Nesterov momentum (0.95), scaled so that
+    AdamW's learning rate and weight decay can be reused. AdamW updates embeddings, the output layer, norms, biases and
+    the positional encoding. muon does not support ZeRO 3."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     weight_decay: NotNegative = 0.01
-    """Decoupled weight decay of matrices; norms, biases and other vectors do not decay.
+    """Decoupled weight decay of matrices. Norms, biases and other vectors do not decay.
 
-    It pulls TAPE's matrices towards zero, at which TAPE equals RoPE, unless weight_decay_of is {position: 0.0}."""
+    Weight decay pulls TAPE's matrices towards zero, where TAPE equals RoPE. Set weight_decay_of to {position: 0.0} to
+    prevent this."""
     weight_decay_of: dict[str, NotNegative] = field(default_factory=dict)
-    """Weight decay by kind of parameter (embeddings, output, attention, mlp, biases, norms, position, lora) in place of
-    weight_decay. A value also applies to vectors of its kind. position stands for the positional encoding's parameters,
-    and position.NAME, such as position.increments, for one of them."""
+    """Weight decay per parameter kind (embeddings, output, attention, mlp, biases, norms, position, lora), which
+    replaces weight_decay and also applies to vectors. position selects all parameters of the positional encoding;
+    position.NAME, such as position.increments, selects one."""
     lr_scale_of: dict[str, NotNegative] = field(default_factory=dict)
-    """Factor of the learning rate by kind of parameter, as in weight_decay_of; 1 for kinds that are not given. Weight
-    decay, which is proportional to the learning rate, scales with it."""
+    """Learning rate multiplier per parameter kind, with the keys of weight_decay_of; 1 for all others. Weight decay is
+    proportional to the learning rate and scales with it."""
     beta1: Decay = 0.9
-    """Decay of the gradient's mean."""
+    """Decay rate of the gradient's moving average."""
     beta2: Decay = 0.95
-    """Decay of the squared gradient's mean."""
+    """Decay rate of the squared gradient's moving average."""
     eps: Positive = 1e-8
-    """Added to the denominator."""
+    """Term added to the denominator for numerical stability."""
     clip_grad: NotNegative = 1.0
-    """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
+    """Maximum global norm of the gradients; 0 disables clipping."""
     z_loss: NotNegative = 0.0
-    """Also minimize so much times the mean of log(sum(exp(logits)))^2, which keeps logits from growing; such as 1e-4.
-    It is logged as train/z_loss, and is part of neither train/loss nor validation/loss."""
+    """Coefficient of an auxiliary loss, the mean of log(sum(exp(logits)))^2, which keeps logits small; 1e-4 is common.
+    It is logged as train/z_loss and is not part of train/loss or validation/loss. 0 disables it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate over the steps: a linear warm-up, then one of four shapes."""
+    """The learning rate schedule: a linear warm-up, then one of four shapes."""
 
     kind: Literal["cosine", "polynomial", "constant", "wsd"] = "cosine"
-    """What follows the warm-up; wsd (warm-up, stable, decay) holds the peak and decays linearly at the end."""
+    """Shape after the warm-up. wsd (warm-up, stable, decay) keeps the peak and decays linearly at the end."""
     warmup_steps: NotNegativeInt = 0
     """Steps over which the learning rate rises linearly to its peak."""
     decay_steps: Count | None = None
-    """Length of wsd's final decay; null means 10 % of the steps."""
+    """Steps of wsd's final decay. Default: 10 % of train.steps."""
     power: Positive = 1.0
     """Exponent of the polynomial decay; 1 is linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one copy of the model and its sequences are spread over GPUs; what remains of the GPUs is data parallel."""
+    """Model parallelism: how each model replica is divided over GPUs. The remaining GPUs are data parallel."""
 
     tensor_model_parallel_size: Annotated[int, Field(ge=1, le=2**16)] = 1
-    """GPUs that share every layer's matrices."""
+    """Number of GPUs over which each layer's matrices are sharded."""
     sequence_parallel: bool | None = None
-    """Also shard tokens outside attention and the MLP; null means if tensor_model_parallel_size > 1."""
+    """Also shard tokens outside attention and the MLP. Default: true if tensor_model_parallel_size > 1."""
     context_parallel_size: Count = 1
-    """Groups of tensor_model_parallel_size GPUs that share the tokens of every sequence, for long ones: each computes
-    some tokens outside attention and some heads inside it."""
+    """Number of groups of tensor_model_parallel_size GPUs over which each sequence is sharded, for long sequences. A
+    group computes a part of the tokens outside attention and a part of the heads inside it."""
     pipeline_model_parallel_size: Count = 1
-    """Groups of GPUs that hold consecutive layers (stages) and hand micro-batches on; for models too large for tensor
-    parallelism and ZeRO 1 alone, on hundreds of GPUs."""
+    """Number of pipeline stages, which hold consecutive layers. For models on hundreds of GPUs that are too large for
+    tensor parallelism and ZeRO 1 alone."""
     virtual_pipeline_size: Count = 1
-    """Stretches of layers that each pipeline stage holds, far apart in the model. More make GPUs idle less and send
-    more; micro-batches of a step must then be a multiple of pipeline_model_parallel_size."""
+    """Number of model chunks (groups of consecutive layers) per pipeline stage. More chunks reduce the pipeline bubble
+    and send more data. Above 1, the micro-batches per step must be a multiple of pipeline_model_parallel_size."""
     pipeline_layers: list[int] | None = None
-    """How many layers each stretch has, from the first layer on; null divides them evenly. The first and the last
-    stage also compute the embedding and the loss."""
+    """Number of layers of each model chunk, from the first layer to the last. Default: equal numbers. The first stage
+    also computes the embedding, and the last one the loss."""
 
     @property
     def ranks_per_stage(self) -> int:
-        """How many GPUs compute the same layers of one sequence together."""
+        """Number of GPUs that compute the same layers of one sequence together."""
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
     def ranks_per_sequence(self) -> int:
-        """How many GPUs compute one sequence together; what remains of the GPUs is data parallel."""
+        """Number of GPUs that compute one sequence together, i.e. the size of one model replica."""
         return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     def stretches(self, num_layers: int) -> list[range]:
-        """Return the layers (from 0) of each stretch, in order; stage p of P holds stretches p, p + P, and so on."""
+        """Return the layers (from 0) of each model chunk, in order; stage p of P holds chunks p, p + P, and so on."""
         count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
         numbers = self.pipeline_layers or [num_layers // count] * count
         return [range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))]
 
     def described(self, processes: int) -> str:
-        """Return how so many processes share the work, such as `2 tensor parallel x 4 data parallel`."""
+        """Describe the layout of `processes` processes, such as `2 tensor parallel x 4 data parallel`."""
         sizes = [
             (self.tensor_model_parallel_size, "tensor"),
             (self.context_parallel_size, "context"),
@@ -203,7 +205,7 @@ class ParallelConfig:
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """Whether tokens are sharded over the tensor-parallel GPUs."""
+        """Whether sequence parallelism is enabled, with the default resolved."""
         return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
 
 
@@ -212,78 +214,79 @@ class DeepSpeedConfig:
     """ZeRO over the data-parallel ranks."""
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 1
-    """Shard optimizer state (1), gradients too (2), parameters too (3). Stage 1 is the smallest; on a single rank it
-    shards nothing.
+    """ZeRO stage: shard the optimizer state (1), also gradients (2), also parameters (3). With one data-parallel rank,
+    nothing is sharded.
 
-    In bf16, every stage adds up micro-batches in fp32."""
+    In bf16, all stages accumulate the gradients of micro-batches in fp32."""
     communication_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which a bf16 run averages gradients over data-parallel ranks; bf16 halves the bytes that are sent,
+    """Precision in which a bf16 run averages gradients over data-parallel ranks. bf16 halves the communication volume
     but rounds the sums."""
     overlap_comm: bool = True
-    """Average gradients, and gather what stage 3 has cut, beside computation. This changes no result; it has not been
-    run on a GPU."""
+    """Overlap the averaging of gradients, and ZeRO 3's all-gathers, with computation. This does not change results. It
+    has not been run on a GPU."""
     reduce_bucket_size: Count = 500_000_000
-    """Elements of gradients that are averaged at once; fewer take less memory, but more messages."""
+    """Elements of gradients per communication bucket. A smaller bucket takes less memory but sends more messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved, and what a run starts from."""
+    """When checkpoints are saved, and which one a run starts from."""
 
     directory: PathText | None = None
-    """Where checkpoints go; null means checkpoints inside logging.directory."""
+    """Directory of the checkpoints. Default: checkpoints in logging.directory."""
     interval: Count = 1000
-    """Steps between checkpoints; the last step is always saved. After a failed save, the next one is due as usual."""
+    """Steps between checkpoints. The last step is always saved. A failed save is not retried before the next
+    interval."""
     keep: Count = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of most recent checkpoints to keep."""
     keep_every: Count | None = None
-    """Also keep the checkpoints of steps that this divides; a multiple of interval. null keeps no others. They stay as
-    long as the setting does: a continued run without it removes them at its next save."""
+    """Also keep the checkpoints of steps divisible by this number, which must be a multiple of interval. Disabled by
+    default. A continued run without this setting deletes them at its next save."""
     asynchronous: bool = False
-    """Train on while threads write a checkpoint from a copy in the host's memory, which every writer needs for its
-    share. At most one is on its way; the last one, and one on a signal, are waited for."""
+    """Write checkpoints in background threads while training continues. Each writer needs host memory for a copy of
+    its shard. Only one checkpoint is written at a time. The run waits for the last checkpoint, and for one saved on a
+    signal."""
     writers: Count | None = None
-    """The most processes that write tensors, a file each, balanced by bytes; null means one per GiB, at most 512. Every
-    tensor-parallel rank needs one."""
+    """Maximum number of processes that write tensors, each to a file of its own, balanced by size; at least one per
+    tensor-parallel rank. Default: one per GiB, at most 512."""
     frozen: bool = True
-    """Also save parameters that are not trained, where only a part of the model is (extension.trains, or a program as
-    in docs/extending.md); false saves only the trained ones and the path of the checkpoint with which the run began
-    (extension.from or resume), which holds the others and must therefore stay where it is."""
+    """Also save frozen parameters, if only some parameters are trained (extension.trains, or a program as in
+    docs/extending.md). false saves the trained parameters and the path of the checkpoint that the run started from
+    (extension.from or resume). That checkpoint holds the others and must not be moved."""
     resume: PathText = "auto"
-    """auto continues from the newest complete checkpoint, if there is one; none starts afresh and requires that the
-    directory holds no later ones; otherwise the path of a checkpoint. If that is not one of the run's own, the run
-    begins with it, at its step and with its Adam state, and later continues from its own checkpoints."""
+    """auto continues from the newest complete checkpoint, if there is one. none starts a new run and requires a
+    directory without later checkpoints. Otherwise, the path of a checkpoint: that of another run provides the weights,
+    the step and the optimizer state to start from; restarts then continue from the run's own checkpoints."""
 
     def milestones(self, steps: int) -> int:
-        """Return how many checkpoints of a run of `steps` steps are kept for good."""
+        """Return the number of checkpoints that `keep_every` keeps in a run of `steps` steps."""
         return 0 if self.keep_every is None else steps // self.keep_every
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionConfig:
-    """What pretrain.extend_context starts from and trains. Its positions are settings of the model (rope_*)."""
+    """Context extension: the base model and the parameters to train. Set its positions with model.position.rope_*."""
 
     from_: PathText | None = None
-    """The model to extend: a run, one of its checkpoints, or a directory in the format of transformers. The run begins
-    at step 0 with its weights; settings of the model that are not given are those of this model."""
+    """The model to extend: a run, one of its checkpoints, or a model directory of transformers. The run starts at step
+    0 with its weights. Model settings that are not given are taken from this model."""
     trains: Annotated[list[Literal[*TRAINABLE, "all"]], Field(min_length=1)] = field(  # type: ignore[valid-type]
         default_factory=lambda: ["all"]
     )
-    """What is trained: any of position (the positional encoding's parameters), lora, embeddings (of the input), output
-    (the output layer, where it does not share the embedding's matrix) and norms, or all. With lora, the model gets LoRA
-    layers."""
+    """Parameters to train: all, or any of position (the positional encoding), lora (adds LoRA layers), embeddings
+    (input), output (the output layer, unless it shares the embedding's matrix) and norms."""
     attention: Literal["full", "shifted_sparse"] = "full"
-    """Attention in training steps; evaluation is always full. shifted_sparse is LongLoRA's: tokens attend within
-    segments of a quarter of the sequence, which half of the heads shift by half a segment. No token sees a later one.
-    With model.attention_backend torch it is slower than full attention."""
+    """Attention pattern in training steps; evaluation always uses full attention. shifted_sparse is that of LongLoRA:
+    tokens attend within segments of a quarter of the sequence, and half of the heads shift the segments by half their
+    length. Attention stays causal. With model.attention_backend torch, it is slower than full attention."""
     lora_rank: Count = 8
-    """Inner width of a LoRA layer."""
+    """Rank of the LoRA layers."""
     lora_alpha: Positive = 16.0
-    """LoRA layers are scaled by lora_alpha / lora_rank."""
+    """Scaling of LoRA layers: their output is multiplied by lora_alpha / lora_rank."""
     lora_targets: Annotated[list[Literal[LORA_TARGETS]], Field(min_length=1)] = field(  # type: ignore[valid-type]
         default_factory=lambda: list(LORA_TARGETS)
     )
-    """Projections that get LoRA layers: any of q, k, v and o."""
+    """Projections with LoRA layers: any of q, k, v and o."""
 
     @property
     def adds_lora(self) -> bool:
@@ -292,45 +295,45 @@ class ExtensionConfig:
 
     @property
     def lora_scale(self) -> float:
-        """The factor of a LoRA layer's output."""
+        """Factor applied to the output of LoRA layers."""
         return self.lora_alpha / self.lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbSettings:
-    """Also show the metrics in Weights & Biases, whose package must be installed."""
+    """Log metrics to Weights & Biases. Requires the package wandb."""
 
     project: str
-    """The project that the run belongs to."""
+    """Project of the run."""
     entity: str | None = None
-    """The user or team that has the project; null means the default of whoever is logged in."""
+    """User or team that owns the project. Default: that of the logged-in user."""
     name: str | None = None
-    """The run's name; null means the name of logging.directory."""
+    """Name of the run. Default: the name of logging.directory."""
     mode: Literal["online", "offline"] = "online"
-    """With offline, files that `wandb sync` sends later."""
+    """offline writes files that `wandb sync` uploads later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What a run reports, and where."""
+    """Logging of metrics and samples."""
 
     directory: PathText | None = None
-    """Where metrics, TensorBoard files and the configuration go; null means runs/<name of the recipe>."""
+    """Directory of metrics, TensorBoard files and the configuration. Default: runs/<name of the recipe>."""
     interval: Count = 10
-    """Steps between logged steps."""
+    """Steps between log entries."""
     sample_tokens: NotNegativeInt = 64
-    """Length of the text sampled at every evaluation; 0 means none."""
+    """Tokens of text to sample at every evaluation; 0 disables sampling."""
     sample_prompt: str = "The"
-    """What the sampled text continues."""
+    """Prompt of the sampled text."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     wandb: WandbSettings | None = None
-    """Also show the metrics in Weights & Biases, whose package must be installed."""
+    """Log metrics to Weights & Biases. Disabled by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Train one model."""
+    """All settings of a training run."""
 
     model: ModelConfig
     data: DataConfig
@@ -346,14 +349,14 @@ class RunConfig:
 
     @property
     def default_checkpoint_directory(self) -> str:
-        """Where checkpoints go unless `checkpoint.directory` says otherwise."""
+        """The default of `checkpoint.directory`."""
         return f"{self.logging.directory}/checkpoints"
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
-    """Return every setting as nested plain dictionaries, by the keys that recipes use.
+    """Return all settings as nested dictionaries, with the keys of recipes.
 
-    A `checkpoint.directory` in its default place is null, so that it follows a changed `logging.directory`.
+    `checkpoint.directory` is None if it has its default value, so that it follows a changed `logging.directory`.
     """
     sections = as_dict(config)
     if config.checkpoint.directory == config.default_checkpoint_directory:
@@ -362,10 +365,10 @@ def config_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return every setting as YAML that `--config` can read."""
+    """Return all settings as YAML that `--config` can read."""
     return dump(config_dict(config))
 
 
 def replaced(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return `config` with other values of these settings, by dotted keys. Raises ConfigError."""
+    """Return a copy of `config` with new values for the settings with these dotted keys. Raises ConfigError."""
     return build(RunConfig, merge(RunConfig, as_dict(config), nested(values)))

@@ -1,4 +1,4 @@
-"""What a run trains on, `data.prefix` and then `data.stages`, and from when on. Imports no torch."""
+"""The stages of a run's training data: `data.prefix`, then `data.stages`. Does not import torch."""
 
 import bisect
 import contextlib
@@ -15,18 +15,18 @@ KEY = "data.stages"
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training data, in the order in which the run reads it."""
+    """One stage of the training data."""
 
     config: RunConfig
-    """The settings of a run whose only training data this is."""
+    """The settings of a run that trains only on this stage's data."""
     number: int
     """0 for `data.prefix`, and for sources without stages."""
     start: int
-    """The training sample, or sequence, with which it and a step begin."""
+    """Index of the stage's first training sample, which is also the first of a step."""
 
     @contextlib.contextmanager
     def naming_the_setting(self) -> Iterator[None]:
-        """Turn errors about `data.prefix` into errors about the setting that this stage is from."""
+        """Report errors about `data.prefix` under the setting that defines this stage."""
         try:
             yield
         except ConfigError as error:
@@ -35,14 +35,14 @@ class Stage:
 
 
 def stages_of(config: RunConfig) -> list[Stage]:
-    """Return the stages of a run's training data; raises `ConfigError` for what `data.stages` cannot have.
+    """Return the stages of a run's training data. Raises `ConfigError` if `data.stages` is invalid.
 
-    Each later one has a seed of its own, so that a dataset that several stages share comes in another order.
+    Each stage has a seed of its own, so that stages that share a dataset shuffle it differently.
     """
     given = config.data.stages or []
     total = sum(item.share for item in given)
-    problem = f"has shares that add up to {total:g}, and data.prefix gets what is left of 1"
-    refuse(total >= 1, KEY, problem, "lower them")
+    problem = f"has shares that add up to {total:g}, which leaves nothing for data.prefix"
+    refuse(total >= 1, KEY, problem, "lower the shares")
     train = config.train
     samples = train.samples_after(train.steps)
     stages = [Stage(_trained_on(config, config.data.prefix, 0), 0, 0)]
@@ -52,18 +52,18 @@ def stages_of(config: RunConfig) -> list[Stage]:
         stages.append(Stage(_trained_on(config, item.prefix, number), number, train.samples_after(step)))
         left -= item.share
     for stage, end in zip(stages if given else (), [*(stage.start for stage in stages[1:]), samples]):
-        problem = f"gives stage {stage.number} less than one of {train.steps} steps"
+        problem = f"gives stage {stage.number} less than one of the {train.steps} steps"
         refuse(stage.start >= end, (KEY, "train.steps"), problem, "raise its share or train.steps")
     return stages
 
 
 def prefixes_of(stages: list[Stage]) -> list[str]:
-    """Return the datasets of stages, each once."""
+    """Return the datasets of all stages without duplicates."""
     return list(dict.fromkeys(prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]))
 
 
 def stage_at(stages: list[Stage], sample: int) -> int:
-    """Return the number of the stage that a training sample belongs to."""
+    """Return the number of the stage that contains a training sample."""
     return sum(stage.start <= sample for stage in stages) - 1
 
 

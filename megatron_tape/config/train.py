@@ -9,73 +9,78 @@ from pydantic import Field
 from megatron_tape.config.values import Count, Decay, NotNegativeInt, Positive
 
 EVALUATIONS = ("validation_loss", "sample", "position_norms", "gradient_norms")
-"""What `train.evaluations` names by default."""
+"""Default of `train.evaluations`."""
 ON_VALIDATION_DATA = frozenset({"validation_loss"})
-"""Those of `train.evaluations` that read the validation split; without any of them it is not indexed."""
+"""Entries of `train.evaluations` that need the validation split, which is indexed only for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRampSettings:
-    """Begin with smaller steps, which grow to global_batch_size. The learning rate does not depend on it."""
+    """Batch size warm-up: increase the batch size to global_batch_size. The learning rate is not affected."""
 
     from_: Count
-    """Sequences of the first step; every later step takes a multiple of them."""
+    """Sequences in the first step. Later batch sizes are multiples of it."""
     over_samples: Count
-    """Sequences over which the steps grow."""
+    """Number of sequences over which the batch size increases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeSettings:
-    """Look for steps whose loss or gradient norm is far above that of the last updates, and do something about them."""
+    """Detect spikes: steps with a loss or gradient norm far above that of recent updates."""
 
     action: Literal["warn", "skip", "rewind"] = "warn"
-    """Say so; or leave the update out; or end the process with status 75: started again, the run continues from its
-    newest checkpoint and skips the data since then."""
+    """warn logs the spike. skip also skips the update. rewind exits with status 75; after a restart, the run continues
+    from its newest checkpoint and skips the data since then."""
     window: Annotated[int, Field(ge=3, le=10_000)] = 100
-    """How many updates a step is compared with; the first ones are compared with nothing."""
+    """Number of previous updates to compare a step with. No spikes are detected before there are enough."""
     threshold: Positive = 6.0
-    """How many standard deviations above the median, estimated from the median deviation, a spike is."""
+    """Threshold of a spike, in standard deviations above the median (estimated from the median absolute deviation)."""
     limit: Count = 10
-    """After so many skipped steps or rewinds, the next spike ends the run."""
+    """Maximum number of skipped steps or rewinds; the next spike ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AverageSettings:
-    """Also keep an average of the weights, in fp32 and divided as the optimizer's state is. It is saved, evaluated as
-    validation/loss_averaged_weights, and exported with --average."""
+    """Keep an average of the weights, in fp32 and sharded like the optimizer state. It is saved in checkpoints,
+    evaluated as validation/loss_averaged_weights, and exported with --average."""
 
     kind: Literal["ema", "last"]
-    """An exponential moving average over all updates, or the mean of the last weights of the run."""
+    """ema is an exponential moving average over all updates. last is the mean of several weights from the end of the
+    run."""
     decay: Decay = 0.999
-    """Decay of the moving average per update; skipped steps do not update it. Early updates use (1 + updates) /
-    (10 + updates) if that is smaller, so that the initial weights are soon forgotten."""
+    """Decay of the moving average per update; skipped steps do not count. Early updates use (1 + updates) /
+    (10 + updates) if that is smaller, so that the initial weights decay quickly."""
     count: Count = 10
-    """How many weights the mean is of, the last of which are those after the last step."""
+    """Number of weights in the mean of kind last, up to the last step of the run."""
     every: Count = 100
-    """Steps between them, skipped ones included."""
+    """Steps between the weights of kind last, including skipped steps."""
 
     def share(self, step: int, steps: int, updates: int, skipped: bool = False) -> float:
-        """Return the share of the weights after `step`, of `steps`, in the new average; the rest is the old one's.
+        """Return the weight that the model after `step` has in the new average; the old average has the rest.
 
-        There were so many `updates`, none of them in `step` if that was `skipped`.
+        Args:
+            step: the step that has just ended, from 1.
+            steps: the steps of the whole run.
+            updates: the updates so far.
+            skipped: whether `step` skipped its update.
         """
         if self.kind == "ema":
             return 0.0 if skipped else 1 - min(self.decay, (1 + updates) / (10 + updates))
-        # Skipped steps count, since the mean is of weights at fixed steps.
+        # Skipped steps count, since the mean is taken at fixed steps.
         number, rest = divmod(step - (steps - (self.count - 1) * self.every), self.every)
-        # Before the first of them, the average is the weights themselves.
+        # Before the first of these steps, the average equals the current weights.
         return 1.0 if number < 0 else 0.0 if rest else 1 / (number + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """Trace steps with torch's profiler, for ui.perfetto.dev, to logging.directory/profile. SIGUSR2 traces the next two
-    steps, on the same ranks."""
+    """Trace steps with PyTorch's profiler. Traces are written to logging.directory/profile, for ui.perfetto.dev. The
+    signal SIGUSR2 traces the next two steps."""
 
     steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
-    """The first and the last step of the trace; null profiles only after a signal."""
+    """First and last step of the trace. Default: trace only after a signal."""
     ranks: Annotated[list[NotNegativeInt], Field(min_length=1)] = field(default_factory=lambda: [0])
-    """Ranks that write a trace each."""
+    """Ranks that are traced, one file each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,54 +90,55 @@ class TrainConfig:
     steps: Annotated[int, Field(ge=1, le=10**8)]
     """Optimizer steps of the whole run."""
     micro_batch_size: Annotated[int, Field(ge=1, le=10**6)] = 1
-    """Sequences per GPU and forward pass."""
+    """Sequences per GPU in one forward pass."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**6)]
     """Sequences per optimizer step over all GPUs."""
     batch_ramp: BatchRampSettings | None = None
-    """Begin with smaller steps; null begins with global_batch_size."""
+    """Batch size warm-up. Disabled by default."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """Arithmetic of the forward and backward pass."""
+    """Precision of the forward and backward passes."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
-    """Seed of the weights and of the order of the data."""
+    """Seed of weight initialization and data shuffling."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to compute: auto is the GPUs, and the CPU on a machine without any. With auto or cuda, every GPU that a
-    process sees on its node must get one."""
+    """Device to train on. auto uses the GPUs, or the CPU if there are none. With auto or cuda, there must be one
+    process for each visible GPU of a node."""
     allow_slow_attention: bool = False
-    """Train with attention in plain torch on GPUs where the kernels do not work, instead of ending with the reason."""
+    """Train with attention in plain PyTorch on GPUs on which the kernels do not work, instead of exiting with an
+    error."""
     deterministic: bool = False
-    """Use only kernels that give the same bits every time, at some cost in speed: a run that is repeated on the
-    same GPUs then gives the same losses. On a CPU, runs do so in any case. On GPUs torch refuses it with
-    increments, fox, path_fox and cope, whose cumulative sums have no such kernel."""
+    """Use only deterministic kernels, at some cost in speed, so that a run repeated on the same GPUs gives the same
+    losses. Runs on CPUs are always deterministic. On GPUs, PyTorch has no deterministic kernel for the cumulative sums
+    of increments, fox, path_fox and cope."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again, so that fewer activations are kept: with full, every layer, a third more
-    computation; with selective, all of a layer but attention, whose outputs are kept."""
+    """Activation checkpointing. full recomputes every layer in the backward pass, which costs a third more computation.
+    selective recomputes everything but attention, whose outputs are stored."""
     eval_interval: Count | None = None
-    """Steps between evaluations; null means never."""
+    """Steps between evaluations. Disabled by default."""
     evaluations: list[str] = field(default_factory=lambda: list(EVALUATIONS))
-    """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
-    and for every logged step position_norms, TAPE's distance from RoPE by layer, and gradient_norms, those of the
-    embeddings, attention, MLPs, the positional encoding and norms."""
+    """Evaluations to run. At every eval_interval: validation_loss, and sample, text that continues
+    logging.sample_prompt. At every logged step: position_norms, TAPE's distance from RoPE by layer, and gradient_norms
+    of the embeddings, attention, MLPs, the positional encoding and norms."""
     eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
     """Global batches per evaluation."""
     max_bad_steps: Count = 5
-    """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+    """Number of consecutive steps with a non-finite loss or gradient after which the run stops."""
     spikes: SpikeSettings | None = None
-    """Look for steps whose loss or gradient norm is far above that of the last updates; null does not look."""
+    """Detect spikes of the loss or gradient norm. Disabled by default."""
     average: AverageSettings | None = None
-    """Also keep an average of the weights; null keeps none."""
+    """Keep an average of the weights. Disabled by default."""
     profile: ProfileSettings = ProfileSettings()
-    """Trace steps with torch's profiler."""
+    """Trace steps with PyTorch's profiler."""
     hang_timeout: Positive | None = 1800.0
-    """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stacks and ends
-    the attempt; the start-up may take at least an hour. null means never."""
+    """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stack traces
+    and ends the run's attempt. Start-up may take at least an hour. null disables the timeout."""
 
     def batch_size_keys(self) -> dict[str, int]:
-        """Return the sizes of steps that settings give, by key."""
+        """Return the configured batch sizes by the keys of their settings."""
         sizes = {"train.global_batch_size": self.global_batch_size}
         return sizes if self.batch_ramp is None else sizes | {"train.batch_ramp.from": self.batch_ramp.from_}
 
     def batch_size(self, samples: int) -> int:
-        """Return how many sequences the step takes that follows the first `samples`."""
+        """Return the batch size of the next step after `samples` sequences."""
         ramp = self.batch_ramp
         if ramp is None or samples >= ramp.over_samples:
             return self.global_batch_size
@@ -140,18 +146,18 @@ class TrainConfig:
         return grown - grown % ramp.from_
 
     def batch_sizes(self, samples: int, steps: int) -> Iterator[int]:
-        """Yield how many sequences each of the `steps` steps takes that follow the first `samples`."""
+        """Yield the batch sizes of the next `steps` steps after `samples` sequences."""
         for _ in range(steps):
             yield (size := self.batch_size(samples))
             samples += size
 
     @property
     def validates(self) -> bool:
-        """Whether the run computes something on the validation split."""
+        """Whether the run uses the validation split."""
         return self.eval_interval is not None and bool(ON_VALIDATION_DATA & set(self.evaluations))
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
-        """Return how many sequences the run has seen `steps` steps after the first `samples`."""
-        while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # all later ones are that large
+        """Return the number of sequences seen `steps` steps after `samples` sequences."""
+        while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # only within the warm-up
             steps, samples = steps - 1, samples + size
         return samples + steps * self.global_batch_size

@@ -1,4 +1,4 @@
-"""Types of settings, as pydantic checks them, and values in messages."""
+"""Types of settings, which pydantic validates, and functions for error messages about them."""
 
 import dataclasses
 import operator
@@ -21,22 +21,22 @@ _SHOWN_CHARACTERS = 200
 
 
 def whole_path(path: str) -> str:
-    """Return a path with its `~` expanded. Raises UserError for control characters, with which lists of paths break."""
+    """Return a path with its `~` expanded. Raises UserError for control characters, which break lists of paths."""
     if re.search(r"[\x00-\x1f\x7f-\x9f]", path):
-        raise UserError(path, "holds a control character, such as a line break", "rename it")
+        raise UserError(path, "contains a control character, such as a line break", "rename it")
     return expand_home(path)
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(whole_path)]
-"""A path, whose `~` becomes the home directory."""
+"""A path; `~` is expanded to the home directory."""
 Prefixes = (
     Annotated[dict[PathText, Positive], Field(min_length=1)] | Annotated[list[PathText], Field(min_length=1)] | PathText
 )
-"""Datasets, perhaps with weights."""
+"""One or several datasets, optionally with weights."""
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it: in YAML's spelling, and shortened if it is long."""
+    """Format a value for a message: spelled as in YAML, and truncated if it is long."""
     if dataclasses.is_dataclass(value):
         return "set"
     constants = {None: "null", True: "true", False: "false"}
@@ -45,7 +45,15 @@ def shown(value: Any) -> str:
 
 
 def clashes(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> None:
-    """Raise ConfigError if the settings `keys` cannot work together; the sentence gives their values, then `why`."""
+    """Raise ConfigError for incompatible settings if `refused`.
+
+    Args:
+        config: the settings.
+        refused: whether to raise.
+        keys: the keys of the settings, separated by spaces. The message shows their values.
+        fix: how to fix it.
+        why: why the values are incompatible; appended to the message.
+    """
     if refused:
         subjects = tuple(keys.split())
         first, *others = (shown(operator.attrgetter(key)(config)) for key in subjects)

@@ -102,7 +102,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         assert setting.schema.get("description") or "." not in setting.key, setting.key
     assert {"--train.spikes.action", "--model.position.increments", "--data.generator.digits"} <= set(shown.split())
     assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
-    explanation = '"""Share one matrix between the input and the output embedding."""'
+    explanation = '"""Width of the hidden states (C)."""'
     assert explanation in strings and explanation.strip('"') in shown
 
 
