@@ -83,15 +83,15 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
         clash(virtual > 1, f"{virtual_key} {STAGES}", "set it to 1, or raise the other")
         clash(parallel.pipeline_layers is not None, f"{layers_key} {STAGES}", "set it to null, or raise the other")
         return
-    stretches, given = stages * virtual, parallel.pipeline_layers
+    chunks, given = stages * virtual, parallel.pipeline_layers
     problem = f"{stages} stages times {virtual_key} {virtual} do not divide model.num_layers {layers}"
     least = 1 if virtual == 1 else 2
     nearest = [n for n in range(least, layers // virtual + 1) if layers % (n * virtual) == 0] or [1]
     near = min(nearest, key=lambda n: abs(n - stages))
-    fix = f"set {STAGES} to {near}, or say in {layers_key} how many layers each of the {stretches} stretches has"
-    refuse(given is None and layers % stretches != 0, (STAGES, virtual_key, "model.num_layers"), problem, fix)
-    wrong = given is not None and (len(given) != stretches or min(given, default=0) < 1 or sum(given) != layers)
-    fix = f"give {stretches} numbers of at least 1 that add up to model.num_layers {layers}"
+    fix = f"set {STAGES} to {near}, or say in {layers_key} how many layers each of the {chunks} model chunks has"
+    refuse(given is None and layers % chunks != 0, (STAGES, virtual_key, "model.num_layers"), problem, fix)
+    wrong = given is not None and (len(given) != chunks or min(given, default=0) < 1 or sum(given) != layers)
+    fix = f"give {chunks} numbers of at least 1 that add up to model.num_layers {layers}"
     refuse(wrong, (layers_key, STAGES), f"is {shown(given)}", fix)
     why = "whose stages reduce gradients once a step"
     clash(config.deepspeed.zero_stage > 1, f"deepspeed.zero_stage {STAGES}", "set it to 1", why)
@@ -99,7 +99,7 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
     silent = encoding.carries(1) and type(encoding).carried is PositionEncoding.carried
     keys = f"{STAGES} model.position_encoding"
     clash(silent, keys, "set it to 1", "which does not say what it sends (carried)")
-    carries = {encoding.carries(layer) for layer in (1, *(stretch.start for stretch in parallel.stretches(layers)[1:]))}
+    carries = {encoding.carries(layer) for layer in (1, *(chunk.start for chunk in parallel.model_chunks(layers)[1:]))}
     clash(len(carries) > 1, keys, "set it to 1", "which sends a state from some layers on only (carries)")
     for key, size in config.train.batch_size_keys().items():
         micro_batches = size * parallel.ranks_per_sequence // (world_size * config.train.micro_batch_size)

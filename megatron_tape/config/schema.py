@@ -186,7 +186,7 @@ class ParallelConfig:
         """Number of GPUs that compute one sequence together, i.e. the size of one model replica."""
         return self.ranks_per_stage * self.pipeline_model_parallel_size
 
-    def stretches(self, num_layers: int) -> list[range]:
+    def model_chunks(self, num_layers: int) -> list[range]:
         """Return the layers (from 0) of each model chunk, in order; stage p of P holds chunks p, p + P, and so on."""
         count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
         numbers = self.pipeline_layers or [num_layers // count] * count

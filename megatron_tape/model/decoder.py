@@ -1,4 +1,4 @@
-"""Megatron-core's `GPTModel`, whose output layer and loss are one: the logits of all tokens never exist in training."""
+"""Megatron-core's `GPTModel` with a fused output layer and loss, so that training never materializes all logits."""
 
 from collections.abc import Iterable
 
@@ -12,14 +12,14 @@ from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron's output layer, which returns losses if it is given labels."""
+    """Megatron's output layer, which computes the loss when labels are given."""
 
     fused = False
     """Whether Liger's kernels compute the loss."""
     z_loss = 0.0
-    """The factor of the z-loss, whose gradient is part of the loss's in training."""
+    """Coefficient of the z-loss; in training, its gradient is added to that of the loss."""
     z_losses: Tensor | float = 0.0
-    """The sum of the z-losses of forward passes with a gradient, until the engine takes it."""
+    """Sum of the z-losses of forward passes with gradients since the last `LanguageModel.take_z_loss`."""
 
     def forward(
         self,
@@ -29,7 +29,7 @@ class OutputLayer(ColumnParallelLinear):
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits (S, B, V) and no bias or, for labels (B, S), the loss and each token's loss (B, S)."""
+        """Return logits (S, B, V) and None or, given labels (B, S), the loss and the loss of each token (B, S)."""
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
@@ -42,8 +42,8 @@ class OutputLayer(ColumnParallelLinear):
         return loss, losses
 
 
-class StretchOfLayers(torch.nn.ModuleList):
-    """Layers whose names have their numbers in the whole model, so that no name depends on pipeline stages."""
+class NumberedLayers(torch.nn.ModuleList):
+    """Layers named by their index in the whole model, so that names do not depend on pipeline stages."""
 
     def __init__(self, layers: Iterable[torch.nn.Module], first: int):
         super().__init__()
@@ -56,10 +56,10 @@ class StretchOfLayers(torch.nn.ModuleList):
 
 
 class Decoder(GPTModel):
-    """`GPTModel`, which returns for labels (B, S) the loss, weighted by its `loss_mask`, and each token's loss.
+    """`GPTModel` that, given labels (B, S), returns the loss weighted by `loss_mask`, and the loss of each token.
 
-    Given other `layers` than all, it is a stretch of the model: without the embedding unless they are the first, and
-    without the output layer unless they are the last.
+    If `layers` are not all of the model's, this is a model chunk: only the first has the embedding, only the last has
+    the output layer.
     """
 
     _output_weight: Tensor | None = None
@@ -67,19 +67,19 @@ class Decoder(GPTModel):
     def __init__(self, config: TransformerConfig, layers: range, **kwargs):
         first, last = layers.start == 0, layers.stop == config.num_layers
         super().__init__(config, pre_process=first, post_process=last, **kwargs)
-        self.decoder.layers = StretchOfLayers(self.decoder.layers, layers.start)
+        self.decoder.layers = NumberedLayers(self.decoder.layers, layers.start)
         if last:
-            # `GPTModel` builds Megatron's class, and takes no other.
+            # `GPTModel` always builds Megatron's class.
             self.output_layer.__class__ = OutputLayer
             if self.share_embeddings_and_output_weights and not first:
                 self.output_layer.weight = None
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """Return the weight of a tied output layer: the embedding's, or the copy of it that a last stage has."""
+        """Return the weight of a tied output layer: that of the embedding or, in the last stage, its copy."""
         return super().shared_embedding_or_output_weight() if self._output_weight is None else self._output_weight
 
     def use_output_weight(self, weight: Tensor) -> None:
-        """Compute logits with `weight` (V, C), the embedding's, in a last stage, which has none of its own."""
+        """Compute logits with `weight` (V, C), a copy of the embedding weight, in a last stage without embedding."""
         self._output_weight = weight
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels, *args, loss_mask=None, **kwargs):

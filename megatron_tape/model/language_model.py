@@ -1,4 +1,4 @@
-"""The language model: Megatron-core's `GPTModel`, with a positional encoding plugged into its layers."""
+"""The language model: Megatron-core's `GPTModel` with a positional encoding in its layers."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     recompute: str = "none",
 ) -> TransformerConfig:
-    """Translate our settings into Megatron-core's."""
+    """Convert `ModelConfig` to Megatron-core's `TransformerConfig`."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -55,7 +55,7 @@ def transformer_config(
         kv_channels=model.head_dim,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,  # Megatron's name for taking the MLP's activation from the spec
+        use_te_activation_func=True,  # take the MLP's activation from the spec
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -71,7 +71,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tensor_model_parallel_size,
         sequence_parallel=sequence_parallel,
-        # What Megatron calls selective recomputes nothing but attention; ours recomputes all but attention.
+        # Megatron's "selective" recomputes only attention; ours recomputes everything except attention.
         recompute_granularity=None if recompute == "none" else "full",
         recompute_method=None if recompute == "none" else "uniform",
         recompute_num_layers=None if recompute == "none" else 1,
@@ -84,9 +84,9 @@ def transformer_config(
 
 
 def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str, first: int, packs: bool) -> ModuleSpec:
-    """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP.
+    """Return the spec of one decoder layer: a Llama layer with `encoding` in attention and after the MLP.
 
-    `backend` is one of `ops.backends.BACKENDS`; see `PositionTransformerLayer` for `first` and `packs`.
+    `backend` is one of `ops.backends.BACKENDS`. See `PositionTransformerLayer` for `first` and `packs`.
     """
     norm = RMSNorm if model.qk_norm else None
     return ModuleSpec(
@@ -121,7 +121,7 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str, fir
 def block_spec(
     model: ModelConfig, encoding: PositionEncoding, backend: str, layers: range
 ) -> TransformerBlockSubmodules:
-    """Return the spec of these of the decoder's layers, and of the final norm."""
+    """Return the spec of the decoder layers `layers` and of the final norm."""
     packs = layers.stop < model.num_layers and encoding.carries(layers.stop)
     specs = [layer_spec(model, encoding, backend, layers.start, packs and layer == layers[-1]) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
@@ -130,15 +130,16 @@ def block_spec(
 class LanguageModel(torch.nn.Module):
     """A decoder that returns logits or, given labels, the next-token loss.
 
-    Its parameters are built on torch's meta device: `parallel.partitions.allocate` gives them memory, and
+    Parameters are created on torch's meta device. `parallel.partitions.allocate` gives them memory, and
     `model.initialization.initialize_weights` or a checkpoint fills it.
-    With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
-    With `selective_recompute`, layers that `config` recomputes do not compute attention again. `fused` names the
-    kernels that are to run apart from attention (by default the position update's with the backend triton). The
-    gradient of the loss includes that of `z_loss` times the mean of log(sum(exp(logits)))^2.
 
-    Given other `layers` than all, it is a stretch of the model in a pipeline stage: it gets from `set_input_tensor`
-    what the stretch before it returned, and returns (s, B, `sent_width`) for the next one.
+    Args:
+        shifted_sparse: use the attention of `ops.shifted` in training mode; evaluation mode always uses full attention.
+        selective_recompute: do not recompute attention in layers that `config` recomputes.
+        fused: Triton kernels to run apart from attention; by default the position update's with the backend triton.
+        layers: the layers of a model chunk, if it is not the whole model. The chunk takes the output of the previous
+            one from `set_input_tensor`, and returns (s, B, `sent_width`) for the next one.
+        z_loss: coefficient of the mean of log(sum(exp(logits)))^2, whose gradient is added to that of the loss.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class LanguageModel(torch.nn.Module):
         self.layers = range(model.num_layers) if layers is None else layers
         self.model = model
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
-        """What computes attention on `device`, where the caller must place the parameters."""
+        """The attention backend for `device`; the caller must place the parameters there."""
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.encoding = encoding_of(model, self.tokens, self.fused.position_update)
@@ -186,28 +187,28 @@ class LanguageModel(torch.nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins with the embedding."""
+        """Whether this model chunk begins with the embedding."""
         return self.layers.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the output layer."""
+        """Whether this model chunk ends with the output layer."""
         return self.layers.stop == self.model.num_layers
 
     @property
     def embedding(self) -> torch.nn.Module | None:
-        """The embedding of tokens, if it begins with it."""
+        """The token embedding; None unless this model chunk begins with it."""
         return self.gpt.embedding if self.is_first else None
 
     def take_z_loss(self) -> Tensor | float:
-        """Return the sum of the z-losses of the forward passes in training since the last call; 0 without them."""
+        """Return the sum of the z-losses of training's forward passes since the last call; 0 if disabled."""
         if not self.is_last:
             return 0.0
         found, self.gpt.output_layer.z_losses = self.gpt.output_layer.z_losses, 0.0
         return found
 
     def sent_width(self, layer: int) -> int:
-        """Return how many numbers of one token a stretch of layers that begins with `layer` is sent."""
+        """Return the number of elements per token that a model chunk beginning with `layer` receives."""
         width = self.model.hidden_size
         if self.encoding.carries(layer):
             shape, dtype = self.encoding.carried(layer, 1, 1, self.dtype)
@@ -215,7 +216,7 @@ class LanguageModel(torch.nn.Module):
         return width
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Take what the stretch of layers before this one returned; Megatron's schedules call this."""
+        """Set the output of the previous model chunk as this one's input; called by Megatron's schedules."""
         (self._received,) = tensors
 
     def forward(
@@ -229,13 +230,12 @@ class LanguageModel(torch.nn.Module):
     ) -> Tensor:
         """Return logits (B, S, V) for token ids (B, S) or, given `labels`, the scalar loss.
 
-        This is the mean of all tokens' losses or, with `loss_weights` (B, S), their weighted sum; or, `by_token`, the
-        losses (B, S) themselves, in float32 and without a gradient. All ranks that compute the same sequences are given
-        the whole sequences. With context parallelism the scalar is that of a rank's own tokens, and the mean over the
-        context ranks is the loss.
+        The loss is the mean over all tokens or, with `loss_weights` (B, S), their weighted sum. With `by_token` it is
+        the loss of each token (B, S) in float32, without a gradient. Every rank is given whole sequences. With context
+        parallelism the scalar covers only the rank's own tokens, and the mean over the context ranks is the loss.
 
         `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
-        defaults to those that the encoding has outside training, mostly 0, 1, ...; with most encodings, shifting all of
+        defaults to the encoding's positions outside training, usually 0, 1, ...; for most encodings, shifting all of
         them changes nothing. S must be a multiple of `tokens.sequence_shards`.
         """
         if positions is None:
@@ -251,7 +251,7 @@ class LanguageModel(torch.nn.Module):
         tokens, labels, loss_weights = (
             None if x is None else self.tokens.context_tokens(x) for x in (tokens, labels, loss_weights)
         )
-        embedded, state = self._entering(tokens, positions_SB)
+        embedded, state = self._inputs_of_first_layer(tokens, positions_SB)
         forward = partial(
             self.gpt,
             tokens,
@@ -268,8 +268,8 @@ class LanguageModel(torch.nn.Module):
         loss, losses = forward(labels=labels, loss_mask=self.tokens.loss_weights(loss_weights))
         return self.tokens.gather_context(losses) if by_token else loss
 
-    def _entering(self, tokens: Tensor, positions_SB: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the hidden states (s, B, C), or None to embed tokens, and the position state of the first layer."""
+    def _inputs_of_first_layer(self, tokens: Tensor, positions_SB: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the first layer's input (s, B, C), or None to embed the tokens, and its position state."""
         if self.is_first:
             added = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype)
             embedded = None if added is None else self.gpt.embedding(tokens, None) + added
@@ -285,14 +285,14 @@ class LanguageModel(torch.nn.Module):
         return None, state
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
-        """Return the positions (S,) of token ids (B, S), on their device; `random` is the stream of a training step."""
+        """Return the positions (S,) of token ids (B, S) on their device; `random` is the training step's generator."""
         positions = self.encoding.token_positions(tokens.shape[1], random)
         if positions is None:
             return torch.arange(tokens.shape[1], device=tokens.device)
-        moved = torch.from_numpy(positions)
-        # From pageable memory, the copy would make the host wait for the GPU.
-        return (moved.pin_memory() if tokens.is_cuda else moved).to(tokens.device, non_blocking=True)
+        host = torch.from_numpy(positions)
+        # A copy from pageable memory would block the host until the GPU is done.
+        return (host.pin_memory() if tokens.is_cuda else host).to(tokens.device, non_blocking=True)
 
     def position_updates(self) -> list[LayerPosition]:
-        """Return the modules that rewrite the position state, in the order of the layers; none for some encodings."""
+        """Return the modules that update the position state, in layer order; empty for encodings that update none."""
         return [layer.position for layer in self.gpt.decoder.layers if layer.position.updates]

@@ -1,7 +1,7 @@
-"""The part of the model that a pipeline stage holds, run by Megatron-core's schedules.
+"""One pipeline stage of the model, run by Megatron-core's schedules.
 
-Stages hand on one tensor, in which the position state goes with the hidden states where it cannot be made again (see
-`ops.stage_boundary` and `PositionEncoding.carries`). Parameters have the names of the whole model.
+Stages send a single tensor: the hidden states and, where the next stage cannot recompute it, the position state (see
+`ops.stage_boundary` and `PositionEncoding.carries`). Parameters keep their names in the whole model.
 """
 
 import copy
@@ -26,59 +26,59 @@ TIED = "gpt.embedding.word_embeddings.weight"
 
 
 class Pipeline(nn.Module):
-    """The stretches of layers of one stage, which are `LanguageModel`s; its methods are called by all stages together.
+    """The model chunks of one stage, each a `LanguageModel`. All stages must call its methods together.
 
-    Stage p of P holds stretch p and, with virtual stages, every P-th stretch after it.
+    Stage p of P holds chunk p and, with virtual stages, every P-th chunk after it.
     """
 
-    def __init__(self, stretches: list[LanguageModel], config: TransformerConfig, groups: ProcessGroupCollection):
+    def __init__(self, model_chunks: list[LanguageModel], config: TransformerConfig, groups: ProcessGroupCollection):
         super().__init__()
-        self.stretches = nn.ModuleList(stretches)
-        self.groups, first = groups, stretches[0]
+        self.model_chunks = nn.ModuleList(model_chunks)
+        self.groups, first = groups, model_chunks[0]
         self.tokens, self.model, self.encoding, self.dtype = first.tokens, first.model, first.encoding, first.dtype
         self.attention_backend = first.attention_backend
-        # Every stretch of layers but the first is sent tensors of one shape.
+        # All model chunks except the first receive tensors of the same shape.
         self._config = copy.copy(config)
         self._config.hidden_size = first.sent_width(1)
         self._config.pipeline_model_parallel_size = groups.pp.size()
-        self._config.virtual_pipeline_model_parallel_size = len(stretches) if len(stretches) > 1 else None
+        self._config.virtual_pipeline_model_parallel_size = len(model_chunks) if len(model_chunks) > 1 else None
         self._config.microbatch_group_size_per_vp_stage = groups.pp.size()
-        # Sent in batches, what two stages send each other as neighbours in both directions would be mixed up.
-        self._config.overlap_p2p_comm = len(stretches) > 1
-        self._config.batch_p2p_comm, self._config.batch_p2p_sync = len(stretches) == 1, False
-        self._config.deallocate_pipeline_outputs = len(stretches) == 1
-        for stretch in stretches:
-            stretch.config, stretch.model_type = self._config, ModelType.encoder_or_decoder
+        # Two stages can be neighbours in both directions; batched sends would then mix up their tensors.
+        self._config.overlap_p2p_comm = len(model_chunks) > 1
+        self._config.batch_p2p_comm, self._config.batch_p2p_sync = len(model_chunks) == 1, False
+        self._config.deallocate_pipeline_outputs = len(model_chunks) == 1
+        for chunk in model_chunks:
+            chunk.config, chunk.model_type = self._config, ModelType.encoder_or_decoder
         self._communicator = P2PCommunicator(groups.pp, self._config)
         self._run = get_forward_backward_func(groups.pp.size(), self._config.virtual_pipeline_model_parallel_size)
         self.tied = TiedWeight(self) if self.model.tie_embeddings else None
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by the names that they have in the whole model, and `add_empty`'s."""
+        """Yield the parameters by their names in the whole model, and those that `add_empty` added."""
         yield from self._parameters.items()
-        for stretch in self.stretches:
-            yield from stretch.named_parameters(*args, **kwargs)
+        for chunk in self.model_chunks:
+            yield from chunk.named_parameters(*args, **kwargs)
 
     def add_empty(self) -> nn.Parameter:
-        """Return a new parameter that takes part in nothing, for a group of the optimizer that would have none."""
-        like, name = next(self.stretches.parameters()), f"empty_{len(self._parameters)}"
+        """Add and return an unused parameter, for an optimizer parameter group that would otherwise be empty."""
+        like, name = next(self.model_chunks.parameters()), f"empty_{len(self._parameters)}"
         self.register_parameter(name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device)))
         return self.get_parameter(name)
 
     @property
     def embedding(self) -> nn.Module | None:
-        """The embedding of tokens, in the first stage."""
-        return self.stretches[0].embedding
+        """The token embedding; None except in the first stage."""
+        return self.model_chunks[0].embedding
 
     @property
     def is_first(self) -> bool:
         """Whether this stage begins with the embedding."""
-        return self.stretches[0].is_first
+        return self.model_chunks[0].is_first
 
     @property
     def is_last(self) -> bool:
         """Whether this stage ends with the output layer."""
-        return self.stretches[-1].is_last
+        return self.model_chunks[-1].is_last
 
     def train_micro_batches(
         self,
@@ -87,26 +87,26 @@ class Pipeline(nn.Module):
         scaled: Callable[[Tensor], Tensor],
         accumulating: Callable[[], AbstractContextManager],
     ) -> Tensor:
-        """Run the batches, arguments of `LanguageModel.forward`, forward and backward.
+        """Run the forward and backward passes of `batches`, each the arguments of one `LanguageModel.forward`.
 
-        The gradients are those of the mean of what `scaled` makes of the losses. Megatron's `no_sync_func`,
-        `accumulating`, is entered but for the last backward pass of each stretch of layers. Returns the sum of the
-        losses in the last stage, elsewhere 0.
+        The gradients are those of the mean of `scaled(loss)` over the batches. `accumulating` is Megatron's
+        `no_sync_func`: its context covers all backward passes of a model chunk except the last. Returns the sum of the
+        losses in the last stage, 0 in others.
         """
         tokens = batches[0]["tokens"]
         self._config.no_sync_func = accumulating
 
-        def forward(batches: Iterator[dict[str, Tensor]], stretch: LanguageModel) -> tuple[Tensor, Callable]:
-            return stretch(**next(batches), positions=positions), loss_of
+        def forward(batches: Iterator[dict[str, Tensor]], chunk: LanguageModel) -> tuple[Tensor, Callable]:
+            return chunk(**next(batches), positions=positions), loss_of
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            # With a number of tokens, which is 1, the schedule does not multiply by the number of context ranks.
+            # The schedule multiplies by the number of context ranks unless it is given a number of tokens (here 1).
             return scaled(loss), torch.ones((), dtype=torch.int, device=loss.device), loss.detach()
 
         losses = self._run(
             forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.stretches],
-            model=list(self.stretches),
+            data_iterator=[iter(batches) for _ in self.model_chunks],
+            model=list(self.model_chunks),
             num_microbatches=len(batches),
             seq_length=tokens.shape[1],
             micro_batch_size=len(tokens),
@@ -116,12 +116,12 @@ class Pipeline(nn.Module):
         return sum(losses, torch.zeros((), device=tokens.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **settings) -> Tensor:
-        """Return what `LanguageModel.forward` does in the last stage; elsewhere a tensor of its shape and dtype."""
+        """Return the result of `LanguageModel.forward` in the last stage, an empty tensor like it in others."""
         shape = [tokens.shape[1] // self.tokens.sequence_shards, len(tokens), self._config.hidden_size]
-        for stretch in self.stretches:
-            stretch.set_input_tensor([self._communicator.recv_forward(shape, stretch.is_first)])
-            result = stretch(tokens, labels, **settings)
-            self._communicator.send_forward(result, stretch.is_last)
+        for chunk in self.model_chunks:
+            chunk.set_input_tensor([self._communicator.recv_forward(shape, chunk.is_first)])
+            result = chunk(tokens, labels, **settings)
+            self._communicator.send_forward(result, chunk.is_last)
         if self.is_last:
             return result
         if labels is None:
@@ -130,21 +130,21 @@ class Pipeline(nn.Module):
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """See `LanguageModel.token_positions`."""
-        return self.stretches[0].token_positions(tokens, random)
+        return self.model_chunks[0].token_positions(tokens, random)
 
     def take_z_loss(self) -> Tensor | float:
         """See `LanguageModel.take_z_loss`; 0 except in the last stage."""
-        return self.stretches[-1].take_z_loss()
+        return self.model_chunks[-1].take_z_loss()
 
     def position_updates(self) -> list[LayerPosition]:
-        """Return this stage's modules that rewrite the position state."""
-        return [update for stretch in self.stretches for update in stretch.position_updates()]
+        """Return the modules of this stage that update the position state."""
+        return [update for chunk in self.model_chunks for update in chunk.position_updates()]
 
 
 class TiedWeight:
-    """The embedding's weight where the last stage needs a copy of it for its output layer. `trained` must be set.
+    """The embedding weight, copied to the last stage for its output layer. The caller sets `trained`.
 
-    The copy has no optimizer's state: its gradient goes to the first stage, which sends the updated weight back.
+    The copy has no optimizer state. Its gradient is sent to the first stage, which sends the updated weight back.
     """
 
     def __init__(self, pipeline: Pipeline):
@@ -155,37 +155,37 @@ class TiedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of this tensor-parallel rank's part."""
+        """The shape of this tensor-parallel rank's shard."""
         model = self._pipeline.model
         return model.vocab_size // self._pipeline.groups.tp.size(), model.hidden_size
 
     def start(self, device: torch.device) -> None:
-        """Make the copy on `device`; call it when the first stage has the weight."""
+        """Create the copy on `device`. Call this once the first stage has loaded or initialized the weight."""
         pipeline = self._pipeline
         if pipeline.is_first:
             self.weight = dict(pipeline.named_parameters())[TIED]
         elif pipeline.is_last:
             self.weight = torch.empty(self.shape, dtype=pipeline.dtype, device=device)
-            pipeline.stretches[-1].gpt.use_output_weight(self.weight)
+            pipeline.model_chunks[-1].gpt.use_output_weight(self.weight)
             if self.trained:
-                self.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
+                self.weight.requires_grad_().register_post_accumulate_grad_hook(self._accumulate)
         self.share()
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
 
-    def _add(self, weight: Tensor) -> None:
-        """Add up the gradients of micro-batches in fp32, as ZeRO does those of parameters."""
+    def _accumulate(self, weight: Tensor) -> None:
+        """Accumulate the gradients of micro-batches in fp32, as ZeRO does for parameters."""
         gradient, weight.grad = weight.grad.float(), None
         self._gradient = gradient if self._gradient is None else self._gradient.add_(gradient)
 
     def share(self) -> None:
-        """Send the weight from the first stage to the last."""
+        """Send the weight from the first stage to the last one."""
         if self.weight is not None:
             self._broadcast(self.weight.detach(), 0)
 
     def gradient(self) -> Tensor | None:
-        """Return in the first stage what it has to add to the weight's gradient, in fp32; elsewhere None."""
+        """Return the copy's gradient in fp32 in the first stage, where it must be added to the weight's; else None."""
         if self.weight is None or not self.trained:
             return None
         if self._pipeline.is_last:

@@ -65,8 +65,8 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     if plan.stages > 1:
         # What a stage was sent stays, beside the hidden states and the state that are taken out of it; with virtual
         # stages, what it has sent stays, too.
-        received = sum(stretch.start > 0 for stretch in plan.stretches) * plan.encoding.carries(1)
-        returned = sum(stretch.stop < model.num_layers for stretch in plan.stretches) * (len(plan.stretches) > 1)
+        received = sum(chunk.start > 0 for chunk in plan.model_chunks) * plan.encoding.carries(1)
+        returned = sum(chunk.stop < model.num_layers for chunk in plan.model_chunks) * (len(plan.model_chunks) > 1)
         kept = int(plan.in_flight * (kept + (received + returned) * plan.sent_bytes)) + _on_their_way(plan)
     return Activations(kept, gradient, loss, backward)
 

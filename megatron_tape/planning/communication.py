@@ -90,11 +90,11 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def _between_stages(plan: Plan) -> dict[tuple[str, str], int]:
-    """Count what a pipeline stage sends: what its stretches of layers return, gradients, and a tied embedding."""
+    """Count what a pipeline stage sends: the outputs of its model chunks, gradients, and a tied embedding."""
     if plan.stages == 1:
         return {}
     last = plan.model.num_layers
-    sends = sum((stretch.stop < last) + (stretch.start > 0) for stretch in plan.stretches) * plan.micro_batches
+    sends = sum((chunk.stop < last) + (chunk.start > 0) for chunk in plan.model_chunks) * plan.micro_batches
     found = {(PIPELINE, SEND): sends * plan.sent_bytes}
     if plan.model.tie_embeddings and (plan.held.first or plan.held.last) and plan.trains_output:
         elements = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size

@@ -94,30 +94,30 @@ class Plan:
 
     @property
     def pipeline(self) -> str:
-        """The number of stages and, if there are several, of each one's stretches of layers, such as 4 or 4x2."""
+        """The number of stages and, if there are several, of model chunks per stage, such as 4 or 4x2."""
         virtual = self.config.parallel.virtual_pipeline_size
         return f"{self.stages}x{virtual}" if virtual > 1 else str(self.stages)
 
     @cached_property
-    def stretches(self) -> list[range]:
-        """The layers of this stage: one stretch of them, or several with virtual stages."""
-        return self.config.parallel.stretches(self.model.num_layers)[self.stage :: self.stages]
+    def model_chunks(self) -> list[range]:
+        """The layers of each model chunk of this stage: one chunk, or several with virtual stages."""
+        return self.config.parallel.model_chunks(self.model.num_layers)[self.stage :: self.stages]
 
     @cached_property
     def held(self) -> Held:
         """What this stage holds of the model."""
-        layers = tuple(layer for stretch in self.stretches for layer in stretch)
+        layers = tuple(layer for chunk in self.model_chunks for layer in chunk)
         return Held(layers, self.stage == 0, self.stage == self.stages - 1)
 
     @property
     def in_flight(self) -> float:
         """How many micro-batches this stage has run forward, and not yet backward, at the most.
 
-        With virtual stages, a stretch of layers is a part of one.
+        With virtual stages, one model chunk is only a part of it.
         """
         if self.stages == 1:
             return 1
-        behind, virtual = self.stages - 1 - self.stage, len(self.stretches)
+        behind, virtual = self.stages - 1 - self.stage, len(self.model_chunks)
         if virtual == 1:
             return min(behind + 1, self.micro_batches)
         return min(2 * behind + (virtual - 1) * self.stages + 1, virtual * self.micro_batches) / virtual

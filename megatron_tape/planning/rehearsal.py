@@ -408,8 +408,8 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
             outcome.activations = tracker.activations(others)
 
     engine.train_step = observed_step
-    for stretch in model.stretches if isinstance(model, Pipeline) else [model]:
-        stretch.register_forward_hook(end_forward)
+    for chunk in model.model_chunks if isinstance(model, Pipeline) else [model]:
+        chunk.register_forward_hook(end_forward)
     # In a pipeline's schedule, stages also receive what they keep.
     name = "train_micro_batches" if isinstance(model, Pipeline) else "forward"
     setattr(model, name, tracker.forward()(getattr(model, name)))

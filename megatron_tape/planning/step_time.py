@@ -60,7 +60,7 @@ def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
     sent = communication(plan).items()
     seconds = {key: _seconds(plan, *key, size, hardware) for key, size in sent}
     of_micro_batches = computation + sum(time for (group, _), time in seconds.items() if group != DATA)
-    waiting = (plan.stages - 1) / len(plan.stretches) / plan.micro_batches
+    waiting = (plan.stages - 1) / len(plan.model_chunks) / plan.micro_batches
     return StepTime(computation, sum(seconds.values()), waiting * of_micro_batches)
 
 

@@ -44,8 +44,8 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     backend = verified_backend(config.model, layout, dtype, shifted_sparse, allow_slow, packed)
     settings = dataclasses.replace(config.model, attention_backend=backend)
     fused = verified_kernels(config.model, layout, dtype, allow_slow)
-    stretches = []
-    for layers in config.parallel.stretches(config.model.num_layers)[layout.pipeline_rank :: layout.pipeline_size]:
+    model_chunks = []
+    for layers in config.parallel.model_chunks(config.model.num_layers)[layout.pipeline_rank :: layout.pipeline_size]:
         model = LanguageModel(
             settings,
             translated,
@@ -59,8 +59,8 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
         )
         if config.extension.adds_lora:
             add_lora(model, config.model, config.extension)
-        stretches.append(model)
-    return stretches[0] if layout.pipeline_size == 1 else Pipeline(stretches, translated, layout.groups)
+        model_chunks.append(model)
+    return model_chunks[0] if layout.pipeline_size == 1 else Pipeline(model_chunks, translated, layout.groups)
 
 
 def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
