@@ -32,7 +32,7 @@ from benchmarks.timing import reason
 from megatron_tape import command_line
 from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import whole_number
-from megatron_tape.config.schema import ModelConfig, RunConfig, replaced
+from megatron_tape.config.schema import ModelConfig, RunConfig, replace_settings
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.export.remote_code import write_code
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
@@ -107,7 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     """Return the run that is measured as `name`."""
     config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
-    config = replaced(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
+    config = replace_settings(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
     validate(config, 1)
     return config
 

@@ -24,7 +24,7 @@ from megatron_tape.command_line import Parser  # noqa: E402
 from megatron_tape.config.parse import describe  # noqa: E402
 from megatron_tape.config.schema import RunConfig  # noqa: E402
 from megatron_tape.config.sections import Setting, settings_of  # noqa: E402
-from megatron_tape.config.values import shown  # noqa: E402
+from megatron_tape.config.values import format_value  # noqa: E402
 
 COPIED = {
     "CHANGELOG.md": "changelog.md",
@@ -99,7 +99,7 @@ def _anchored(key: str) -> str:
 
 
 def _setting_row(setting: Setting) -> tuple[str, ...]:
-    default = "required" if setting.default is MISSING else f"`{shown(setting.default)}`"
+    default = "required" if setting.default is MISSING else f"`{format_value(setting.default)}`"
     what = "section" if setting.sections else describe(setting.schema)
     default = ("`null`" if setting.default is None else "") if setting.sections else default
     return _anchored(setting.key), _cell(what), _cell(default), _cell(setting.schema.get("description", ""))

@@ -29,8 +29,8 @@ from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.schema import RunConfig, replaced, to_yaml
-from megatron_tape.config.values import whole_path
+from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
+from megatron_tape.config.values import expand_path
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base_model import Base
@@ -128,7 +128,7 @@ def begin(options: argparse.Namespace) -> None:
     resume = what_to_resume(config.checkpoint.resume, checkpoints)
     if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
         resume = "auto"  # the job has passed the checkpoint that it was to start from
-    config = replaced(config, {"checkpoint.resume": resume})
+    config = replace_settings(config, {"checkpoint.resume": resume})
     check(config, Level.START, options.processes, extends=options.module == EXTENDING)
     for made in (run, checkpoints, config.data.cache_directory):
         if made is not None:
@@ -145,7 +145,7 @@ def begin(options: argparse.Namespace) -> None:
         "restart": restart_count(),
         "nodes": options.nodes.split(","),
         "processes": options.processes,
-        "layout": config.parallel.described(options.processes),
+        "layout": config.parallel.describe(options.processes),
         "log": options.log,
     }
     attempt = Attempt.claim(run, checkpoints, facts)
@@ -185,7 +185,7 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     """Turn `RECIPE --section.key value ...` into the training command's arguments."""
     if arguments and not arguments[0].startswith("-"):
         recipe, *rest = arguments
-        recipe = whole_path(recipe)
+        recipe = expand_path(recipe)
         problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
         refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
         arguments = [f"--config={recipe}", *rest]

@@ -119,7 +119,7 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     if plan.tensor_size * plan.stages > 1:
         most = max(stage.elements for stage in plan.of_stages())
         yield "  per model-parallel rank", f"{most:,}"
-    layout = f"{counted(plan.processes, 'process', 'processes')}: {config.parallel.described(plan.processes)}"
+    layout = f"{counted(plan.processes, 'process', 'processes')}: {config.parallel.describe(plan.processes)}"
     yield "layout", f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute {config.train.recompute}"
     yield "attention on a GPU, assumed", _attention(plan)
     yield "memory per GPU", f"{needed.peak / GIB:8.2f} GiB"

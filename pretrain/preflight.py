@@ -112,7 +112,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     """Return the problems that rank 0 has found on all nodes and recorded, in words; "" if there are none."""
     started = time.monotonic()
     say = functools.partial(print, "preflight:", flush=True) if rank == 0 else lambda _: None
-    say(f"{counted(size, 'rank')} ({config.parallel.described(size)}), importing torch")
+    say(f"{counted(size, 'rank')} ({config.parallel.describe(size)}), importing torch")
     import torch
     from torch.distributed import TCPStore
 

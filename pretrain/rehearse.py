@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = list(outcome.rows())
     plan, train = Plan(outcome.config, processes), outcome.config.train
     print(
-        f"rank {rank} of {processes}: {plan.config.parallel.described(processes)}, ZeRO {plan.zero_stage}, "
+        f"rank {rank} of {processes}: {plan.config.parallel.describe(processes)}, ZeRO {plan.zero_stage}, "
         f"{train.precision}, recompute {train.recompute}, attention as {plan.model.attention_backend}"
     )
     print(f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}")

@@ -5,7 +5,7 @@ import dataclasses
 from megatron_tape import position
 from megatron_tape.config import sections
 from megatron_tape.config.data import DataConfig
-from megatron_tape.config.schema import ENCODINGS, ModelConfig, RunConfig, replaced
+from megatron_tape.config.schema import ENCODINGS, ModelConfig, RunConfig, replace_settings
 from megatron_tape.config.train import TrainConfig
 
 MODEL = dict(num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, seq_length=32, vocab_size=128)
@@ -45,7 +45,7 @@ def make(model=None, **changes):
         data=DataConfig(prefix="somewhere/corpus", tokenizer="somewhere/tokenizer.model"),
         train=TrainConfig(steps=100, global_batch_size=16, micro_batch_size=2, eval_interval=50),
     )
-    return replaced(config, {name.replace("__", "."): value for name, value in changes.items()})
+    return replace_settings(config, {name.replace("__", "."): value for name, value in changes.items()})
 
 
 def make_alone(model, **changes):

@@ -9,7 +9,7 @@ from models import random_tokens, small_model
 
 from benchmarks.measured_model import bytes_kept
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.schema import replaced
+from megatron_tape.config.schema import replace_settings
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.plan import Plan
 
@@ -29,7 +29,7 @@ def of_model(model, batch=1, precision="bf16", recompute="none", extension=None,
     """The plan of a model on as many processes as one sequence needs; `others` are `section__key=value`."""
     changes = {"train.micro_batch_size": batch, "train.precision": precision, "train.recompute": recompute}
     changes |= {name.replace("__", "."): value for name, value in others.items()}
-    config = dataclasses.replace(replaced(configurations.make(), changes), model=model)
+    config = dataclasses.replace(replace_settings(configurations.make(), changes), model=model)
     if extension is not None:
         config = dataclasses.replace(config, extension=extension)
     return Plan(config, config.parallel.ranks_per_sequence)

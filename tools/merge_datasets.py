@@ -8,7 +8,7 @@ The result appears under its name only when it is complete. Memory does not grow
 import argparse
 
 from megatron_tape import command_line
-from megatron_tape.config.datasets import matching
+from megatron_tape.config.datasets import match_datasets
 from megatron_tape.data.indexed_dataset import (
     IndexedDatasetReader,
     IndexedDatasetWriter,
@@ -23,7 +23,7 @@ def main() -> None:
     """Parse the command line and merge."""
     arguments = parser().parse_args()
     check_output_prefix("--output-prefix", arguments.output_prefix)
-    prefixes = [prefix for pattern in arguments.input for prefix in matching(pattern)]
+    prefixes = [prefix for pattern in arguments.input for prefix in match_datasets(pattern)]
     merge(prefixes, arguments.output_prefix, overwrite=arguments.overwrite)
 
 

@@ -11,7 +11,7 @@ from megatron_tape.checkpoint.directories import STATE, read_state
 from megatron_tape.checkpoint.locate import check_whole, to_continue
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.config.sections import as_dict, settings_of
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 from megatron_tape.position import model_config
 
@@ -106,7 +106,9 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
     of_one_run = a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")
     if not of_one_run and not b.is_relative_to(a):
         found.insert(0, "from")
-    both = "; ".join(f"extension.{key}: was {shown(saved[key])}, is now {shown(now[key])}" for key in found)
+    both = "; ".join(
+        f"extension.{key}: was {format_value(saved[key])}, is now {format_value(now[key])}" for key in found
+    )
     without = "" if config.checkpoint.resume in ("auto", "none") else " and without checkpoint.resume"
     refuse(
         bool(found),
@@ -148,7 +150,7 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
         same_model = key.startswith("model.") and key.removeprefix("model.") not in FREE_IN_A_MODEL
         if not same_model and not key.startswith(WITHOUT_EFFECT):
-            found.append((key, f"{key}: was {shown(was)}, is now {shown(now)}"))
+            found.append((key, f"{key}: was {format_value(was)}, is now {format_value(now)}"))
     sentences = [sentence for _, sentence in found]
     of_datasets = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
     if reordered := [key for key, _ in found if _is_in(key, ORDER_KEYS) and not _is_in(key, of_datasets)]:

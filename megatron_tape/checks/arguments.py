@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_tape.checks.combinations import validate
-from megatron_tape.config.datasets import with_datasets
+from megatron_tape.config.datasets import resolve_datasets
 from megatron_tape.config.parse import read_settings, settings_parser
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.config.sections import build
@@ -38,7 +38,7 @@ def parse_run_config(
         name = Path(given.files[-1]).stem if given.files else "unnamed"
         config = build(RunConfig, with_base_settings(given.values, base, f"runs/{name}"), fix=fix)
         _ = config.data.source
-        config = with_directories(with_datasets(config), name)
+        config = with_directories(resolve_datasets(config), name)
         validate(config, world_size=config.parallel.ranks_per_sequence)
     if given.options.print_config:
         sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)

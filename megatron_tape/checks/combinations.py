@@ -10,7 +10,7 @@ from megatron_tape.config.data import SAMPLE_SOURCES, check_template, split_shar
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import AverageSettings
-from megatron_tape.config.values import clashes, shown
+from megatron_tape.config.values import format_value, refuse_incompatible
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.names import KINDS
@@ -38,7 +38,7 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 
 def _validate_checkpoint(config: RunConfig) -> None:
-    checkpoint, clash = config.checkpoint, functools.partial(clashes, config)
+    checkpoint, clash = config.checkpoint, functools.partial(refuse_incompatible, config)
     never = checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0
     clash(never, "checkpoint.keep_every checkpoint.interval", "set it to a multiple of the interval")
     shares = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
@@ -61,9 +61,9 @@ def _validate_optimizer(config: RunConfig) -> None:
     for key in ("weight_decay_of", "lr_scale_of"):
         for kind in getattr(optimizer, key):
             refuse(kind not in kinds, f"optimizer.{key}", f"names the kind {kind}", f"choose from {', '.join(kinds)}")
-    clashes(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
+    refuse_incompatible(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
     if optimizer.kind == "muon":
-        clash, deepspeed = functools.partial(clashes, config), config.deepspeed
+        clash, deepspeed = functools.partial(refuse_incompatible, config), config.deepspeed
         why = "which cuts the matrices that Muon needs whole"
         clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 1 or 2", why)
         without = "all" not in config.extension.trains
@@ -85,7 +85,7 @@ def _validate_average(config: RunConfig) -> None:
 
 def _validate_schedule(config: RunConfig) -> None:
     warmup, decay, steps = config.schedule.warmup_steps, config.schedule.decay_steps, config.train.steps
-    clash, key = functools.partial(clashes, config), "schedule.warmup_steps"
+    clash, key = functools.partial(refuse_incompatible, config), "schedule.warmup_steps"
     clash(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
     other, why = decay is not None and config.schedule.kind != "wsd", "which decays until the last step"
     clash(other, "schedule.decay_steps schedule.kind", "remove it or use kind wsd", why)
@@ -95,7 +95,7 @@ def _validate_schedule(config: RunConfig) -> None:
 
 
 def _validate_precision(config: RunConfig) -> None:
-    clash = functools.partial(clashes, config)
+    clash = functools.partial(refuse_incompatible, config)
     fp32, fix = config.train.precision == "fp32", "change either, as it needs bf16"
     in_bf16 = config.deepspeed.communication_precision == "bf16"
     clash(fp32 and in_bf16, "deepspeed.communication_precision train.precision", fix)
@@ -104,7 +104,7 @@ def _validate_precision(config: RunConfig) -> None:
 
 
 def _validate_data(config: RunConfig) -> None:
-    data, interval, clash = config.data, config.train.eval_interval, functools.partial(clashes, config)
+    data, interval, clash = config.data, config.train.eval_interval, functools.partial(refuse_incompatible, config)
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
     stages_of(config)
@@ -126,7 +126,9 @@ def _validate_samples(config: RunConfig) -> None:
     why = "which makes samples that are not cut from documents"
     for key, unset in (("stages", None), ("long_documents", None), ("reset_attention_mask", False)):
         given = getattr(config.data, key) != unset
-        clashes(config, given, f"data.{key} data.{config.data.source}", f"set it to {shown(unset)}", why)
+        refuse_incompatible(
+            config, given, f"data.{key} data.{config.data.source}", f"set it to {format_value(unset)}", why
+        )
     if config.data.source == "generator":
         _validate_generator(config)
     else:
@@ -134,7 +136,7 @@ def _validate_samples(config: RunConfig) -> None:
 
 
 def _validate_generator(config: RunConfig) -> None:
-    data, model, clash = config.data, config.model, functools.partial(clashes, config)
+    data, model, clash = config.data, config.model, functools.partial(refuse_incompatible, config)
     generator, fix = data.generator, "set it to null"
     try:
         generator.check()
@@ -148,7 +150,7 @@ def _validate_generator(config: RunConfig) -> None:
 
 
 def _validate_examples(config: RunConfig) -> None:
-    length, clash = config.model.seq_length, functools.partial(clashes, config)
+    length, clash = config.model.seq_length, functools.partial(refuse_incompatible, config)
     examples = config.data.examples
     check_template(examples.template, "data.examples.template")
     clash(config.data.tokenizer is None, "data.tokenizer data.examples", "set it", "which are texts")
@@ -169,9 +171,14 @@ def _validate_monitoring(config: RunConfig) -> None:
     build_tasks(config)
     steps, last = config.train.profile.steps, config.train.steps
     fix = "give the first and the last step, such as [10, 12]"
-    refuse(steps is not None and steps[0] > steps[1], "train.profile.steps", f"is {shown(steps)}", fix)
+    refuse(steps is not None and steps[0] > steps[1], "train.profile.steps", f"is {format_value(steps)}", fix)
     late = steps is not None and steps[0] > last
-    refuse(late, "train.profile.steps", f"is {shown(steps)}, but the run ends with step {last}", "name earlier steps")
+    refuse(
+        late,
+        "train.profile.steps",
+        f"is {format_value(steps)}, but the run ends with step {last}",
+        "name earlier steps",
+    )
     if config.logging.wandb is not None:
         problem = "is set, but the package wandb is not installed"
         refuse(not installed(), "logging.wandb", problem, f"run {INSTALL}, or set it to null")
@@ -179,9 +186,9 @@ def _validate_monitoring(config: RunConfig) -> None:
 
 def _validate_trained_kinds(config: RunConfig) -> None:
     model, trains, key = config.model, config.extension.trains, "extension.trains"
-    clash = functools.partial(clashes, config)
+    clash = functools.partial(refuse_incompatible, config)
     mixed, fix = "all" in trains and len(trains) > 1, "name all alone, as it includes the others but lora"
-    refuse(mixed, key, f"is {shown(trains)}", fix)
+    refuse(mixed, key, f"is {format_value(trains)}", fix)
     nothing, why = trains == ["output"] and model.tie_embeddings, "so there is no output layer to train"
     clash(nothing, f"{key} model.tie_embeddings", "name embeddings", why)
     of_encoding, scales = _parameters_of_encoding(model), config.optimizer.lr_scale_of
@@ -198,7 +205,7 @@ def _validate_lora(config: RunConfig) -> None:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
             given = getattr(extension, key) != getattr(ExtensionConfig(), key)
             fix = "add lora to trains, or remove the setting"
-            clashes(config, given, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
+            refuse_incompatible(config, given, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
         return
     for target, widths in lora_widths(config.model).items():
         refuse(
@@ -210,7 +217,7 @@ def _validate_lora(config: RunConfig) -> None:
 
 
 def _validate_shifted_sparse(config: RunConfig) -> None:
-    model, key, clash = config.model, "extension.attention", functools.partial(clashes, config)
+    model, key, clash = config.model, "extension.attention", functools.partial(refuse_incompatible, config)
     if config.extension.attention != "shifted_sparse":
         return
     why = "which is not divisible by 8: a quarter of the sequence is a segment, and half of it the shift"

@@ -3,7 +3,7 @@
 import functools
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.values import clashes, shown
+from megatron_tape.config.values import refuse_incompatible
 from megatron_tape.errors import refuse
 from megatron_tape.position import PositionEncoding, encoding_of
 
@@ -55,7 +55,7 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
     ):
         by = joint if keys == joint_keys else tensor
         refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {by}", "change either")
-    clash, key = functools.partial(clashes, config), "parallel.sequence_parallel"
+    clash, key = functools.partial(refuse_incompatible, config), "parallel.sequence_parallel"
     clash(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", "set it to null", "so nothing can be sharded")
     if tensor_size > 1 and not sequence_parallel:
         fix = f"set {key} to true or null"
@@ -76,7 +76,7 @@ def has_whole_parameters(encoding: PositionEncoding) -> bool:
 
 
 def _validate_pipeline(config: RunConfig, world_size: int) -> None:
-    model, parallel, clash = config.model, config.parallel, functools.partial(clashes, config)
+    model, parallel, clash = config.model, config.parallel, functools.partial(refuse_incompatible, config)
     stages, virtual, layers = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size, model.num_layers
     virtual_key, layers_key = "parallel.virtual_pipeline_size", "parallel.pipeline_layers"
     if stages == 1:
@@ -92,7 +92,7 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
     refuse(given is None and layers % chunks != 0, (STAGES, virtual_key, "model.num_layers"), problem, fix)
     wrong = given is not None and (len(given) != chunks or min(given, default=0) < 1 or sum(given) != layers)
     fix = f"give {chunks} numbers of at least 1 that add up to model.num_layers {layers}"
-    refuse(wrong, (layers_key, STAGES), f"is {shown(given)}", fix)
+    refuse(wrong, (layers_key, STAGES), f"is {format_value(given)}", fix)
     why = "whose stages reduce gradients once a step"
     clash(config.deepspeed.zero_stage > 1, f"deepspeed.zero_stage {STAGES}", "set it to 1", why)
     encoding = encoding_of(model)
@@ -115,7 +115,7 @@ def _validate_batches(config: RunConfig, world_size: int) -> None:
     train, data_size = config.train, world_size // config.parallel.ranks_per_sequence
     why = f"and at most {LARGEST_RUN:,} sequences can be indexed"
     sequences = train.steps * train.global_batch_size
-    clashes(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", "lower either", why)
+    refuse_incompatible(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", "lower either", why)
     first = train.batch_ramp.from_ if train.batch_ramp else 1
     problem = f"is {first}, which does not divide train.global_batch_size {train.global_batch_size}"
     uneven = train.global_batch_size % first != 0

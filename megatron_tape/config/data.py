@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import Count, NotNegativeInt, PathText, Prefixes, shown
+from megatron_tape.config.values import Count, NotNegativeInt, PathText, Prefixes, format_value
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.synthetic import Addition, GridNavigation, Recall, SelectiveCopy
 
@@ -142,4 +142,4 @@ def split_shares(split: str) -> tuple[float, float, float]:
 def check_template(template: str, name: str) -> None:
     """Raise ConfigError for the setting `name` unless its template contains the input exactly once."""
     fix = f"include {INPUT} exactly once, such as {TEMPLATE!r}"
-    refuse(template.count(INPUT) != 1, name, f"is {shown(template)}", fix)
+    refuse(template.count(INPUT) != 1, name, f"is {format_value(template)}", fix)

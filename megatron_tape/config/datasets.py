@@ -20,7 +20,7 @@ def is_pattern(prefix: str) -> bool:
     return any(character in prefix for character in "*?[")
 
 
-def matching(prefix: str) -> list[str]:
+def match_datasets(prefix: str) -> list[str]:
     """Return the sorted prefixes of the datasets that a pattern matches, or the prefix itself if there are none.
 
     If it matches one part of a dataset in several parts, missing parts are included, so that they raise an error.
@@ -34,13 +34,13 @@ def matching(prefix: str) -> list[str]:
     return sorted(found) or [prefix]
 
 
-def resolved(prefix: dict[str, float] | list[str] | str | None) -> dict[str, float] | list[str] | str | None:
+def resolve_patterns(prefix: dict[str, float] | list[str] | str | None) -> dict[str, float] | list[str] | str | None:
     """Replace each pattern in a value of `data.prefix` by the datasets it matches.
 
     The pattern's weight is divided among them in proportion to their tokens. A pattern without matches is kept.
     """
     prefixes, weights = blend(prefix)
-    found = [matching(name) for name in prefixes]
+    found = [match_datasets(name) for name in prefixes]
     if found == [[name] for name in prefixes]:
         return prefix
     if weights is None:
@@ -53,8 +53,10 @@ def resolved(prefix: dict[str, float] | list[str] | str | None) -> dict[str, flo
     return result
 
 
-def with_datasets(config: RunConfig) -> RunConfig:
+def resolve_datasets(config: RunConfig) -> RunConfig:
     """Return a configuration whose patterns are resolved, so that the run records and compares actual datasets."""
-    stages = config.data.stages and [replace(stage, prefix=resolved(stage.prefix)) for stage in config.data.stages]
-    data = replace(config.data, prefix=resolved(config.data.prefix), stages=stages)
+    stages = config.data.stages and [
+        replace(stage, prefix=resolve_patterns(stage.prefix)) for stage in config.data.stages
+    ]
+    data = replace(config.data, prefix=resolve_patterns(config.data.prefix), stages=stages)
     return replace(config, data=data)

@@ -10,8 +10,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from megatron_tape.command_line import Parser
-from megatron_tape.config.sections import Setting, merge, nested, settings_of, unknown_key, validated
-from megatron_tape.config.values import shown, whole_path
+from megatron_tape.config.sections import Setting, merge, settings_of, unflatten, unknown_key, validate_as
+from megatron_tape.config.values import expand_path, format_value
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.strict_yaml import parse_value, read_recipe
 
@@ -69,14 +69,14 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
     for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
         if is_file:
             for _, text in group:
-                file = whole_path(text)
+                file = expand_path(text)
                 values, places = read_recipe(file)
                 given.files.append(file)
                 given.values = merge(section, given.values, values)
                 given.places.update(places)
             continue
         changed = {key: _from_text(text, known[key]) for key, text in group}
-        given.values = merge(section, given.values, nested(changed))
+        given.values = merge(section, given.values, unflatten(changed))
         for key in changed:
             within = [place for place in given.places if place.startswith(f"{key}.")]
             given.places.update(dict.fromkeys([key, *within], ""))
@@ -99,7 +99,7 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     try:
-        validated(kind, value)
+        validate_as(kind, value)
     except ValueError:  # pydantic's, or that for text that is not UTF-8
         return False
     return True
@@ -131,7 +131,7 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
         elif key not in added:
             added.add(key)
             of_section = "null or the settings below; default: null" if default is None else "the settings below"
-            required = "required" if default is MISSING else f"default: {shown(default)}"
+            required = "required" if default is MISSING else f"default: {format_value(default)}"
             what = of_section if setting.sections else f"{describe(setting.schema)}; {required}"
             explanation = f"{setting.schema.get('description', '')} ({what})"
             add(groups[name], key, short.rpartition(".")[2].upper(), explanation)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from megatron_tape.config.data import DataConfig
 from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.config.evaluation import EvaluationConfig
-from megatron_tape.config.sections import as_dict, build, chosen_by, merge, nested, validated
+from megatron_tape.config.sections import as_dict, build, chosen_by, merge, unflatten, validate_as
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, PathText, Positive
 from megatron_tape.errors import UserError
@@ -39,7 +39,7 @@ def _known_encoding(name: str) -> str:
 def _settings_of_encoding(given: Any, info: ValidationInfo) -> Any:
     """Validate `given` as the settings of the chosen encoding; return it unchanged if the encoding is unknown."""
     encoding = ENCODINGS.get(info.data.get("position_encoding")) if info.data else None
-    return given if encoding is None else validated(encoding.Settings, given)
+    return given if encoding is None else validate_as(encoding.Settings, given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class ParallelConfig:
         numbers = self.pipeline_layers or [num_layers // count] * count
         return [range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))]
 
-    def described(self, processes: int) -> str:
+    def describe(self, processes: int) -> str:
         """Describe the layout of `processes` processes, such as `2 tensor parallel x 4 data parallel`."""
         sizes = [
             (self.tensor_model_parallel_size, "tensor"),
@@ -369,6 +369,6 @@ def to_yaml(config: RunConfig) -> str:
     return dump(config_dict(config))
 
 
-def replaced(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def replace_settings(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return a copy of `config` with new values for the settings with these dotted keys. Raises ConfigError."""
-    return build(RunConfig, merge(RunConfig, as_dict(config), nested(values)))
+    return build(RunConfig, merge(RunConfig, as_dict(config), unflatten(values)))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_tape.config.values import UNIONS, shown
+from megatron_tape.config.values import UNIONS, format_value
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.io.records import place_in
 
@@ -87,14 +87,14 @@ def build(section: type[Section], given: Mapping[str, Any], name: str = "", fix:
     Raises ConfigError for a key that is unknown or must be given and is not, and for a value of the wrong type.
     """
     try:
-        return validated(section, given)
+        return validate_as(section, given)
     except ValidationError as error:
         raise _refusal(error, section, given, name, fix) from None
     except UnicodeEncodeError:  # bytes of the command line, which Python reads as surrogates
         raise ConfigError(name or "a setting", "is not UTF-8 text", "correct it, or rename the file") from None
 
 
-def validated(kind: Any, value: Any) -> Any:
+def validate_as(kind: Any, value: Any) -> Any:
     """Return a value, whose sections may be mappings, as one of type `kind`. Raises pydantic's ValidationError."""
     # As JSON, since pydantic's strict mode would otherwise take no mappings for dataclasses.
     return _adapter(kind).validate_json(json.dumps([value], default=as_dict, ensure_ascii=False).encode())[0]
@@ -126,13 +126,13 @@ def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: 
         return ConfigError(f"{key}.task", "must be set", fix)
     if first["type"] == "union_tag_invalid":
         tags = first["ctx"]["expected_tags"].replace("'", "")
-        return ConfigError(f"{key}.task", f"is {shown(first['input']['task'])}", f"choose one of {tags}")
+        return ConfigError(f"{key}.task", f"is {format_value(first['input']['task'])}", f"choose one of {tags}")
     if isinstance(reason := first.get("ctx", {}).get("error"), UserError):
-        return ConfigError(key, f"is {shown(first['input'])}, which {reason.problem}", reason.fix)
+        return ConfigError(key, f"is {format_value(first['input'])}, which {reason.problem}", reason.fix)
     messages = " or ".join(dict.fromkeys(one["msg"] for one in same)).replace(" or Input should be", " or")
     fix = re.sub("^(Input|List|Dictionary|String) ", "it ", messages).partition(" after validation")[0]
     fix = fix.replace("an object", "a mapping").replace("valid array", "list")
-    return ConfigError(key, f"is {shown(first['input'])}", fix)
+    return ConfigError(key, f"is {format_value(first['input'])}", fix)
 
 
 def merge(section: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def as_dict(section: Any) -> dict[str, Any]:
     return _adapter(type(section)).dump_python((section,), by_alias=True, warnings=False)[0]
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that are given by dotted keys as nested mappings; later ones override earlier ones."""
     found: dict[str, Any] = {}
     for key, value in values.items():

@@ -20,14 +20,14 @@ UNIONS = (Union, types.UnionType)
 _SHOWN_CHARACTERS = 200
 
 
-def whole_path(path: str) -> str:
+def expand_path(path: str) -> str:
     """Return a path with its `~` expanded. Raises UserError for control characters, which break lists of paths."""
     if re.search(r"[\x00-\x1f\x7f-\x9f]", path):
         raise UserError(path, "contains a control character, such as a line break", "rename it")
     return expand_home(path)
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(whole_path)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
 """A path; `~` is expanded to the home directory."""
 Prefixes = (
     Annotated[dict[PathText, Positive], Field(min_length=1)] | Annotated[list[PathText], Field(min_length=1)] | PathText
@@ -35,7 +35,7 @@ Prefixes = (
 """One or several datasets, optionally with weights."""
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for a message: spelled as in YAML, and truncated if it is long."""
     if dataclasses.is_dataclass(value):
         return "set"
@@ -44,7 +44,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def clashes(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> None:
+def refuse_incompatible(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> None:
     """Raise ConfigError for incompatible settings if `refused`.
 
     Args:
@@ -56,6 +56,6 @@ def clashes(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> N
     """
     if refused:
         subjects = tuple(keys.split())
-        first, *others = (shown(operator.attrgetter(key)(config)) for key in subjects)
+        first, *others = (format_value(operator.attrgetter(key)(config)) for key in subjects)
         but = " and ".join(f"{key} is {value}" for key, value in zip(subjects[1:], others))
         raise ConfigError(subjects, f"is {first}, but {but}{why and ', '}{why}", fix)

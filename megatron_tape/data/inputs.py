@@ -13,7 +13,7 @@ from megatron_tape.config.data import blend, split_shares
 from megatron_tape.config.datasets import is_pattern
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import format_value
 from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, raise_file_limit
 from megatron_tape.data.long_documents import find_pools
@@ -78,7 +78,7 @@ def naming_the_setting(key: str, path: str | None) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP):
             raise
-        problem = f"is {shown(path)}, which cannot be read ({error.strerror})"
+        problem = f"is {format_value(path)}, which cannot be read ({error.strerror})"
         raise ConfigError(key, problem, "correct it") from None
 
 

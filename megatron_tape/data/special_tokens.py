@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record
 
@@ -48,7 +48,9 @@ class SpecialTokens:
             found.append((content, index, bool(special)))
         for token, index, _ in found:
             if not isinstance(token, str) or type(index) is not int or not 0 <= index < 2**31:
-                problem = f"or added_tokens.json gives the added token {shown(token)} the id {shown(index)}"
+                problem = (
+                    f"or added_tokens.json gives the added token {format_value(token)} the id {format_value(index)}"
+                )
                 raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
         return {token: (index, special) for token, index, special in found}
 
@@ -57,7 +59,7 @@ class SpecialTokens:
         for token, (index, _) in self.added().items():
             if (own := ids(token)) != index:
                 has = "does not have it" if own is None else f"gives it {own}"
-                problem = f"gives the added token {shown(token)} the id {index}, but {self._path.name} {has}"
+                problem = f"gives the added token {format_value(token)} the id {index}, but {self._path.name} {has}"
                 fix = "save the tokenizer with transformers, which writes a tokenizer.json"
                 raise FileError(str(self._path.with_name(CONFIG)), problem, fix)
 
@@ -106,7 +108,7 @@ class SpecialTokens:
         naming = [(name, self._settings[name][key]) for name in (CONFIG, MAP) if key in self._settings.get(name, {})]
         if len({str(_content(value)) for _, value in naming}) > 1:
             one, other = (_content(value) for _, value in naming)
-            problem = f"names {shown(one)} as {key}, and {MAP} {shown(other)}"
+            problem = f"names {format_value(one)} as {key}, and {MAP} {format_value(other)}"
             raise FileError(str(self._path.with_name(CONFIG)), problem, "let both name the same token")
         for file, value in naming:
             if value is None:
@@ -114,7 +116,7 @@ class SpecialTokens:
             token = _content(value)
             index = ids(token) if isinstance(token, str) else None
             if index is None:
-                problem = f"names {shown(token)} as {key}, which {self._path.name} does not have"
+                problem = f"names {format_value(token)} as {key}, which {self._path.name} does not have"
                 fix = "name one that exists, or save the tokenizer again with that token"
                 raise FileError(str(self._path.with_name(file)), problem, fix)
             return index

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from megatron_tape.config.evaluation import EvaluationConfig
-from megatron_tape.config.schema import RunConfig, replaced
+from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.config.train import AverageSettings
 from megatron_tape.data.batches import Batches
 from megatron_tape.model import initialization
@@ -265,7 +265,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
         "logging.tensorboard": False,
         "logging.wandb": None,
     }
-    return replaced(dataclasses.replace(config, evaluation=EvaluationConfig()), changed)
+    return replace_settings(dataclasses.replace(config, evaluation=EvaluationConfig()), changed)
 
 
 class _RandomTokens(Dataset):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args, get_type_hints
 
-from megatron_tape.config.schema import RunConfig, replaced
+from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.planning.hardware import NODE_SIZE, Hardware
@@ -105,14 +105,14 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
                 "train.micro_batch_size": micro_batch_size,
             }
             for zero_stage in STAGES if stages == 1 else STAGES[:1]:
-                config = replaced(plan.config, changes | {"deepspeed.zero_stage": zero_stage})
+                config = replace_settings(plan.config, changes | {"deepspeed.zero_stage": zero_stage})
                 try:
                     validate(config, processes)
                 except ConfigError as error:
                     refused[str(error)] += 1
                     continue
                 for recompute in RECOMPUTATION:
-                    yield dataclasses.replace(plan, config=replaced(config, {"train.recompute": recompute}))
+                    yield dataclasses.replace(plan, config=replace_settings(config, {"train.recompute": recompute}))
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]]:

@@ -64,7 +64,7 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
 
 
 def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
-    ranks = f"{counted(layout.world_size, 'process', 'processes')}: {config.parallel.described(layout.world_size)}"
+    ranks = f"{counted(layout.world_size, 'process', 'processes')}: {config.parallel.describe(layout.world_size)}"
     parameters = f"{parameter_count(config.model, config.extension):,}"
     encoding = config.model.position_encoding
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)

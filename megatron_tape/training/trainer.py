@@ -267,7 +267,7 @@ class Trainer:
         )
         writer.text("configuration", to_yaml(config), self.step)
         writer.text("parameters", self.parameters, self.step)
-        writer.text("layout", config.parallel.described(self.layout.world_size), self.step)
+        writer.text("layout", config.parallel.describe(self.layout.world_size), self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
             # What is allowed once is not allowed for good.
             file.write(to_yaml(dataclasses.replace(config, data=dataclasses.replace(config.data, allow_changed=False))))
@@ -362,7 +362,7 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
     if layout.rank == 0:
         size = layout.world_size
         facts = {"job": None, "nodes": [os.uname().nodename], "processes": size, "pid": os.getpid()}
-        facts["layout"] = config.parallel.described(size)
+        facts["layout"] = config.parallel.describe(size)
         try:
             outcome[0] = Attempt.claim(config.logging.directory, config.checkpoint.directory, facts).number
         except (OSError, CheckpointError) as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.datasets import resolved
+from megatron_tape.config.datasets import resolve_patterns
 from megatron_tape.config.schema import to_yaml
 from megatron_tape.config.stages import stages_of
 from megatron_tape.data.inputs import check_data_files
@@ -35,12 +35,16 @@ def datasets(tmp_path, monkeypatch):
     ],
 )
 def test_matching_datasets_are_sorted_and_share_the_weight_by_tokens(datasets, prefix, expected):
-    assert resolved(prefix) == pytest.approx(expected) if isinstance(expected, dict) else resolved(prefix) == expected
+    assert (
+        resolve_patterns(prefix) == pytest.approx(expected)
+        if isinstance(expected, dict)
+        else resolve_patterns(prefix) == expected
+    )
 
 
 def test_an_existing_name_with_such_characters_is_no_pattern(datasets):
     (datasets / "web-[12].idx").touch()
-    assert resolved("web-[12]") == "web-[12]"
+    assert resolve_patterns("web-[12]") == "web-[12]"
 
 
 def test_a_run_records_what_matched_when_it_began(datasets):
@@ -66,7 +70,7 @@ def test_a_part_that_does_not_exist_is_refused_unless_the_pattern_leaves_it_out(
     for number in (0, 2):
         for ending in (".idx", ".bin"):
             (datasets / f"part-{number:05}-of-00003{ending}").touch()
-    assert resolved("part-0000[02]-of-*") == ["part-00000-of-00003", "part-00002-of-00003"]
+    assert resolve_patterns("part-0000[02]-of-*") == ["part-00000-of-00003", "part-00002-of-00003"]
     config = parse_run_config(["--config", RECIPE, "--data.prefix=./part-*", "--data.tokenizer=null"])
     with pytest.raises(ConfigError, match="part-00001-of-00003.idx does not exist"):
         check_data_files(config)

@@ -16,7 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from models import small_model
 
 from megatron_tape.config.data import DataConfig, StageSettings
-from megatron_tape.config.schema import RunConfig, replaced
+from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.data import megatron_datasets
@@ -187,7 +187,7 @@ def test_loaders_do_not_change_the_random_stream_of_the_run_and_evaluation_start
 
 def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(folder, build):
     built = build(f"{folder}/a", num_workers=1)
-    built = dataclasses.replace(built, config=replaced(built.config, {"model.vocab_size": 32}))
+    built = dataclasses.replace(built, config=replace_settings(built.config, {"model.vocab_size": 32}))
     with pytest.raises(ConfigError) as refusal:
         list(built.training())
     assert str(refusal.value).startswith("data.prefix holds the token ") and "\n" not in str(refusal.value)

@@ -7,7 +7,7 @@ import pytest
 from datasets_for_tests import EOD, write_tokenizer
 from models import small_model
 
-from megatron_tape.config.schema import replaced
+from megatron_tape.config.schema import replace_settings
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.data.samples import sample_source
 from megatron_tape.errors import ConfigError
@@ -31,7 +31,7 @@ def make(tmp_path):
         examples |= {"template": "{input} w9", "target_tokens": 4, **changes}
         data = {"prefix": None, "examples": examples, "loss_on": loss_on}
         config = configurations.make(small_model(), data__tokenizer=str(tmp_path / "tokenizer.json"))
-        return replaced(config, {f"data.{key}": value for key, value in data.items()})
+        return replace_settings(config, {f"data.{key}": value for key, value in data.items()})
 
     return made
 
@@ -62,7 +62,7 @@ def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decid
     assert len({frozenset(epoch) for epoch in epochs}) == 1 and len(frozenset(epochs[0])) == 3
     assert len(set(epochs)) > 1
     config = make()
-    config = replaced(config, {"train.seed": config.train.seed + 1})
+    config = replace_settings(config, {"train.seed": config.train.seed + 1})
     assert sequences(sample_source(config, validation=False), 30) != found
 
 

@@ -7,7 +7,7 @@ from datasets_for_tests import write_dataset
 
 from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists
 from megatron_tape.checkpoint.locate import check_directories
-from megatron_tape.config.schema import replaced
+from megatron_tape.config.schema import replace_settings
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError
 
@@ -20,13 +20,13 @@ def check_inputs(config):
 
 def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
     config = make(data__prefix={str(tmp_path / "a"): 0.5, str(tmp_path / "b"): 0.5}, checkpoint__resume="auto")
-    config = replaced(config, {"data.tokenizer": str(tmp_path / "tokenizer.model")})
+    config = replace_settings(config, {"data.tokenizer": str(tmp_path / "tokenizer.model")})
     for name in ("a.idx", "a.bin", "b.idx", "b.bin", "tokenizer.model"):
         with pytest.raises(ConfigError, match=f"{name}.* does not exist"):
             check_inputs(config)
         (tmp_path / name).write_text("")
     check_inputs(config)
-    config = replaced(config, {"checkpoint.resume": str(tmp_path / "step-00000001")})
+    config = replace_settings(config, {"checkpoint.resume": str(tmp_path / "step-00000001")})
     with pytest.raises(ConfigError, match="checkpoint.resume .*step-00000001, which is not a directory"):
         check_inputs(config)
     (tmp_path / "step-00000001").mkdir()
@@ -37,12 +37,12 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
     for directory in ("a.bin", "a.bin/cache"):
-        config = replaced(config, {"data.cache_directory": str(tmp_path / directory)})
+        config = replace_settings(config, {"data.cache_directory": str(tmp_path / directory)})
         with pytest.raises(ConfigError, match="a.bin is not a writable directory") as error:
             check_inputs(config)
         assert error.value.key == "data.cache_directory"
     for directory in ("new/cache", ""):
-        config = replaced(config, {"data.cache_directory": str(tmp_path / directory)})
+        config = replace_settings(config, {"data.cache_directory": str(tmp_path / directory)})
         check_inputs(config)
 
 
@@ -50,7 +50,7 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path):
 def test_a_path_that_cannot_be_looked_at_is_named_with_its_setting(tmp_path, key):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
-    config = replaced(config, {key: str(tmp_path / ("x" * 300))})
+    config = replace_settings(config, {key: str(tmp_path / ("x" * 300))})
     with pytest.raises(ConfigError, match="File name too long") as error:
         check_inputs(config)
     assert error.value.key == key

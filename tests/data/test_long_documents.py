@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from models import small_model
 
 from megatron_tape.config.data import DataConfig, LongDocumentSettings
-from megatron_tape.config.schema import RunConfig, replaced
+from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_datasets
@@ -104,7 +104,7 @@ def test_the_share_comes_from_long_documents_and_the_rest_from_the_others(config
     training = {"books": 180, "web": 360}
     assert all((documents < training[name]).all() for name, documents, _ in origins(rows, lengths))
     validation = [batch["tokens"].tolist() for batch in build(config).evaluation()]
-    config = replaced(config, {"data.long_documents": None})
+    config = replace_settings(config, {"data.long_documents": None})
     assert validation == [batch["tokens"].tolist() for batch in build(config).evaluation()]
 
 
@@ -125,9 +125,9 @@ def test_datasets_keep_their_proportions_among_long_documents_and_among_the_othe
 def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
     config = configure(["books", "web"], 64, 0.6)
     whole = tokens_of(build(config))
-    config = replaced(config, {"data.num_workers": 2, "train.micro_batch_size": 2})
+    config = replace_settings(config, {"data.num_workers": 2, "train.micro_batch_size": 2})
     assert np.array_equal(np.array(tokens_of(build(config, 20, 80))), np.array(whole[80:]))
-    config = replaced(config, {"train.seed": config.train.seed + 1})
+    config = replace_settings(config, {"train.seed": config.train.seed + 1})
     other = tokens_of(build(config))
     assert not np.array_equal(np.array(other), np.array(whole))
 

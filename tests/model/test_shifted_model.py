@@ -7,7 +7,7 @@ import torch
 from configurations import make_alone
 from models import begin, build, random_tokens, small_model
 
-from megatron_tape.config.schema import replaced
+from megatron_tape.config.schema import replace_settings
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.training.engine import Engine
@@ -72,7 +72,7 @@ def test_a_run_evaluates_with_full_attention():
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     losses = {}
     for attention in ("full", "shifted_sparse"):
-        config = replaced(config, {"extension.attention": attention})
+        config = replace_settings(config, {"extension.attention": attention})
         built = build_model(config, layout, SimpleNamespace(progress=lambda *_: None))
         engine = Engine(begin(built, model, layout), config, layout)
         evaluated, trained = engine.evaluate([batch]), engine.train_step([batch], lr=0.0).loss

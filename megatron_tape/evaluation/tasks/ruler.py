@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import Count, PathText, shown
+from megatron_tape.config.values import Count, PathText, format_value
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_length, share_maps
@@ -82,7 +82,7 @@ class Ruler(Task):
         key = self.key("tasks")
         refuse(not self._tasks, key, "is []", "name some tasks, or set it to offline or all")
         for task in self._tasks:
-            refuse(task not in TASKS, key, f"has {shown(task)}", f"choose some of {', '.join(TASKS)}")
+            refuse(task not in TASKS, key, f"has {format_value(task)}", f"choose some of {', '.join(TASKS)}")
         for name in ("haystack", *QUESTIONS.values()):
             file = getattr(settings, name)
             problem = f"is {file}, which is not a file"

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from megatron_tape.config.data import TEMPLATE, check_template
-from megatron_tape.config.values import Count, PathText, shown
+from megatron_tape.config.values import Count, PathText, format_value
 from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
@@ -127,9 +127,9 @@ class Scrolls(Task):
         refuse(not data, key, "is empty", "give {NAME: path}")
         for name, path in data.items():
             fix = f"choose from {', '.join(known)}, or give its metric in metrics"
-            refuse(name not in known, key, f"names {shown(name)}, of which no metric is known", fix)
+            refuse(name not in known, key, f"names {format_value(name)}, of which no metric is known", fix)
             missing = not Path(path).is_file()
-            refuse(missing, key, f"has {shown(path)} as {name}, but there is no such file", "correct it")
+            refuse(missing, key, f"has {format_value(path)} as {name}, but there is no such file", "correct it")
         return data
 
     def _metric(self, name: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.config.data import split_shares
-from megatron_tape.config.values import shown
+from megatron_tape.config.values import format_value
 from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
 from megatron_tape.data.origins import check_tokenizer, unknown_tokenizers
@@ -75,11 +75,11 @@ def find_sources(data: dict[str, str] | str, split: str | None, section: str) ->
 
 def _find_source(name: str, path: str, key: str) -> Source:
     fix = "give {NAME: path} with a name without slashes"
-    refuse(not name or "/" in name, key, f"has the name {shown(name)}", fix)
+    refuse(not name or "/" in name, key, f"has the name {format_value(name)}", fix)
     if Path(f"{path}.idx").is_file():
         return Source(name, path, "indexed")
     missing = not Path(path).is_file()
-    refuse(missing, key, f"is {shown(path)}, but there is no such file or indexed dataset", "correct it")
+    refuse(missing, key, f"is {format_value(path)}, but there is no such file or indexed dataset", "correct it")
     prefix = path.removesuffix(".bin")
     part = f"is {path}, a part of the indexed dataset {prefix}"
     refuse(Path(f"{prefix}.idx").is_file(), key, part, f"give {prefix}, without the ending")
@@ -191,7 +191,7 @@ def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list
         refuse(trained is None or trained < 8, key, unknown, "set it, such as to [1024, 2048]")
         return [trained // 4, trained // 2, trained]
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
-    refuse(not good, key, f"is {shown(lengths)}", "give different numbers of tokens, each at least 2")
+    refuse(not good, key, f"is {format_value(lengths)}", "give different numbers of tokens, each at least 2")
     limit = trained if info.config.get("model_type") in LEARNED_POSITIONS else None
     refuse(
         limit is not None and max(lengths) > limit,
