@@ -3,7 +3,7 @@
 import functools
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.values import refuse_incompatible
+from megatron_tape.config.values import format_value, refuse_incompatible
 from megatron_tape.errors import refuse
 from megatron_tape.position import PositionEncoding, encoding_of
 
