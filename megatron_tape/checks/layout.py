@@ -96,11 +96,13 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
     why = "whose stages reduce gradients once a step"
     clash(config.deepspeed.zero_stage > 1, f"deepspeed.zero_stage {STAGES}", "set it to 1", why)
     encoding = encoding_of(model)
-    silent = encoding.carries(1) and type(encoding).carried is PositionEncoding.carried
+    silent = encoding.sends_state(1) and type(encoding).sent_state is PositionEncoding.sent_state
     keys = f"{STAGES} model.position_encoding"
-    clash(silent, keys, "set it to 1", "which does not say what it sends (carried)")
-    carries = {encoding.carries(layer) for layer in (1, *(chunk.start for chunk in parallel.model_chunks(layers)[1:]))}
-    clash(len(carries) > 1, keys, "set it to 1", "which sends a state from some layers on only (carries)")
+    clash(silent, keys, "set it to 1", "which does not say what it sends (sent_state)")
+    sends = {
+        encoding.sends_state(layer) for layer in (1, *(chunk.start for chunk in parallel.model_chunks(layers)[1:]))
+    }
+    clash(len(sends) > 1, keys, "set it to 1", "which sends a state from some layers on only (sends_state)")
     for key, size in config.train.batch_size_keys().items():
         micro_batches = size * parallel.ranks_per_sequence // (world_size * config.train.micro_batch_size)
         problem = f"{size} gives each pipeline {micro_batches} micro-batches"

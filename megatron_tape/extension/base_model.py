@@ -202,7 +202,7 @@ def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     """Return the settings that an extension with this positional encoding has from its base unless it gives others."""
     own, before = _keys_of_position(encoding), base.position_encoding
     others = {"attention_backend", *(["position_encoding"] if encoding != before else [])}
-    if encoding in ENCODINGS and before in ENCODINGS[encoding].drops:
+    if encoding in ENCODINGS and before in ENCODINGS[encoding].replaces:
         others.add("layers_without_positions")  # then all of them are
     inherited = {key: value for key, value in as_dict(base).items() if key not in others}
     return inherited | {"position": {key: value for key, value in inherited["position"].items() if key in own}}
@@ -225,7 +225,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     added = was != now and ENCODINGS[now].starts_as == was
     extended = {f"position.{key}" for key in ENCODINGS[now].extended_by}
     free = {*FREE_IN_A_MODEL, *(f"position.{key}" for key in _keys_of_position("rope")), *extended}
-    dropped = was in ENCODINGS[now].drops
+    dropped = was in ENCODINGS[now].replaces
     if added or dropped:
         free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
     if dropped:

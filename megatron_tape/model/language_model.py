@@ -122,7 +122,7 @@ def block_spec(
     model: ModelConfig, encoding: PositionEncoding, backend: str, layers: range
 ) -> TransformerBlockSubmodules:
     """Return the spec of the decoder layers `layers` and of the final norm."""
-    packs = layers.stop < model.num_layers and encoding.carries(layers.stop)
+    packs = layers.stop < model.num_layers and encoding.sends_state(layers.stop)
     specs = [layer_spec(model, encoding, backend, layers.start, packs and layer == layers[-1]) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
@@ -210,8 +210,8 @@ class LanguageModel(torch.nn.Module):
     def sent_width(self, layer: int) -> int:
         """Return the number of elements per token that a model chunk beginning with `layer` receives."""
         width = self.model.hidden_size
-        if self.encoding.carries(layer):
-            shape, dtype = self.encoding.carried(layer, 1, 1, self.dtype)
+        if self.encoding.sends_state(layer):
+            shape, dtype = self.encoding.sent_state(layer, 1, 1, self.dtype)
             width += packed_width(shape, dtype, 1, self.dtype)
         return width
 
@@ -242,7 +242,7 @@ class LanguageModel(torch.nn.Module):
             positions = self.token_positions(tokens)
         packing = None if documents is None else Packing.of(documents)
         positions_SB = positions[:, None]
-        if packing is not None and self.encoding.counts_in_documents:
+        if packing is not None and self.encoding.restarts_in_documents:
             starts_SB = packing.bounds_2BT[0].T.long()
             positions_SB = positions[torch.arange(len(positions), device=positions.device)[:, None] - starts_SB]
         if self.shifted_sparse and self.training:
@@ -275,9 +275,9 @@ class LanguageModel(torch.nn.Module):
             embedded = None if added is None else self.gpt.embedding(tokens, None) + added
             return embedded, self.encoding.initial_state(positions_SB, self.dtype)
         hidden_sBC, first = self._received, self.layers.start
-        if self.encoding.carries(first):
-            carried = self.encoding.carried(first, len(hidden_sBC), hidden_sBC.shape[1], self.dtype)
-            hidden_sBC, state = unpack(hidden_sBC, self.model.hidden_size, *carried)
+        if self.encoding.sends_state(first):
+            received = self.encoding.sent_state(first, len(hidden_sBC), hidden_sBC.shape[1], self.dtype)
+            hidden_sBC, state = unpack(hidden_sBC, self.model.hidden_size, *received)
         else:
             state = self.encoding.initial_state(positions_SB, self.dtype)
         self.gpt.set_input_tensor(hidden_sBC)

@@ -25,7 +25,7 @@ from megatron_tape.ops.swiglu import swiglu
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
-from megatron_tape.position.encoding import NO_MEMORY
+from megatron_tape.position.encoding import NO_CACHE
 
 megatron_patches.split_with_torch()
 
@@ -168,8 +168,8 @@ class LayerPosition(torch.nn.Module):
             state = state.detach()
         hidden_states = self._for_encoding(hidden_states)
         parameters = self._in_attention()
-        state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_MEMORY)
-        return state, self.encoding.positions(self.layer, parameters, state, hidden_states, NO_MEMORY)
+        state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_CACHE)
+        return state, self.encoding.positions(self.layer, parameters, state, hidden_states, NO_CACHE)
 
     def _in_attention(self) -> Mapping[str, Tensor]:
         """Return the parameters, cut to this rank's heads inside attention."""

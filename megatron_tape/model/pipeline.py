@@ -1,7 +1,7 @@
 """One pipeline stage of the model, run by Megatron-core's schedules.
 
 Stages send a single tensor: the hidden states and, where the next stage cannot recompute it, the position state (see
-`ops.stage_boundary` and `PositionEncoding.carries`). Parameters keep their names in the whole model.
+`ops.stage_boundary` and `PositionEncoding.sends_state`). Parameters keep their names in the whole model.
 """
 
 import copy

@@ -65,7 +65,7 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     if plan.stages > 1:
         # What a stage was sent stays, beside the hidden states and the state that are taken out of it; with virtual
         # stages, what it has sent stays, too.
-        received = sum(chunk.start > 0 for chunk in plan.model_chunks) * plan.encoding.carries(1)
+        received = sum(chunk.start > 0 for chunk in plan.model_chunks) * plan.encoding.sends_state(1)
         returned = sum(chunk.stop < model.num_layers for chunk in plan.model_chunks) * (len(plan.model_chunks) > 1)
         kept = int(plan.in_flight * (kept + (received + returned) * plan.sent_bytes)) + _on_their_way(plan)
     return Activations(kept, gradient, loss, backward)
@@ -89,7 +89,7 @@ def _inputs(plan: Plan) -> int:
     entering = plan.costs[0]
     packed = plan.config.data.reset_attention_mask
     # Sequences share their positions, unless they are packs whose documents have their own.
-    states = plan.batch.tokens if packed and encoding.counts_in_documents else model.seq_length
+    states = plan.batch.tokens if packed and encoding.restarts_in_documents else model.seq_length
     # What enters a recomputed layer is kept as it is; otherwise, as attention reads it.
     state = entering.state_bytes(width) if plan.recomputes else entering.state * width
     mask = plan.batch.tokens * model.seq_length * width if packed and _needs_mask(plan) else 0

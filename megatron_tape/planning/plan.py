@@ -127,7 +127,7 @@ class Plan:
         """The bytes that a stage sends the next one of each micro-batch: hidden states and, if need be, the state."""
         if self.stages == 1:
             return 0
-        state = self.costs[1].state_bytes(self.width) if self.encoding.carries(1) else 0
+        state = self.costs[1].state_bytes(self.width) if self.encoding.sends_state(1) else 0
         return self.batch.local_tokens * (self.model.hidden_size * self.width + state)
 
     @property

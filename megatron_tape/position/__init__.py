@@ -9,16 +9,16 @@ from megatron_tape.position.cope import CopePosition
 from megatron_tape.position.encoding import (
     Costs,
     EncodingSettings,
-    Memory,
     MicroBatch,
     Parameter,
     PositionEncoding,
     Positions,
+    TokenCache,
 )
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
+from megatron_tape.position.from_config import encoding_of, model_config
 from megatron_tape.position.nope import NoPosition
-from megatron_tape.position.of_model import encoding_of, model_config
 from megatron_tape.position.path import PathPosition
 from megatron_tape.position.path_fox import PathFoxPosition
 from megatron_tape.position.randpe import RandomizedPosition
@@ -55,7 +55,7 @@ __all__ = [
     "ENCODINGS",
     "Costs",
     "EncodingSettings",
-    "Memory",
+    "TokenCache",
     "MicroBatch",
     "Parameter",
     "PositionEncoding",

@@ -19,7 +19,7 @@ class AlibiPosition(PositionEncoding):
     def costs(self, layer, batch) -> Costs:
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         """Return the bias -m_h (s - t) of query s and key t; only the distance enters, so packs need nothing more."""
         import torch
 

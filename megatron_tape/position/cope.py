@@ -46,7 +46,7 @@ class CopePosition(PositionEncoding):
         products = self.model.num_attention_heads * (numbers + self.model.seq_length)
         return Costs(multiply_adds=products, saved=4 * numbers if batch.width < 4 else 0)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         """Return the scores of rows; keys before a document are not counted, so packs need nothing more."""
         from megatron_tape.ops.rescore import Rescore
 

@@ -109,18 +109,18 @@ class EncodingSettings:
     """The settings of an encoding that has none; base class of those of others."""
 
 
-class Memory:
+class TokenCache:
     """What one layer keeps of earlier tokens where the tokens of a sequence come a few at a time, as in generation.
 
     Models that get all tokens of a sequence at once, as in training, keep nothing; this class is for them.
     """
 
-    def all_tokens(self, name: str, new: Tensor) -> Tensor:
+    def append(self, name: str, new: Tensor) -> Tensor:
         """Return what was kept as `name`, followed by `new`, along the first axis, that of tokens; and keep both."""
         return new
 
 
-NO_MEMORY = Memory()
+NO_CACHE = TokenCache()
 
 
 class PositionEncoding:
@@ -138,7 +138,7 @@ class PositionEncoding:
     """What attention must be able to do, as named in `ops.backends`."""
     starts_as: ClassVar[str | None] = None
     """The encoding that it equals until it is trained; models with that encoding can be extended with this one."""
-    drops: ClassVar[frozenset[str]] = frozenset()
+    replaces: ClassVar[frozenset[str]] = frozenset()
     """Encodings in whose place an extension may put this one although it differs from them, so that the model has to
     adapt."""
     exports_to: ClassVar[str | None] = "code"
@@ -149,7 +149,7 @@ class PositionEncoding:
     """
     extended_by: ClassVar[frozenset[str]] = frozenset()
     """Its own settings that an extension of the context may change."""
-    counts_in_documents: ClassVar[bool] = False
+    restarts_in_documents: ClassVar[bool] = False
     """Whether more than differences of a sequence's indices enters, so that each document of a pack has the positions
     of a sequence that begins with it."""
 
@@ -163,7 +163,7 @@ class PositionEncoding:
 
     # Derived from the rest; encodings call these.
 
-    def carries(self, layer: int) -> bool:
+    def sends_state(self, layer: int) -> bool:
         """Return whether the state that enters layer `layer` depends on parameters of earlier layers.
 
         A pipeline stage that begins with this layer is then sent the state. Otherwise it follows from the positions,
@@ -173,7 +173,7 @@ class PositionEncoding:
 
     def state_is_learned(self, layer: int) -> bool:
         """Return whether the state with which layer `layer` works depends on parameters, and so needs a gradient."""
-        return self.carries(layer) or self.learns_on_entry(layer)
+        return self.sends_state(layer) or self.learns_on_entry(layer)
 
     def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
         """Return what `make` returns on `device`; copied there once, as a copy in every layer would stall it."""
@@ -239,8 +239,10 @@ class PositionEncoding:
         """Return the first layer's state for integer positions (S, B), or (S, 1) when all sequences share them."""
         return None
 
-    def carried(self, layer: int, tokens: int, batch: int, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape (T, B, ...) and dtype of the state that enters layer `layer`; called if `carries(layer)`.
+    def sent_state(
+        self, layer: int, tokens: int, batch: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape (T, B, ...) and dtype of the state that enters layer `layer`; called if `sends_state(layer)`.
 
         The rank has `tokens` tokens of `batch` sequences outside attention, and T is a multiple of them.
         """
@@ -252,7 +254,7 @@ class PositionEncoding:
         parameters: Mapping[str, Tensor],
         state: Tensor | None,
         hidden_states_sBC: Tensor,
-        memory: Memory,
+        cache: TokenCache,
     ) -> Tensor | None:
         """Return the state with which layer `layer` works, given the one it was handed and its normalised input."""
         return state
@@ -263,11 +265,11 @@ class PositionEncoding:
         parameters: Mapping[str, Tensor],
         state: Tensor | None,
         hidden_states_sBC: Tensor,
-        memory: Memory,
+        cache: TokenCache,
     ) -> Positions:
         """Return what attention gets in layer `layer`, given its parameters, the state and its normalised input.
 
-        State and input are those of the new tokens; what later tokens will need of them must be left in `memory`.
+        State and input are those of the new tokens; what later tokens will need of them must be added to `cache`.
         States, factors and averages are of the new tokens, too; biases, gates and rows of scores of all tokens.
         """
         return Positions(state, average_state=AVERAGE in self.needs and self.updates(layer))

@@ -36,7 +36,7 @@ class FirePosition(PositionEncoding):
     Settings = FireSettings
     # Its MLP takes sums over products of vectors, which no function of a single pair of numbers can.
     needs = frozenset({BIAS})
-    counts_in_documents = True
+    restarts_in_documents = True
 
     def check(self) -> None:
         size, threshold = self.settings.fire_mlp_size, self.settings.fire_threshold
@@ -67,7 +67,7 @@ class FirePosition(PositionEncoding):
         """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
         return positions_SB.float()
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         import torch
 
         from megatron_tape.ops.bias import Bias
@@ -83,5 +83,5 @@ class FirePosition(PositionEncoding):
             inner = torch.relu(torch.baddbmm(*matrices, of_pairs.flatten(1)[:, None]))
             return (down @ inner).unflatten(2, of_pairs.shape[1:])
 
-        positions_TB = memory.all_tokens("positions", state)
+        positions_TB = cache.append("positions", state)
         return Positions(bias=Bias(tile, (positions_TB.T, *parameters.values())))

@@ -58,7 +58,7 @@ class FoxPosition(PositionEncoding):
             reads_hidden_states=True,
         )
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         """Return the logarithms of the gates, at least in float32; of these only sums between two tokens enter."""
         import torch
         from torch.nn.functional import linear, logsigmoid
@@ -66,4 +66,4 @@ class FoxPosition(PositionEncoding):
         logits = linear(hidden_states_sBC, parameters["gate"])
         wider = torch.promote_types(logits.dtype, torch.float32)
         log_gate = logsigmoid(logits.to(wider) + parameters["gate_bias"])
-        return Positions(log_gate_TBH=memory.all_tokens("gates", self.tokens.to_heads(log_gate)))
+        return Positions(log_gate_TBH=cache.append("gates", self.tokens.to_heads(log_gate)))

@@ -11,4 +11,4 @@ class NoPosition(PositionEncoding):
     """
 
     name = "nope"
-    drops = frozenset({"rope"})
+    replaces = frozenset({"rope"})

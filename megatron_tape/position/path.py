@@ -36,7 +36,7 @@ class PathPosition(PositionEncoding):
     name = "path"
     Settings = PathSettings
     needs = frozenset({REFLECTIONS})
-    counts_in_documents = True
+    restarts_in_documents = True
 
     def check(self) -> None:
         rank, size = self.settings.path_rank, self.settings.path_conv_size
@@ -91,16 +91,16 @@ class PathPosition(PositionEncoding):
         """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
         return positions_SB.float()
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         from torch.nn.functional import linear
 
         from megatron_tape.ops.householder import through_reflections
 
-        narrow = memory.all_tokens("narrow", linear(hidden_states_sBC, parameters["w_down"]))
+        narrow = cache.append("narrow", linear(hidden_states_sBC, parameters["w_down"]))
         w_sBGD = linear(narrow, parameters["w_up"]).unflatten(2, (self.model.query_groups, -1))
         betas_sBG = linear(hidden_states_sBC, parameters["beta_weight"], parameters["beta_bias"])
-        betas_TBG = self.tokens.to_heads(memory.all_tokens("betas", betas_sBG))
-        tensors = (self.tokens.to_heads(w_sBGD), betas_TBG, memory.all_tokens("positions", state))
+        betas_TBG = self.tokens.to_heads(cache.append("betas", betas_sBG))
+        tensors = (self.tokens.to_heads(w_sBGD), betas_TBG, cache.append("positions", state))
         if "conv" in parameters:
             tensors = (*tensors, parameters["conv"])
         return Positions(rescore=through_reflections(_unit_w_and_beta, tensors))

@@ -32,7 +32,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
         names = ("multiply_adds", "saved", "sent_forward", "sent_backward")
         return replace(path, **{name: getattr(path, name) + getattr(fox, name) for name in names})
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
-        given = (layer, parameters, state, hidden_states_sBC, memory)
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
+        given = (layer, parameters, state, hidden_states_sBC, cache)
         gates = FoxPosition.positions(self, *given).log_gate_TBH
         return replace(PathPosition.positions(self, *given), log_gate_TBH=gates)

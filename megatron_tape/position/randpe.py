@@ -38,7 +38,7 @@ class RandomizedPosition(RotaryPosition):
     # It draws positions, and learns all of its range.
     exports_to = "code"
     extended_by = frozenset({"randpe_range"})
-    counts_in_documents = True
+    restarts_in_documents = True
 
     def check(self) -> None:
         super().check()

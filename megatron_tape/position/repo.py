@@ -102,7 +102,7 @@ class Reposition(RotaryPosition):
             reads_hidden_states=True,
         )
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         if not self.predicts(layer):
             return Positions(state)
         positions_SBg = self.tokens.to_heads(self.predicted(parameters, hidden_states_sBC))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position.encoding import Costs, EncodingSettings, Memory, Parameter, PositionEncoding
+from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, TokenCache
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,7 @@ class RotaryPosition(PositionEncoding):
             return None
         return self.phases(positions_SB.float().unsqueeze(2)).to(dtype)
 
-    def carried(self, layer, tokens, batch, dtype):
+    def sent_state(self, layer, tokens, batch, dtype):
         """The phases of all tokens for this rank's groups, which learned increments make."""
         import torch
 
@@ -177,16 +177,16 @@ class RotaryPosition(PositionEncoding):
         angles = positions[..., None] * self.constant("frequencies", self.frequencies, positions.device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
-    def enter(self, layer, parameters, state, hidden_states_sBC, memory) -> "Tensor | None":
+    def enter(self, layer, parameters, state, hidden_states_sBC, cache) -> "Tensor | None":
         """Return the state; in the first layer with learned increments, the phases of all tokens (S, B, g, D)."""
         if not self.learns_on_entry(layer):
             return state
         from torch.nn.functional import linear
 
         logits_SBG = self.tokens.to_heads(linear(hidden_states_sBC, parameters["increments"]))
-        return self._exact_phases(self.running_sum(logits_SBG, memory), hidden_states_sBC.dtype)
+        return self._exact_phases(self.running_sum(logits_SBG, cache), hidden_states_sBC.dtype)
 
-    def running_sum(self, logits_SBN: "Tensor", memory: Memory) -> "Tensor":
+    def running_sum(self, logits_SBN: "Tensor", cache: TokenCache) -> "Tensor":
         """Return the positions of the tokens given for N groups, (S, B, N), in float64.
 
         In float32, positions of 100,000 would be rounded to 1/128.
@@ -195,7 +195,7 @@ class RotaryPosition(PositionEncoding):
         signed = self.settings.increments == "signed"
         increments_SBN = 1 + logits_SBN if signed else 2 * logits_SBN.sigmoid()
         # The increments are kept, not their sum, so that a cache can also forget its last tokens.
-        return memory.all_tokens("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
+        return cache.append("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
 
     def _exact_phases(self, positions_SBG: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the phases of real positions times the attention factor, (S, B, G, D)."""

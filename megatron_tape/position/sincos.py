@@ -15,7 +15,7 @@ class SinusoidalPosition(PositionEncoding):
     """Adds sin(s / 10000^(2i/C)) to number 2i of token s's embedding, and the cosine to number 2i + 1."""
 
     name = "sincos"
-    counts_in_documents = True
+    restarts_in_documents = True
 
     def check(self) -> None:
         size = self.model.hidden_size

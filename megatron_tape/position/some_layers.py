@@ -35,15 +35,15 @@ class _SomeLayers:
         bare = Costs(state=found.state, state_width=found.state_width)
         return bare if self.without_positions(layer) else found
 
-    def enter(self, layer, parameters, state, hidden_states_sBC, memory):
+    def enter(self, layer, parameters, state, hidden_states_sBC, cache):
         if self.without_positions(layer):
             return state
-        return super().enter(layer, parameters, state, hidden_states_sBC, memory)
+        return super().enter(layer, parameters, state, hidden_states_sBC, cache)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory):
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache):
         if self.without_positions(layer):
             return Positions()
-        return super().positions(layer, parameters, state, hidden_states_sBC, memory)
+        return super().positions(layer, parameters, state, hidden_states_sBC, cache)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ class T5Position(PositionEncoding):
     def costs(self, layer, batch) -> Costs:
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         """Return the bias of each pair's bucket; only the distance enters, so packs need nothing more."""
         import torch
 

@@ -163,7 +163,7 @@ class TapePosition(RotaryPosition):
         """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
         return super().initial_state(self.tokens.local_tokens(positions_SB), self._state_dtype(dtype))
 
-    def carried(self, layer, tokens, batch, dtype):
+    def sent_state(self, layer, tokens, batch, dtype):
         rewritten = any(self.updates(earlier) for earlier in range(layer))
         groups = self.model.query_groups if rewritten else 1
         return (tokens, batch, groups, self.model.head_dim), self._state_dtype(dtype)
@@ -173,7 +173,7 @@ class TapePosition(RotaryPosition):
 
         return torch.float32 if self.settings.state_precision == "fp32" and dtype.itemsize < 4 else dtype
 
-    def enter(self, layer, parameters, state, hidden_states_sBC, memory) -> "Tensor | None":
+    def enter(self, layer, parameters, state, hidden_states_sBC, cache) -> "Tensor | None":
         """Return the state; in the first layer with learned increments, the phases of local tokens (s, B, 1, D)."""
         if not self.learns_on_entry(layer):
             return state
@@ -181,11 +181,11 @@ class TapePosition(RotaryPosition):
 
         # Every rank adds up all tokens, as if for one of as many groups as there are ranks.
         logits = linear(hidden_states_sBC, parameters["increments"]).expand(-1, -1, self.tokens.sequence_shards)
-        positions = self.running_sum(self.tokens.to_heads(logits), memory)
+        positions = self.running_sum(self.tokens.to_heads(logits), cache)
         own = self.tokens.to_tokens(positions)[..., :1]
         return self._exact_phases(own, self._state_dtype(hidden_states_sBC.dtype))
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         """Return the state of all tokens for this rank's groups, rounded to the precision of the hidden states."""
         rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)
         return Positions(self.tokens.to_heads(rounded), average_state=self.updates(layer))

@@ -63,6 +63,6 @@ class XposPosition(RotaryPosition):
         exponents = (positions_SB.float() - model.seq_length // 2)[..., None, None] / self.settings.xpos_scale_base
         return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         phases, factors = state.chunk(2, dim=-1)
         return Positions(phases, factor_TB1D=factors)

@@ -19,7 +19,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import POINTWISE, choice, flex, sdpa
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.packing import Packing
-from megatron_tape.position.encoding import NO_MEMORY
+from megatron_tape.position.encoding import NO_CACHE
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 16
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_a_bias_pair_by_pair_is_the_one_tile_by_tile(name):
     else:
         built, _ = build(small_model(position_encoding=name))
         parameters = {key: draw(*x.shape).float() for key, x in built.encoding.parameters(0).items()}
-        bias = built.encoding.positions(0, parameters, None, torch.zeros(40, 2, 32), NO_MEMORY).bias
+        bias = built.encoding.positions(0, parameters, None, torch.zeros(40, 2, 32), NO_CACHE).bias
         assert built.encoding.needs == {POINTWISE}
     pairs, tiles = pair_by_pair(bias, 2, 4, tokens), bias.of(slice(0, tokens), slice(0, tokens))
     # A tile of gates may leave out a number for each query.

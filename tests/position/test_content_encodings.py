@@ -12,7 +12,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position import encoding_of
-from megatron_tape.position.encoding import NO_MEMORY
+from megatron_tape.position.encoding import NO_CACHE
 
 TOKENS, HEADS, GROUPS, DIM, HIDDEN = 23, 4, 2, 8, 32
 CHANGES = {"cope": {"cope_max_position": 4}, "fox": {}}
@@ -69,7 +69,7 @@ def test_cope_is_the_papers_equation_with_every_gradient():
     found = encoding("cope")
     table = parameters_of(found)["table"]
     expected = cope_by_definition(q, k, v, table, DOCUMENTS)
-    rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_MEMORY)
+    rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_CACHE)
     for backend in ("naive", "tiled"):
         ours = attention(q, k, v, packing=Packing.of(DOCUMENTS), backend=backend, **vars(rescored))[0]
         assert_same(ours, expected, (q, k, v, table))
@@ -100,6 +100,6 @@ def test_fox_is_what_flash_linear_attention_computes_with_every_gradient(monkeyp
     assert 0.1 < logits.sigmoid().std()
     q, k, v, gates = (x.transpose(0, 1) for x in (*tensors, logits.sigmoid().log()))
     expected = authors_form("forgetting_attn").naive_forgetting_attn(q, k, v, gates).transpose(0, 1)
-    given = found.positions(0, parameters, None, hidden / HIDDEN**0.5, NO_MEMORY)
+    given = found.positions(0, parameters, None, hidden / HIDDEN**0.5, NO_CACHE)
     ours = attention(*tensors, backend=backend, **vars(given))[0]
     assert_same(ours, expected, [*tensors, hidden, *parameters.values()])

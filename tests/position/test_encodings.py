@@ -16,7 +16,7 @@ from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import MicroBatch, encoding_of
 from megatron_tape.position.alibi import alibi_slopes
-from megatron_tape.position.encoding import NO_MEMORY
+from megatron_tape.position.encoding import NO_CACHE
 
 BATCH = MicroBatch(16, 16, 4, 1)
 # With settings that make each of their branches count in 16 tokens.
@@ -106,7 +106,7 @@ def test_xpos_rotates_and_decays_by_distance_alone():
     ids = random_tokens()
     torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 5), atol=1e-4, rtol=1e-4)
     state = built.encoding.initial_state(torch.arange(16)[:, None], torch.float64)
-    found = built.encoding.positions(0, {}, state, torch.zeros(16, 2, 32), NO_MEMORY)
+    found = built.encoding.positions(0, {}, state, torch.zeros(16, 2, 32), NO_CACHE)
     ones, v = torch.ones(16, 1, 1, 8, dtype=torch.float64), torch.eye(16, dtype=torch.float64)
     f = torch.arange(4, dtype=torch.float64)
     zeta, theta = (2 * f / 8 + 0.4) / 1.4, 10000 ** (-2 * f / 8)

@@ -9,7 +9,7 @@ from models import INCREMENTS, SIGNED, build, random_tokens, small_model
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.position import BUILT_IN
-from megatron_tape.position.encoding import NO_MEMORY
+from megatron_tape.position.encoding import NO_CACHE
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 
@@ -58,7 +58,7 @@ def test_differences_of_positions_stay_exact_over_128k_tokens(dtype):
     hidden = torch.randn(tokens, 1, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
     with torch.no_grad():
         logits = torch.nn.functional.linear(hidden, weight)
-        p = built.encoding.running_sum(logits, NO_MEMORY)
+        p = built.encoding.running_sum(logits, NO_CACHE)
         steps = 2 * logits.double().sigmoid()
         last = slice(tokens - 200, tokens)
         distances = (p[last] - p[tokens - 201])[:, 0]
@@ -114,7 +114,7 @@ def test_the_modulus_has_finite_gradients_at_zero_and_those_of_its_definition_el
 def test_signed_increments_go_back():
     built, _ = build(small_model(position_encoding="rope", **SIGNED))
     logits = torch.tensor([0.0, -3.0, 0.5])[:, None, None]
-    assert built.encoding.running_sum(logits, NO_MEMORY).flatten().tolist() == [1.0, -1.0, 0.5]
+    assert built.encoding.running_sum(logits, NO_CACHE).flatten().tolist() == [1.0, -1.0, 0.5]
 
 
 @pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN if encoding.needs])

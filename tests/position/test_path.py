@@ -8,7 +8,7 @@ from torch.nn.functional import conv1d, linear, silu
 
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import blocks_of_reflections, through_reflections
-from megatron_tape.position.encoding import Memory
+from megatron_tape.position.encoding import TokenCache
 from megatron_tape.position.path import short_convolution
 
 NAMES = ["path", "path_fox"]
@@ -119,7 +119,7 @@ def test_w_and_beta_are_those_of_the_authors_layer():
     p = {name: weight.double() for name, weight in p.items()}
     torch.manual_seed(2)
     hidden, keys = (torch.randn(shape, dtype=torch.float64) for shape in ((20, 2, 32), (2, 2, 20, 8)))
-    rescore = encoding.positions(1, p, torch.arange(20.0)[:, None], hidden, Memory()).rescore
+    rescore = encoding.positions(1, p, torch.arange(20.0)[:, None], hidden, TokenCache()).rescore
     found = rescore.prepared(torch.zeros(2, 4, 20, 8, dtype=torch.float64), keys)
     w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(1, 2, 0)
     w = silu(conv1d(w, p["conv"].flatten(0, 1)[:, None], padding=2, groups=16)[..., :20])

@@ -6,7 +6,7 @@ from models import build, move_positions, random_tokens, small_model
 from torch.nn.functional import linear, silu
 
 from megatron_tape.ops.attention import attention
-from megatron_tape.position.encoding import NO_MEMORY
+from megatron_tape.position.encoding import NO_CACHE
 
 B, S, H, G, D, C, W = 2, 19, 4, 2, 8, 32, 5
 
@@ -48,7 +48,7 @@ def test_outputs_and_gradients_are_the_equations(backend):
 
     def ours(h, gate, content, position, q, k, v, theta):
         parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
-        found = encoding.positions(1, parameters, None, h, NO_MEMORY)
+        found = encoding.positions(1, parameters, None, h, NO_CACHE)
         assert found.z_TBGD.shape == (S, B, G, D)
         return attention(q, k, v, **vars(found), backend=backend)[0]
 

@@ -13,8 +13,8 @@ class ToyHeadGate(PositionEncoding):
         shape = (self.model.num_attention_heads, self.model.hidden_size)
         return {"gate": Parameter(shape, std=self.model.init_std, head_axis=0)}
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory):
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache):
         from torch.nn.functional import linear, logsigmoid
 
         gates = logsigmoid(linear(hidden_states_sBC, parameters["gate"]))
-        return Positions(log_gate_TBH=memory.all_tokens("gates", gates))
+        return Positions(log_gate_TBH=cache.append("gates", gates))

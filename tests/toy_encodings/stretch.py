@@ -33,7 +33,7 @@ class ToyStretch(RotaryPosition):
     def initial_state(self, positions_SB, dtype):
         return self.tokens.local_tokens(super().initial_state(positions_SB, dtype))
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, memory):
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache):
         return Positions(self.tokens.to_heads(state.expand(-1, -1, self.model.query_groups, -1)))
 
     def next_state(self, layer, parameters, state, positions, averaged_SBhD, attention_output_sBC, mlp_output_sBC):

@@ -33,7 +33,7 @@ def _auto_map(family: str, files: str) -> dict[str, str]:
 AUTO_MAP = _auto_map("Tape", "tape")
 ENCODED_AUTO_MAP = _auto_map("Encoded", "encoded_tape")
 _MODELING = Path(__file__).parents[1] / "modeling"
-_IMPORT = "from .encoding_tape import Encoding, Memory, in_some_layers\n"
+_IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
 _PACKAGE = __name__.partition(".")[0]
 _ROOT = Path(__file__).parents[2]
 _AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
@@ -43,11 +43,11 @@ _KERNELS = f"{_PACKAGE}.ops.kernels"
 """These stay behind: an exported encoding computes in plain torch."""
 _ENTRY = '''"""The positional encoding {name}, by the names that modeling_encoded_tape uses."""
 
-from .{interface} import Memory
+from .{interface} import TokenCache
 from .{module} import {encoding} as Encoding
 from .{some_layers} import in_some_layers
 
-__all__ = ["Encoding", "Memory", "in_some_layers"]
+__all__ = ["Encoding", "TokenCache", "in_some_layers"]
 '''
 
 

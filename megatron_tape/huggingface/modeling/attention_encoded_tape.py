@@ -55,7 +55,7 @@ def attend_with_scores(
         if len(gates) != T:
             raise ValueError(
                 f"the positional encoding gives gates of {len(gates)} tokens, where {T} are attended to; its file must "
-                "keep those of earlier tokens with memory.all_tokens"
+                "keep those of earlier tokens with cache.append"
             )
         # In float64, as neighbours would lose their differences in long sequences.
         sums_BHT = gates.double().cumsum(0).permute(1, 2, 0)

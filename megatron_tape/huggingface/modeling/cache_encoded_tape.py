@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from .cache_tape import GrowingLayer
-from .encoding_tape import Memory
+from .encoding_tape import TokenCache
 
 
 class EncodedLayer(GrowingLayer):
@@ -53,13 +53,13 @@ class EncodedLayer(GrowingLayer):
         self.of_tokens = {}
 
 
-class LayerMemory(Memory):
+class EncodingCache(TokenCache):
     """What an encoding remembers in one layer of a cache, for `batch` sequences."""
 
     def __init__(self, layer: EncodedLayer, batch: int):
         self.layer, self.batch = layer, batch
 
-    def all_tokens(self, name: str, new: Tensor) -> Tensor:
+    def append(self, name: str, new: Tensor) -> Tensor:
         """Return the values of all tokens (T, B, ...), given those of the new ones (S, B or 1, ...); keep them."""
         new = new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
         if (before := self.layer.get_seq_length()) > 0:

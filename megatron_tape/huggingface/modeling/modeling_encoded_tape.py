@@ -12,9 +12,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
 from .attention_tape import SERVERS, TapeAttention, attend
-from .cache_encoded_tape import LayerMemory, check_cache, prepare_cache
+from .cache_encoded_tape import EncodingCache, check_cache, prepare_cache
 from .configuration_encoded_tape import EncodedConfig
-from .encoding_tape import Encoding, Memory, in_some_layers
+from .encoding_tape import Encoding, TokenCache, in_some_layers
 from .modeling_tape import (
     TapeForCausalLM,
     TapeForSequenceClassification,
@@ -152,9 +152,9 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
         """Map (B, S, C) and the state, (S, B or 1, ...) or None, to the next layer's; also return the map or None."""
-        layer, encoding, memory = self.layer_idx, self.encoding, Memory()
+        layer, encoding, cache = self.layer_idx, self.encoding, TokenCache()
         if past_key_values is not None:
-            memory = LayerMemory(past_key_values.layers[layer], len(hidden_states))
+            cache = EncodingCache(past_key_values.layers[layer], len(hidden_states))
         parameters = self.position()
         normed = self.input_layernorm(hidden_states)
         mixed = under_autocast(hidden_states)
@@ -164,8 +164,8 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
             return (x.to(self.input_layernorm.weight.dtype) if mixed else x).transpose(0, 1)
 
         with without_autocast(hidden_states):
-            state = encoding.enter(layer, parameters, state, for_encoding(normed), memory)
-            positions = encoding.positions(layer, parameters, state, for_encoding(normed), memory)
+            state = encoding.enter(layer, parameters, state, for_encoding(normed), cache)
+            positions = encoding.positions(layer, parameters, state, for_encoding(normed), cache)
         attention_output, averaged, weights = self.self_attn(
             normed, positions, attention_mask, past_key_values, **kwargs
         )
