@@ -7,6 +7,7 @@ import argparse
 import html
 import importlib
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -19,12 +20,13 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-import megatron_tape.position  # noqa: E402, F401  (registers the encodings, whose settings are listed)
 from megatron_tape.command_line import Parser  # noqa: E402
 from megatron_tape.config.parse import describe  # noqa: E402
 from megatron_tape.config.schema import RunConfig  # noqa: E402
 from megatron_tape.config.sections import Setting, settings_of  # noqa: E402
 from megatron_tape.config.values import format_value  # noqa: E402
+from megatron_tape.evaluation.tasks import TASKS  # noqa: E402
+from megatron_tape.position import ENCODINGS  # noqa: E402
 
 COPIED = {
     "CHANGELOG.md": "changelog.md",
@@ -98,11 +100,33 @@ def _anchored(key: str) -> str:
     return f'<a id="{key}" href="#{key}">`{key}`</a>'
 
 
-def _setting_row(setting: Setting) -> tuple[str, ...]:
-    default = "required" if setting.default is MISSING else f"`{format_value(setting.default)}`"
-    what = "section" if setting.sections else describe(setting.schema)
-    default = ("`null`" if setting.default is None else "") if setting.sections else default
-    return _anchored(setting.key), _cell(what), _cell(default), _cell(setting.schema.get("description", ""))
+def _setting_row(setting: Setting, of_encodings: str) -> tuple[str, ...]:
+    default = "required" if setting.default is MISSING else f"default `{format_value(setting.default)}`"
+    kind = f"{describe(setting.schema)}; {default}"
+    if setting.sections:
+        kind = f"section; {'default `null`' if setting.default is None else 'always present'}"
+    return f"{_anchored(setting.key)}<br>{_cell(kind)}", _cell(setting.schema.get("description", "") + of_encodings)
+
+
+def _setting_tables(settings: Iterable[Setting], level: int) -> Iterator[str]:
+    """Yield a table for each section, and a heading for each section within another."""
+    grouped: dict[str, dict[str, Setting]] = {}
+    for setting in settings:
+        grouped.setdefault(setting.key.rpartition(".")[0], {}).setdefault(setting.key, setting)
+    for number, (section, own) in enumerate(grouped.items()):
+        if number:
+            yield from (f"{'#' * level} {section}", "")
+        yield from _table(("setting", "meaning"), (_setting_row(one, _of_encodings(one)) for one in own.values()))
+        yield ""
+
+
+def _of_encodings(setting: Setting) -> str:
+    """Return which encodings have a setting of `model.position`."""
+    if not setting.key.startswith("model.position."):
+        return ""
+    field = setting.key.rpartition(".")[2]
+    having = [name for name, one in ENCODINGS.items() if field in one.Settings.__dataclass_fields__]
+    return f" Encodings: {', '.join(having)}."
 
 
 def settings_page() -> str:
@@ -115,23 +139,10 @@ def settings_page() -> str:
         "of `model.position` exist, and `data.generator.task` which of `data.generator`.",
         "",
     ]
-    seen: set[str] = set()
-    rows: list[tuple[str, ...]] = []
-    head = ("setting", "type", "default", "meaning")
-
-    def flush() -> None:
-        if rows:
-            lines.extend([*_table(head, rows), ""])
-            rows.clear()
-
-    for setting in settings_of(RunConfig):
-        if "." not in setting.key:
-            flush()
-            lines.extend([f"## {setting.key}", "", inspect.getdoc(setting.sections[0]) or "", ""])
-        elif setting.key not in seen:
-            rows.append(_setting_row(setting))
-        seen.add(setting.key)
-    flush()
+    for name, group in itertools.groupby(settings_of(RunConfig), lambda setting: setting.key.partition(".")[0]):
+        section, *settings = group
+        lines.extend([f"## {name}", "", inspect.getdoc(section.sections[0]) or "", ""])
+        lines.extend(_setting_tables(settings, 3))
     lines.extend(
         [
             "## Tasks of pretrain.evaluate",
@@ -141,16 +152,10 @@ def settings_page() -> str:
             "",
         ]
     )
-    for name, task in _tasks():
+    for name, task in TASKS.items():
         lines.extend([f"### {name}", "", inspect.getdoc(task.Settings) or "", ""])
-        lines.extend([*_table(head, (_setting_row(one) for one in settings_of(task.Settings, name))), ""])
+        lines.extend(_setting_tables(settings_of(task.Settings, name), 4))
     return "\n".join(lines)
-
-
-def _tasks() -> Iterator[tuple[str, Any]]:
-    from megatron_tape.evaluation.tasks import TASKS
-
-    yield from TASKS.items()
 
 
 def programs_page() -> str:
@@ -259,4 +264,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text  # such as a link to LICENSE, which has no page
         return f"[{text}]({os.path.relpath(place, Path(path).parent)}{anchor})"
 
+    # GitHub wants a bar in a table's code escaped; Python-Markdown shows the escape.
+    code_in_table = re.compile(r"(?<=`)[^`\n]*\\\|[^`\n]*(?=`)")
+    lines = markdown.split("\n")
+    lines = [code_in_table.sub(lambda code: code[0].replace("\\|", "|"), x) if x.startswith("|") else x for x in lines]
+    markdown = "\n".join(lines)
     return re.sub(r"(?<!!)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", changed, markdown)
