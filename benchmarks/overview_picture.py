@@ -16,14 +16,14 @@ import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.evaluation.comparison_file import read_comparison
-from megatron_tape.evaluation.figures import COLORS
+from megatron_tape.evaluation.figures import ENCODING_COLORS
 from megatron_tape.io.files import atomic_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RECORDS = Path(__file__).parent / "results" / "comparisons"
-ROPE, TAPE, NEUTRAL = COLORS[0], COLORS[1], "0.45"
+ROPE, TAPE, NEUTRAL = ENCODING_COLORS["rope"], ENCODING_COLORS["tape"], "0.45"
 LENGTHS = {512: "512\n(trained)", 1024: "1,024\n(2×)", 2048: "2,048\n(4×)"}
 BLANKS = {"dense": "8", "IID": "16\n(trained)", "sparse": "32"}
 """Numbers of blanks by the names of the record."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.evaluation.comparison_file import NAME, read_comparison
+from megatron_tape.evaluation.figures import variant_styles
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import atomic_output
 from megatron_tape.run.metrics import VALIDATION_LOSS
@@ -23,17 +24,18 @@ from megatron_tape.run.metrics import VALIDATION_LOSS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MODELS = {"tape": {"color": "tab:red", "label": "TAPE"}, "rope": {"color": "tab:blue", "label": "RoPE", "ls": "--"}}
-"""How the runs of each encoding are drawn."""
+NAMES = {"tape": "TAPE", "rope": "RoPE"}
+MODELS = {name: {**style, "label": NAMES[name]} for name, style in variant_styles(NAMES).items()}
+MODELS["rope"]["linestyle"] = "--"  # drawn last: leaves TAPE's line visible where both are equal
 CONTEXT, EXTENDED = 256, 1024
 """Of the recipes."""
 COPYING = {
-    "rope": ("RoPE", "tab:blue"),
-    "tape": ("TAPE", "tab:red"),
-    "rope+increments=signed": ("RoPE, signed increments", "lightskyblue"),
-    "tape+increments=signed": ("TAPE, signed increments", "lightcoral"),
+    "rope": "RoPE",
+    "tape": "TAPE",
+    "rope+increments=signed": "RoPE, signed increments",
+    "tape+increments=signed": "TAPE, signed increments",
 }
-"""Label and color of each variant that copies."""
+"""Label of each variant in the right panel."""
 BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}
 CHANCE = 1 / 8
 """Of guessing one of the copied symbols."""
@@ -69,7 +71,7 @@ def plot_training(axes: Axes, directory: Path) -> None:
             json.loads(line) for line in (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         ]
         points = [(row["step"], row[VALIDATION_LOSS]) for row in rows if row.get(VALIDATION_LOSS) is not None]
-        axes.plot(*zip(*points), **style, marker="o")
+        axes.plot(*zip(*points), **style)
         step, loss = points[-1]
         print(f"{name}: validation loss {loss:.4f} after {step} steps, perplexity {math.exp(min(loss, 700)):.2f}")
     title = "Training on Python's standard library\n(one seed each: no ranking)"
@@ -83,7 +85,7 @@ def plot_extension(axes: Axes, directory: Path) -> None:
         positions, gain = losses[0][0], losses[0][1] - losses[1][1]
         parts = np.array_split(np.arange(len(positions)), min(PARTS, len(positions)))
         means = ([values[part].mean() for part in parts] for values in (positions, gain))
-        axes.plot(*means, **style, marker="o")
+        axes.plot(*means, **style)
         for where, part in (("up to", positions <= CONTEXT), ("beyond", positions > CONTEXT)):
             before, after = (loss[part].mean() for _, loss in losses)
             print(f"{name}: loss {where} token {CONTEXT} {before:.4f}, after the extension {after:.4f}")
@@ -109,10 +111,11 @@ def plot_copying(axes: Axes, directory: Path) -> None:
         if score.metric == "accuracy"
     }
     width = 0.8 / len(COPYING)
-    for number, (variant, (label, color)) in enumerate(COPYING.items()):
+    styles = variant_styles(COPYING)
+    for number, (variant, label) in enumerate(COPYING.items()):
         places = np.arange(len(BLANKS)) + (number - (len(COPYING) - 1) / 2) * width
         shares = [found[variant, group] for group in BLANKS]
-        axes.bar(places, shares, width, color=color, label=label)
+        axes.bar(places, shares, width, color=styles[variant]["color"], label=label)
         print(f"{variant}: copies {', '.join(f'{x:.3f} among {blanks}' for x, blanks in zip(shares, BLANKS.values()))}")
     axes.axhline(CHANCE, color="gray", linestyle=":")
     axes.set_xticks(range(len(BLANKS)), BLANKS.values())

@@ -1,4 +1,4 @@
-"""How the pictures of evaluations look: one colour and one marker per model, heat maps, lengths on an axis.
+"""The style of pictures: the color of each encoding, heat maps, axes of lengths.
 
 Tasks draw with matplotlib's objects (no pyplot, no global style), which are imported when the first figure is made.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,17 +24,34 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = ("#1670fa", "#df6e08", "#035736", "#7a2c81", "#aa4615", "#a583bb", "#3a8e69", "#147573")
-"""Colours of models, in order, which those who do not see red or green tell apart too."""
+ENCODING_COLORS = {
+    "rope": "#1670fa",
+    "tape": "#df6e08",
+    "cope": "#7a24c5",
+    "fox": "#007468",
+    "path": "#004161",
+    "fire": "#cf003f",
+    "alibi": "#17c094",
+    "repo": "#18a6d6",
+    "nope": "#8c8c8c",
+    "t5": "#e86ee8",
+    "xpos": "#cca71e",
+    "randpe": "#26009d",
+    "path_fox": "#6e1d00",
+    "sincos": "#1a1a1a",
+}
+"""The color of each positional encoding in every picture. Readers with protanopia or deuteranopia can tell any two of
+them apart."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
-"""Their markers, as many as no number of colours is a multiple of, so that more models look different."""
 LINES = ("-", "--", ":", "-.")
+BLENDS = ((0.0, 0.0), (0.0, 0.35), (1.0, 0.4))
+"""Shades of one encoding's color: the gray level (0 is black) that is blended in, and its share."""
 COLOR_MAP = "cividis"
-"""Of heat maps: from dark blue to light yellow, alike to all kinds of eyes and in grey."""
+"""Color map of heat maps, from dark blue to light yellow. It also works in gray and for color-blind readers."""
 SHADES = ("#2a78c8", "#8a6fc0", "#c8588e", "#d97a20")
-"""From the first to the last of an ordered series, such as layers."""
+"""Colors of an ordered series, such as layers, from first to last."""
 ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
-"""Of texts upon the cells of a heat map."""
+"""Text colors on dark and light cells of a heat map."""
 CELLS_WITH_TEXT = 144
 LONGEST_LABEL, LONGEST_AXIS_LABEL = 36, 48
 """Characters of a model's or panel's name, and of the label of an axis, that fit in their places."""
@@ -41,45 +60,78 @@ MOST_PANELS = 24
 """Axes that one figure may have: laying out many takes minutes."""
 # Lone surrogates and noncharacters are shown by neither pages nor pictures.
 _UNSHOWABLE = re.compile(f"[{CONTROLS}\ud800-\udfff\ufffe\uffff]")
-_ORDER: ContextVar[tuple[str, ...]] = ContextVar("order of models", default=())
+_ENCODINGS: ContextVar[Mapping[str, str | None]] = ContextVar("encodings of the models", default=MappingProxyType({}))
 DOTS_PER_INCH = 150
 
 
 def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return how each model is drawn: `axes.plot(x, y, **styles(results)[label])`.
+    """Return the plot style of each model: `axes.plot(x, y, **styles(results)[label])`.
 
-    The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth` and `label`. Use the latter as the text of a
-    legend or title: it is shortened if it is very long, and matplotlib shows it as it is.
+    The color is that of the model's encoding (see `model_encodings`). Models of one encoding differ in shade and line
+    style. The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth` and `label`. Use `label` in legends
+    and titles: it is shortened, and matplotlib shows it as it is.
     """
     labels = list(labels)
-    drawn: dict[str, dict[str, Any]] = {}
-    for index, label in enumerate(dict.fromkeys([*_ORDER.get(), *labels])):
+    encodings = {**_ENCODINGS.get(), **{label: None for label in labels if label not in _ENCODINGS.get()}}
+    # Models of unknown encodings never get the colors of RoPE and TAPE.
+    reserved = {"rope", "tape", *encodings.values()}
+    free = [color for name, color in ENCODING_COLORS.items() if name not in reserved] or list(ENCODING_COLORS.values())
+    colors = {**ENCODING_COLORS}
+    uses: Counter[str] = Counter()
+    found: dict[str, dict[str, Any]] = {}
+    for index, (label, encoding) in enumerate(encodings.items()):
+        family = encoding or f"model {label}"
+        base = colors.setdefault(family, free[(len(colors) - len(ENCODING_COLORS)) % len(free)])
+        variant = uses[base]
+        uses[base] += 1
         short = plain(label, LONGEST_LABEL)
-        if any(look["label"] == short for look in drawn.values()):
+        if any(look["label"] == short for look in found.values()):
             short = f"{plain(label, LONGEST_LABEL - 6)} ({index + 1})"
-        drawn[label] = {
-            "color": COLORS[index % len(COLORS)],
+        found[label] = {
+            "color": shade(base, variant),
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 5,
-            "linestyle": LINES[index // len(COLORS) % len(LINES)],
+            "linestyle": LINES[variant % len(LINES)],
             "linewidth": 1.6,
             "label": short,
         }
-    return {label: drawn[label] for label in labels}
+    return {label: found[label] for label in labels}
 
 
 @contextmanager
-def in_order(labels: Iterable[str]) -> Iterator[None]:
-    """Give each of these models the same style in all pictures, also in those that do not show every one of them."""
-    token = _ORDER.set(tuple(labels))
+def model_encodings(encodings: Mapping[str, str | None]) -> Iterator[None]:
+    """Set the encoding of each model by its label, so that `styles` is the same in all pictures within the context."""
+    token = _ENCODINGS.set(encodings)
     try:
         yield
     finally:
-        _ORDER.reset(token)
+        _ENCODINGS.reset(token)
+
+
+def variant_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the plot styles of variants named as in `comparison.json`, such as `tape+increments=signed`."""
+    variants = list(variants)
+    with model_encodings({variant: variant.partition("+")[0] for variant in variants}):
+        return styles(variants)
+
+
+def encoding_of(config: Mapping[str, Any]) -> str | None:
+    """Return the encoding of a model that has this `config.json`, or None if it is unknown."""
+    for name in (config.get("position_encoding"), config.get("model_type")):
+        if isinstance(name, str) and name in ENCODING_COLORS:
+            return name
+    return "rope" if {"rope_theta", "rope_parameters"} & config.keys() else None
+
+
+def shade(color: str, number: int) -> str:
+    """Return a shade of a color; number 0 is the color itself, and later numbers repeat."""
+    gray, share = BLENDS[number % len(BLENDS)]
+    channels = (int(color[start : start + 2], 16) for start in (1, 3, 5))
+    return "#" + "".join(f"{round((1 - share) * channel + share * 255 * gray):02x}" for channel in channels)
 
 
 def shades(count: int) -> list[tuple[float, ...]]:
-    """Return colours for curves that have an order, such as those of layers."""
+    """Return colors for curves that have an order, such as those of layers."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("shades", SHADES)
@@ -224,10 +276,10 @@ def heat_map(
     high: float = 1.0,
     bar: str | None = None,
 ) -> None:
-    """Draw a matrix of values (rows from top to bottom) whose colours run from 0 to `high`.
+    """Draw a matrix of values (rows from top to bottom) whose colors run from 0 to `high`.
 
     None or NaN is a cell without a value, marked by a cross. A matrix of few cells shows its values. `bar` adds a
-    colour bar with that label; of several panels with the same range, give it to the last one.
+    color bar with that label; of several panels with the same range, give it to the last one.
     """
     matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(len(rows), len(columns))
     image = axes.imshow(matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none")

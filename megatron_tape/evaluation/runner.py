@@ -215,13 +215,14 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
 
     Pictures that cannot be drawn, as the values of a broken model may not, cost a warning. Raises OSError.
     """
-    from megatron_tape.evaluation.figures import png
+    from megatron_tape.evaluation.figures import encoding_of, model_encodings, png
 
     files = []
     try:
-        for picture in task.draw({results.label: results.tasks[task.name]}):
-            write_whole(output / f"{picture.name}.png", [png(picture)])
-            files.append(output / f"{picture.name}.png")
+        with model_encodings({results.label: encoding_of(results.model.config)}):
+            for picture in task.draw({results.label: results.tasks[task.name]}):
+                write_whole(output / f"{picture.name}.png", [png(picture)])
+                files.append(output / f"{picture.name}.png")
     except OSError:
         raise
     except Exception as error:

@@ -14,6 +14,7 @@ from megatron_tape.evaluation.report import page as page_module
 from megatron_tape.evaluation.report.page import page, read
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
 from megatron_tape.evaluation.task import Picture, Task
+from megatron_tape.position import ENCODINGS
 from megatron_tape.run import curves
 from megatron_tape.run.curves import read_run
 from pretrain import report
@@ -251,10 +252,12 @@ class _Drawn(Task):
         return [Picture("drawn", f"Found by {', '.join(results)} in {', '.join(colors)}.", figure)]
 
 
-def test_a_model_has_the_same_colour_in_every_picture(tmp_path, monkeypatch):
+def test_a_model_has_the_same_color_in_every_picture(tmp_path, monkeypatch):
     monkeypatch.setitem(page_module.TASKS, "shiny", _Drawn)
-    parsed = evaluated(tmp_path, first={"tasks": {"blunt": task([score()])}}, second={"tasks": {"shiny": ours(0.5)}})
-    assert parsed.pictures["Shiny"] == [f"Found by second in {figures.COLORS[1]}."]
+    first, second = {**CONFIG, "model_type": "rope"}, {**CONFIG, "model_type": "encoded", "position_encoding": "rope"}
+    blunt, shiny = {"blunt": task([score()])}, {"shiny": ours(0.5)}
+    parsed = evaluated(tmp_path, first={"tasks": blunt, "config": first}, second={"tasks": shiny, "config": second})
+    assert parsed.pictures["Shiny"] == [f"Found by second in {figures.shade(figures.ENCODING_COLORS['rope'], 1)}."]
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, capsys):
@@ -278,8 +281,21 @@ def test_styles_differ_and_survive_any_label():
     shown = [style["label"] for style in look.values()]
     assert max(map(len, shown)) <= figures.LONGEST_LABEL and shown[:2] == [" _hidden", "$a"]
     assert len(set(shown)) == len(labels)
-    with figures.in_order(labels):
+    with figures.model_encodings(dict.fromkeys(labels)):
         assert figures.styles([labels[3]]) == {labels[3]: look[labels[3]]}
+
+
+def test_every_encoding_has_its_own_color_and_its_variants_differ_by_shade_or_line():
+    assert figures.ENCODING_COLORS.keys() <= ENCODINGS.keys()
+    assert len(set(figures.ENCODING_COLORS.values())) == len(figures.ENCODING_COLORS)
+    variants = ["tape", "rope", *(f"tape+increments={number}" for number in range(8))]
+    look = figures.variant_styles(variants)
+    assert [look[name]["color"] for name in ("rope", "tape")] == [figures.ENCODING_COLORS[x] for x in ("rope", "tape")]
+    assert len({(style["color"], style["linestyle"]) for style in look.values()}) == len(variants)
+    # Whatever else is in the picture, and in whatever order.
+    assert figures.variant_styles(reversed(variants[:2]))["tape"]["color"] == look["tape"]["color"]
+    unknown = figures.styles(["gpt2", "mine"])
+    assert not {style["color"] for style in unknown.values()} & {look["rope"]["color"], look["tape"]["color"]}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def picture(found: Found, variants: Sequence[str]) -> list[Picture]:
     shown = ([metric for metric in found if metric.better != "neither"] or list(found))[: figures.MOST_PANELS]
     labels = list(variants)
     figure, drawn = figures.panels(len(shown), 2, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
-    looks, told = figures.styles(labels), []
+    looks, told = figures.variant_styles(labels), []
     for axes, metric in zip(drawn, shown):
         title = ", ".join(cell.text for cell in tables.subject(metric) if cell.sort not in (None, ""))
         for row in found[metric]:

@@ -22,7 +22,7 @@ from megatron_tape.command_line import Progress
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import Comparison
-from megatron_tape.evaluation.figures import clean, in_order, png
+from megatron_tape.evaluation.figures import clean, encoding_of, model_encodings, png
 from megatron_tape.evaluation.report import comparison_tables
 from megatron_tape.evaluation.report.tables import (
     Table,
@@ -119,7 +119,9 @@ def page(
     """
     sections = [section for comparison in comparisons for section in _comparison(comparison, missing)]
     tasks = {name for one in results.values() for name in one.tasks}
-    with in_order(dict.fromkeys([*runs, *results])):
+    encodings = {label: run.settings.get("model", {}).get("position_encoding") for label, run in runs.items()}
+    encodings = {label: encoding_of(one.model.config) for label, one in results.items()} | encodings
+    with model_encodings({label: encodings[label] for label in [*runs, *results]}):
         sections += [_task(results, name) for name in sorted(tasks, key=[*TASKS, *sorted(tasks)].index)]
         sections += [Section("Training", runs_table(runs), draw(curves(runs)))] if runs else []
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
