@@ -31,6 +31,7 @@ from megatron_tape.position import ENCODINGS  # noqa: E402
 COPIED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "README.md": "index.md",
     "SECURITY.md": "security.md",
     "benchmarks/LOG.md": "benchmarks.md",
     "transformers_tape/README.md": "transformers_tape.md",
@@ -254,7 +255,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = Path(sources.get(path, f"docs/{path}")).parent
 
     def changed(link: re.Match) -> str:
-        text, target, anchor = link.groups("")
+        image, text, target, anchor = link.groups("")
         source = os.path.normpath(folder / target)
         if source.startswith("docs/"):
             place = source.removeprefix("docs/")
@@ -262,11 +263,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             place = COPIED[source]
         else:
             return text  # such as a link to LICENSE, which has no page
-        return f"[{text}]({os.path.relpath(place, Path(path).parent)}{anchor})"
+        return f"{image}[{text}]({os.path.relpath(place, Path(path).parent)}{anchor})"
 
     # GitHub wants a bar in a table's code escaped; Python-Markdown shows the escape.
     code_in_table = re.compile(r"(?<=`)[^`\n]*\\\|[^`\n]*(?=`)")
     lines = markdown.split("\n")
     lines = [code_in_table.sub(lambda code: code[0].replace("\\|", "|"), x) if x.startswith("|") else x for x in lines]
     markdown = "\n".join(lines)
-    return re.sub(r"(?<!!)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", changed, markdown)
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", changed, markdown)
