@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
+from megatron_tape import __version__
 from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
 from megatron_tape.home import expand_home, provide_caches
 from megatron_tape.text import duration, printable
@@ -27,8 +28,16 @@ class Parser(argparse.ArgumentParser):
     is not taken for a user's home directory.
     """
 
+    command: ClassVar[str | None] = None
+    """The installed command that runs, such as tape-train; None for `python -m`."""
+
     def __init__(self, **arguments: Any):
+        # A parser of a subcommand has its parent's name already.
+        if self.command and not (arguments.get("prog") or "").startswith(self.command):
+            arguments["prog"] = self.command
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
+        version = f"megatron-tape {__version__}"
+        self.add_argument("--version", action="version", version=version, help="show the version and exit")
         self.register("type", None, lambda text: _expanded(text))
         self.register("type", Path, path)
 

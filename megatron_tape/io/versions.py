@@ -53,8 +53,12 @@ def node_name() -> str:
 
 
 def commit(source: Path = ROOT) -> str | None:
-    """Return the commit of a directory, None where git does not know it."""
-    return _output(["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"])
+    """Return the commit of a directory that holds this project, or None where git does not know it."""
+    git = ["git", "-C", str(source)]
+    # An environment with the installed package may lie in a repository of something else.
+    if not _output([*git, "ls-files", "megatron_tape/__init__.py"]):
+        return None
+    return _output([*git, "describe", "--always", "--dirty", "--abbrev=12"])
 
 
 def _output(command: list[str]) -> str | None:
