@@ -1,23 +1,33 @@
-# make demo: train TAPE and RoPE on real text.  make test: run every test.  make gpu-trial: check and measure on a GPU.
-# make demo-smollm2: download SmolLM2-135M (93 MB), train TAPE, and LoRA, in it on two cores, and evaluate the models.
-# make test TESTS="tests/slurm -m 'not slow'" runs some.
+# `make` lists the targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What those have who load an exported model: nothing of this project, the oldest transformers that works.
+# An environment that loads exported models without this project, with the oldest supported transformers.
 PLAIN := .venv-transformers
 OLDEST_TRANSFORMERS := 5.0.0
 QUICK := $(if $(SLOW),$(if $(filter only,$(SLOW)),-m slow),-m "not slow")
 PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
-# What slow tests of exported models use beside $(VENV): trainers, runtimes and servers of the Hugging Face world.
+# Trainers, runtimes and servers of the Hugging Face ecosystem, for slow tests of exported models.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
-# vLLM pins versions of its own.
+# vLLM pins its own versions of other packages.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: demo demo-smollm2 test gpu-trial wheels lint docs docs-serve install clean
+.PHONY: help demo demo-smollm2 test gpu-trial wheels lint docs docs-serve install clean
+
+help:
+	@echo "make install        create .venv with everything that a machine without a GPU needs; other targets do so, too"
+	@echo "make demo           train TAPE and RoPE on real text: a few minutes on two cores"
+	@echo "make demo-smollm2   download SmolLM2-135M (93 MB), train TAPE and LoRA in it, and evaluate the models"
+	@echo "make test           run all tests but the slow ones; SLOW=1 runs all of them, SLOW=only the slow ones alone"
+	@echo "make test TESTS=X   run some tests: X is a file, or any arguments of pytest"
+	@echo "make lint           run ruff and mypy"
+	@echo "make docs           build the documentation in site/; make docs-serve shows it in a browser"
+	@echo "make gpu-trial      check and measure on a machine with a GPU; ARGS=... are the program's arguments"
+	@echo "make wheels         collect the packages that a GPU machine without a network needs; WHEELS=folder"
+	@echo "make clean          remove the environments and everything built"
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" pretrain/demo.sh
@@ -25,9 +35,10 @@ demo: $(STAMP)
 demo-smollm2: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" pretrain/demo_smollm2.sh
 
-# Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time, and one test of tests/slurm beside them, or two if they are slow:
-# their jobs spend much of the time waiting. Their output comes last. Both halves run and are reported, whatever becomes of the other; Ctrl-C ends both.
-test: $(STAMP) $(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP) $(VLLM_STAMP))
+# Tests marked slow run only with SLOW=1 or SLOW=only. Two test files run at a time. tests/slurm runs in parallel with
+# them, since its jobs mostly wait, and its output comes last. Both halves always run; Ctrl-C ends both.
+# With TESTS, no other environment is built: a test that needs one fails with the command that makes it.
+test: $(STAMP) $(if $(TESTS),,$(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP) $(VLLM_STAMP)))
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
@@ -37,15 +48,14 @@ else
 	echo "waiting for tests/slurm"; wait $$jobs; slurm=$$?; cat $$log; rm $$log; \
 	result() { if [ $$1 -eq 0 ]; then echo passed; else echo "failed (pytest's exit status $$1)"; fi; }; \
 	echo "make test: tests/slurm $$(result $$slurm); all other tests $$(result $$others)"; \
-	$(if $(SLOW),,echo "Tests marked slow were left out; make test SLOW=1 runs them as well.";) \
+	$(if $(SLOW),,echo "Slow tests were not run; make test SLOW=1 runs them as well.";) \
 	[ $$others -eq 0 ] && [ $$slurm -eq 0 ]
 endif
 
-# make gpu-trial ARGS="--minutes 8 --output DIR"; a machine without make runs the program itself.
+# For example: make gpu-trial ARGS="--minutes 8 --output DIR"
 gpu-trial: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu_trial $(ARGS)
 
-# What a GPU machine without a network lacks, in the folder WHEELS.
 wheels: $(STAMP)
 	$(BIN)/python -m benchmarks.wheels $(or $(WHEELS),wheels)
 
@@ -63,7 +73,7 @@ docs-serve: $(STAMP)
 
 install: $(STAMP)
 
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt pyproject.toml setup.py
 	@version='import sys; print("%d.%d" % sys.version_info[:2])'; found=$$($(PYTHON) -c "$$version") || found=missing; \
 	case $$found in 3.11|3.12|3.13) ;; *) \
 	  echo "This project needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $$found."; \
@@ -83,11 +93,11 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/pip install -r requirements.txt
 	@# With the packages of `make docs`: they are small, and a second environment would import the library twice.
 	$(BIN)/pip install -e '.[dev,docs]'
-	@# A torch for GPUs brings its own; without one the tests interpret the kernels.
+	@# The CUDA build of torch depends on Triton. With a CPU build, the tests run the kernels in Triton's interpreter.
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install triton==3.7.1
 	touch $(STAMP)
 
-# The tests start Python there only a few times; compiling every module would take as long as installing.
+# --no-compile: the tests start Python there only a few times, and compiling takes as long as installing.
 $(PLAIN_STAMP): requirements.txt | $(STAMP)
 	$(BIN)/python -m venv $(PLAIN)
 	$(PLAIN)/bin/pip install --no-compile $$(grep '^torch==' requirements.txt) transformers==$(OLDEST_TRANSFORMERS)
@@ -95,7 +105,7 @@ $(PLAIN_STAMP): requirements.txt | $(STAMP)
 
 $(PLAIN): $(PLAIN_STAMP)
 
-# It sees the packages of $(VENV), so that only what those lack is installed.
+# A .pth file adds the packages of $(VENV), so that only missing ones are installed.
 $(ECOSYSTEM_STAMP): requirements-ecosystem.txt requirements.txt pyproject.toml | $(STAMP)
 	$(BIN)/python -m venv --clear $(ECOSYSTEM)
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
@@ -105,7 +115,7 @@ $(ECOSYSTEM_STAMP): requirements-ecosystem.txt requirements.txt pyproject.toml |
 
 $(ECOSYSTEM): $(ECOSYSTEM_STAMP)
 
-# PyPI's torchvision, torchaudio and torchcodec are built for CUDA: with a torch for CPUs their import fails, and vLLM's.
+# PyPI's torchvision, torchaudio and torchcodec need CUDA: with a CPU build of torch, importing them or vLLM fails.
 $(VLLM_STAMP): requirements-vllm.txt | $(STAMP)
 	$(BIN)/python -m venv --clear $(VLLM)
 	$(VLLM)/bin/pip install --no-compile -r requirements-vllm.txt

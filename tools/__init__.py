@@ -1,0 +1,1 @@
+"""Command-line tools for data and models; installed as `pretrain.tools` (see setup.py)."""
