@@ -1,6 +1,6 @@
-"""The one list of what is checked of a run whose settings have been read: processes, then files. Imports no torch.
+"""Every check of a run before it starts: the number of processes, then files. Does not import torch.
 
-`checks.arguments` checks the settings alone when it reads them.
+`checks.arguments` checks the settings themselves when it reads them.
 """
 
 from enum import IntEnum
@@ -27,26 +27,26 @@ from megatron_tape.huggingface.tokenizer_files import export_problem
 
 
 class Level(IntEnum):
-    """How much is checked. Each level includes those before it."""
+    """How thorough a check is. Each level includes the previous ones."""
 
     SETTINGS = 0
-    """That the settings fit the number of processes and the command."""
+    """The settings are compatible with the number of processes and with the command."""
     FILES = 1
-    """That files exist and directories can be written: before a job is submitted, and on every node that trains."""
+    """Files exist and directories are writable. Used before a job is submitted, and on every node that trains."""
     START = 2
-    """What the files hold: before a job's first process starts, and before a run does."""
+    """The contents of files are valid. Used before a job's first process and before a run."""
 
 
 def check(
     config: RunConfig, level: Level, processes: int | None = None, extends: bool | None = None, base: Base | None = None
 ) -> None:
-    """Raise ConfigError for the first thing that keeps a run from working; OSError if a file system does not answer.
+    """Raise ConfigError for the first problem that would stop a run, or OSError if a file system fails.
 
     Args:
         config: the run's settings.
-        level: how much to check.
-        processes: how many will train; None if nobody knows yet.
-        extends: whether the command is the one that extends a model; None if either will do.
+        level: how thoroughly to check.
+        processes: the number of training processes; None if it is not known yet.
+        extends: whether the command is pretrain.extend_context; None to accept both commands.
         base: the model to extend, if it does not exist yet.
     """
     if processes is not None:
@@ -79,10 +79,10 @@ def check(
 
 
 def _warn_of_export(config: RunConfig) -> None:
-    """Say before training if the tokenizer cannot be exported afterwards."""
+    """Warn before training if the tokenizer cannot be exported."""
     tokenizer = load_run_tokenizer(config)
     if tokenizer is not None and (problem := export_problem(tokenizer, config.model.seq_length)):
         command_line.say(
-            f"warning: data.tokenizer {config.data.tokenizer} {problem}; the model can be trained and evaluated, but "
-            "exports to Hugging Face will have no tokenizer"
+            f"warning: data.tokenizer {config.data.tokenizer} {problem}; training and evaluation work, but exports to "
+            "Hugging Face will not include a tokenizer"
         )

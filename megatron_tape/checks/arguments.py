@@ -1,4 +1,4 @@
-"""Read a run's settings from a program's arguments, and check what needs neither files nor other processes."""
+"""Read a run's settings from the command line, and check them without reading data or starting processes."""
 
 import dataclasses
 from pathlib import Path
@@ -16,14 +16,21 @@ from megatron_tape.planning.parameters import parameter_count
 def parse_run_config(
     argv: list[str] | None = None, purpose: str = "Train one model.", base: Base | None = None
 ) -> RunConfig:
-    """Read `--config` files and overrides from `argv` (`sys.argv` if None); later ones override earlier ones.
+    """Read `--config` files and overrides from `argv`; later values override earlier ones.
 
-    Settings of a model that a run extends are added, those of `base` if it is given. Directories that are not set get
-    defaults from the recipe's name. `purpose` begins the text of `--help`.
+    If the run extends a model, settings of that model are added. `checks.check` performs the checks that depend on the
+    number of processes and on files. Exits with status 0 after `--help` or `--print_config`.
 
-    Raises ConfigError, with file and line, for a key that is unknown or missing and for a value that is wrong or cannot
-    work with others. `checks.check` checks what depends on the number of processes and on files. Ends the process with
-    status 0 after `--help` or `--print_config`.
+    Args:
+        argv: the arguments; None for those of the process.
+        purpose: the beginning of the text of `--help`.
+        base: the model to extend; None to read the one that `extension.from` names.
+
+    Returns:
+        The settings. Directories that are not set get defaults from the recipe's name.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is invalid or incompatible with others; with file and line.
     """
     parser = settings_parser(
         RunConfig,
@@ -49,7 +56,7 @@ def parse_run_config(
 
 
 def with_directories(config: RunConfig, name: str) -> RunConfig:
-    """Return `config` with every directory that is not set at its default under `runs/<name>` or beside the data."""
+    """Return `config` with defaults for all directories that are not set, under `runs/<name>` or next to the data."""
     logging = dataclasses.replace(config.logging, directory=config.logging.directory or f"runs/{name}")
     config = dataclasses.replace(config, logging=logging)
     directory = config.checkpoint.directory or config.default_checkpoint_directory

@@ -1,6 +1,6 @@
-"""Reject settings that cannot work, alone or together, before a process group or a parameter exists.
+"""Reject invalid settings and incompatible combinations before process groups and parameters are created.
 
-No file is read, and torch is not imported.
+This module reads no files and does not import torch.
 """
 
 import functools
@@ -23,7 +23,7 @@ from megatron_tape.training.hooks import HOOKS
 
 
 def validate(config: RunConfig, world_size: int) -> None:
-    """Raise `ConfigError` if `config` cannot run on `world_size` processes. Reads no file."""
+    """Raise `ConfigError` if `config` cannot run on `world_size` processes. Reads no files."""
     validate_model(config.model)
     validate_layout(config, world_size)
     _validate_checkpoint(config)
@@ -38,18 +38,19 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 
 def _validate_checkpoint(config: RunConfig) -> None:
-    checkpoint, clash = config.checkpoint, functools.partial(refuse_incompatible, config)
-    never = checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0
-    clash(never, "checkpoint.keep_every checkpoint.interval", "set it to a multiple of the interval")
-    shares = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    few = checkpoint.writers is not None and checkpoint.writers < shares
-    why, fix = "and each tensor-parallel rank of each stage writes its own shares", f"set it to {shares} or to null"
+    checkpoint, incompatible = config.checkpoint, functools.partial(refuse_incompatible, config)
+    not_multiple = checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0
+    fix = "set it to a multiple of checkpoint.interval"
+    incompatible(not_multiple, "checkpoint.keep_every checkpoint.interval", fix)
+    shards = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    too_few = checkpoint.writers is not None and checkpoint.writers < shards
+    why, fix = "and every tensor-parallel rank of every stage writes its shard", f"set it to {shards} or more, or null"
     keys = "checkpoint.writers parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size"
-    clash(few, keys, fix, why)
+    incompatible(too_few, keys, fix, why)
 
 
-def _parameters_of_encoding(model: ModelConfig) -> list[str]:
-    """Return the names by which `optimizer` may give the parameters of the model's encoding their own values."""
+def _encoding_parameter_kinds(model: ModelConfig) -> list[str]:
+    """Return the encoding's parameters as keys of `optimizer.weight_decay_of` and `optimizer.lr_scale_of`."""
     encoding = encoding_of(model)
     names = [f"position.{name}" for layer in range(model.num_layers) for name in encoding.parameters(layer)]
     return list(dict.fromkeys(names))
@@ -57,17 +58,20 @@ def _parameters_of_encoding(model: ModelConfig) -> list[str]:
 
 def _validate_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
-    kinds = (*KINDS, *_parameters_of_encoding(config.model))
+    kinds = (*KINDS, *_encoding_parameter_kinds(config.model))
     for key in ("weight_decay_of", "lr_scale_of"):
         for kind in getattr(optimizer, key):
-            refuse(kind not in kinds, f"optimizer.{key}", f"names the kind {kind}", f"choose from {', '.join(kinds)}")
+            problem, fix = f"contains the unknown parameter kind {kind}", f"choose from {', '.join(kinds)}"
+            refuse(kind not in kinds, f"optimizer.{key}", problem, fix)
     refuse_incompatible(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
     if optimizer.kind == "muon":
-        clash, deepspeed = functools.partial(refuse_incompatible, config), config.deepspeed
-        why = "which cuts the matrices that Muon needs whole"
-        clash(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", "set that to 1 or 2", why)
-        without = "all" not in config.extension.trains
-        clash(without, "optimizer.kind extension.trains", "set it to adamw", "so no matrix of Muon's is trained")
+        incompatible, deepspeed = functools.partial(refuse_incompatible, config), config.deepspeed
+        why = "which shards the matrices that Muon needs whole"
+        fix = "set deepspeed.zero_stage to 1 or 2"
+        incompatible(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", fix, why)
+        why = "so Muon has no matrices to train"
+        partial = "all" not in config.extension.trains
+        incompatible(partial, "optimizer.kind extension.trains", "set it to adamw", why)
     _validate_average(config)
 
 
@@ -77,53 +81,57 @@ def _validate_average(config: RunConfig) -> None:
         return
     for name, kind in (("decay", "ema"), ("count", "last"), ("every", "last")):
         given = getattr(average, name) != getattr(AverageSettings, name)
-        refuse(given and kind != average.kind, f"{key}.{name}", f"belongs to kind {kind}", "remove it")
+        refuse(given and kind != average.kind, f"{key}.{name}", f"applies only to kind {kind}", "remove it")
     first = steps - (average.count - 1) * average.every
-    problem = f"{average.count} times every {average.every} is more than train.steps {steps}"
+    problem = f"{average.count} times every {average.every} exceeds train.steps {steps}"
     refuse(average.kind == "last" and first < 1, (f"{key}.count", "train.steps"), problem, "lower either")
 
 
 def _validate_schedule(config: RunConfig) -> None:
     warmup, decay, steps = config.schedule.warmup_steps, config.schedule.decay_steps, config.train.steps
-    clash, key = functools.partial(refuse_incompatible, config), "schedule.warmup_steps"
-    clash(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
-    other, why = decay is not None and config.schedule.kind != "wsd", "which decays until the last step"
-    clash(other, "schedule.decay_steps schedule.kind", "remove it or use kind wsd", why)
-    other = config.schedule.power != 1 and config.schedule.kind != "polynomial"
-    clash(other, "schedule.power schedule.kind", "remove it or use kind polynomial", "which has no power")
-    clash(warmup + (decay or 0) > steps, f"{key} schedule.decay_steps train.steps", "lower either")
+    incompatible, key = functools.partial(refuse_incompatible, config), "schedule.warmup_steps"
+    incompatible(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
+    unused, why = decay is not None and config.schedule.kind != "wsd", "which has no final decay"
+    incompatible(unused, "schedule.decay_steps schedule.kind", "remove it or use kind wsd", why)
+    unused = config.schedule.power != 1 and config.schedule.kind != "polynomial"
+    incompatible(unused, "schedule.power schedule.kind", "remove it or use kind polynomial", "which has no exponent")
+    incompatible(warmup + (decay or 0) > steps, f"{key} schedule.decay_steps train.steps", "lower either")
 
 
 def _validate_precision(config: RunConfig) -> None:
-    clash = functools.partial(refuse_incompatible, config)
-    fp32, fix = config.train.precision == "fp32", "change either, as it needs bf16"
+    incompatible = functools.partial(refuse_incompatible, config)
+    fp32, fix = config.train.precision == "fp32", "change either: it requires bf16"
     in_bf16 = config.deepspeed.communication_precision == "bf16"
-    clash(fp32 and in_bf16, "deepspeed.communication_precision train.precision", fix)
+    incompatible(fp32 and in_bf16, "deepspeed.communication_precision train.precision", fix)
     in_bf16 = config.model.attention_backend in ONLY_HALF
-    clash(fp32 and in_bf16, "model.attention_backend train.precision", fix)
+    incompatible(fp32 and in_bf16, "model.attention_backend train.precision", fix)
 
 
 def _validate_data(config: RunConfig) -> None:
-    data, interval, clash = config.data, config.train.eval_interval, functools.partial(refuse_incompatible, config)
+    data, interval, incompatible = (
+        config.data,
+        config.train.eval_interval,
+        functools.partial(refuse_incompatible, config),
+    )
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
     stages_of(config)
-    nothing = data.source == "prefix" and config.train.validates and split_shares(data.split)[1] == 0
-    fix, why = "raise its second share, or set eval_interval to null", "which leaves nothing for validation"
-    clash(nothing, "train.eval_interval data.split", fix, why)
-    without = data.tokenizer is None
-    clash(data.reset_attention_mask and without, "data.reset_attention_mask data.tokenizer", "set the tokenizer")
-    why, fix = "so that tokens would attend to the documents before their own", "set reset_attention_mask to true"
-    attends = data.long_documents is not None and not data.reset_attention_mask
-    clash(attends, "data.long_documents data.reset_attention_mask", fix, why)
+    no_validation = data.source == "prefix" and config.train.validates and split_shares(data.split)[1] == 0
+    fix, why = "raise its second number, or set train.eval_interval to null", "which has no validation data"
+    incompatible(no_validation, "train.eval_interval data.split", fix, why)
+    no_tokenizer, fix = data.tokenizer is None, "set data.tokenizer"
+    incompatible(data.reset_attention_mask and no_tokenizer, "data.reset_attention_mask data.tokenizer", fix)
+    why, fix = "so tokens would attend to preceding documents", "set data.reset_attention_mask to true"
+    attends_across = data.long_documents is not None and not data.reset_attention_mask
+    incompatible(attends_across, "data.long_documents data.reset_attention_mask", fix, why)
     samples = interval is not None and "sample" in config.train.evaluations and config.logging.sample_tokens > 0
-    fix = "set the tokenizer, or sample_tokens to 0"
-    clash(samples and without, "logging.sample_tokens data.tokenizer", fix)
+    fix = "set data.tokenizer, or set logging.sample_tokens to 0"
+    incompatible(samples and no_tokenizer, "logging.sample_tokens data.tokenizer", fix)
 
 
 def _validate_samples(config: RunConfig) -> None:
-    """Check a source of samples that stands in place of indexed datasets."""
-    why = "which makes samples that are not cut from documents"
+    """Validate a source of samples other than indexed datasets."""
+    why = "whose samples are not cut from documents"
     for key, unset in (("stages", None), ("long_documents", None), ("reset_attention_mask", False)):
         given = getattr(config.data, key) != unset
         refuse_incompatible(
@@ -136,49 +144,44 @@ def _validate_samples(config: RunConfig) -> None:
 
 
 def _validate_generator(config: RunConfig) -> None:
-    data, model, clash = config.data, config.model, functools.partial(refuse_incompatible, config)
+    data, model, incompatible = config.data, config.model, functools.partial(refuse_incompatible, config)
     generator, fix = data.generator, "set it to null"
     try:
         generator.check()
     except ConfigError as error:
         raise ConfigError(f"data.generator.{error.subject}", error.problem, error.fix) from None
-    clash(data.tokenizer is not None, "data.tokenizer data.generator", fix, "which makes tokens that are no text")
-    fix = f"raise model.vocab_size to at least {generator.vocab_size}, the number of different tokens"
-    clash(generator.vocab_size > model.vocab_size, "data.generator model.vocab_size", fix)
+    incompatible(data.tokenizer is not None, "data.tokenizer data.generator", fix, "whose tokens are not text")
+    fix = f"raise model.vocab_size to at least {generator.vocab_size}, the number of the task's tokens"
+    incompatible(generator.vocab_size > model.vocab_size, "data.generator model.vocab_size", fix)
     fix = f"raise model.seq_length to at least {generator.length - 1}"
-    clash(generator.length > model.seq_length + 1, "data.generator model.seq_length", fix)
+    incompatible(generator.length > model.seq_length + 1, "data.generator model.seq_length", fix)
 
 
 def _validate_examples(config: RunConfig) -> None:
-    length, clash = config.model.seq_length, functools.partial(refuse_incompatible, config)
+    length, incompatible = config.model.seq_length, functools.partial(refuse_incompatible, config)
     examples = config.data.examples
     check_template(examples.template, "data.examples.template")
-    clash(config.data.tokenizer is None, "data.tokenizer data.examples", "set it", "which are texts")
+    incompatible(config.data.tokenizer is None, "data.tokenizer data.examples", "set it", "which is text")
     refuse(
         examples.target_tokens >= length,
         ("data.examples.target_tokens", "model.seq_length"),
         f"is {examples.target_tokens}, but model.seq_length is {length}",
-        "set target_tokens to less",
+        "lower target_tokens",
     )
-    fix = "add validation, or set eval_interval to null"
-    without = config.train.validates and examples.validation is None
-    clash(without, "train.eval_interval data.examples", fix, "which names no validation file")
+    fix = "set data.examples.validation, or set train.eval_interval to null"
+    no_validation = config.train.validates and examples.validation is None
+    incompatible(no_validation, "train.eval_interval data.examples", fix, "without a validation file")
 
 
 def _validate_monitoring(config: RunConfig) -> None:
     for name in config.train.evaluations:
-        refuse(name not in HOOKS, "train.evaluations", f"names {name}", f"choose from {', '.join(HOOKS)}")
+        refuse(name not in HOOKS, "train.evaluations", f"contains {name}", f"choose from {', '.join(HOOKS)}")
     build_tasks(config)
     steps, last = config.train.profile.steps, config.train.steps
     fix = "give the first and the last step, such as [10, 12]"
     refuse(steps is not None and steps[0] > steps[1], "train.profile.steps", f"is {format_value(steps)}", fix)
-    late = steps is not None and steps[0] > last
-    refuse(
-        late,
-        "train.profile.steps",
-        f"is {format_value(steps)}, but the run ends with step {last}",
-        "name earlier steps",
-    )
+    problem = f"is {format_value(steps)}, but the run ends at step {last}"
+    refuse(steps is not None and steps[0] > last, "train.profile.steps", problem, "choose earlier steps")
     if config.logging.wandb is not None:
         problem = "is set, but the package wandb is not installed"
         refuse(not installed(), "logging.wandb", problem, f"run {INSTALL}, or set it to null")
@@ -186,17 +189,17 @@ def _validate_monitoring(config: RunConfig) -> None:
 
 def _validate_trained_kinds(config: RunConfig) -> None:
     model, trains, key = config.model, config.extension.trains, "extension.trains"
-    clash = functools.partial(refuse_incompatible, config)
-    mixed, fix = "all" in trains and len(trains) > 1, "name all alone, as it includes the others but lora"
+    incompatible = functools.partial(refuse_incompatible, config)
+    mixed, fix = "all" in trains and len(trains) > 1, "use all alone: it includes every kind but lora"
     refuse(mixed, key, f"is {format_value(trains)}", fix)
-    nothing, why = trains == ["output"] and model.tie_embeddings, "so there is no output layer to train"
-    clash(nothing, f"{key} model.tie_embeddings", "name embeddings", why)
-    of_encoding, scales = _parameters_of_encoding(model), config.optimizer.lr_scale_of
+    no_output, why = trains == ["output"] and model.tie_embeddings, "so there is no output layer to train"
+    incompatible(no_output, f"{key} model.tie_embeddings", "train embeddings instead", why)
+    encoding_kinds, scales = _encoding_parameter_kinds(model), config.optimizer.lr_scale_of
     rates = [scales.get(kind, 1) for kind in trains]
-    rates += [scales.get(name, 0) for name in of_encoding if "position" in trains]
-    clash(not any(rates), f"{key} optimizer.lr_scale_of", "raise a scale", "so nothing would be trained")
-    nothing, fix = "position" in trains and not of_encoding, "choose another encoding, or leave position out"
-    clash(nothing, f"{key} model.position_encoding", fix, "which has no parameters")
+    rates += [scales.get(kind, 0) for kind in encoding_kinds if "position" in trains]
+    incompatible(not any(rates), f"{key} optimizer.lr_scale_of", "raise a multiplier", "so nothing would be trained")
+    no_parameters, fix = "position" in trains and not encoding_kinds, "choose another encoding, or remove position"
+    incompatible(no_parameters, f"{key} model.position_encoding", fix, "which has no parameters")
 
 
 def _validate_lora(config: RunConfig) -> None:
@@ -204,29 +207,29 @@ def _validate_lora(config: RunConfig) -> None:
     if not extension.adds_lora:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
             given = getattr(extension, key) != getattr(ExtensionConfig(), key)
-            fix = "add lora to trains, or remove the setting"
+            fix = "add lora to extension.trains, or remove the setting"
             refuse_incompatible(config, given, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
         return
     for target, widths in lora_widths(config.model).items():
         refuse(
             target in targets and extension.lora_rank > min(widths),
             ("extension.lora_rank", "extension.lora_targets"),
-            f"is {extension.lora_rank}, but the projection {target} is only {min(widths)} wide",
-            f"choose a smaller rank, or leave {target} out of extension.lora_targets",
+            f"is {extension.lora_rank}, but projection {target} is only {min(widths)} wide",
+            f"choose a smaller rank, or remove {target} from extension.lora_targets",
         )
 
 
 def _validate_shifted_sparse(config: RunConfig) -> None:
-    model, key, clash = config.model, "extension.attention", functools.partial(refuse_incompatible, config)
+    model, key, incompatible = config.model, "extension.attention", functools.partial(refuse_incompatible, config)
     if config.extension.attention != "shifted_sparse":
         return
-    why = "which is not divisible by 8: a quarter of the sequence is a segment, and half of it the shift"
-    clash(model.seq_length % 8 != 0, f"{key} model.seq_length", "change the length", why)
+    why = "which is not divisible by 8: segments are a quarter of the sequence, and shifts are half a segment"
+    incompatible(model.seq_length % 8 != 0, f"{key} model.seq_length", "change the length", why)
     refuse(
         model.query_groups < 2,
         (key, "model.num_query_groups"),
-        "is shifted_sparse, which shifts half of the heads, but all heads of this model share one group of keys",
+        "is shifted_sparse, which shifts half of the heads, but all heads of this model share one key",
         "set it to full",
     )
-    whole, why = {SCORES, REFLECTIONS} & encoding_of(model).needs, "whose scores are computed from whole rows"
-    clash(bool(whole), f"{key} model.position_encoding", "set it to full", why)
+    row_scores, why = {SCORES, REFLECTIONS} & encoding_of(model).needs, "whose scores are computed from whole rows"
+    incompatible(bool(row_scores), f"{key} model.position_encoding", "set it to full", why)

@@ -226,7 +226,7 @@ def test_a_profiled_rank_is_compared_with_the_number_of_processes_once_that_is_k
     config = make(train__profile={"steps": [1, 2], "ranks": [0, 2]})
     check(config, Level.SETTINGS)
     check(config, Level.SETTINGS, processes=4)
-    with pytest.raises(ConfigError, match="train.profile.ranks names 2, but the ranks are 0 to 1"):
+    with pytest.raises(ConfigError, match="train.profile.ranks contains 2, but the ranks are 0 to 1"):
         check(config, Level.SETTINGS, processes=2)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from models import small_model
 
-from megatron_tape.checks.layout import has_whole_parameters
+from megatron_tape.checks.layout import has_replicated_parameters
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.validation import validate_model
 from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, encoding_of, register
@@ -18,8 +18,8 @@ def test_what_no_backend_or_layout_can_do_is_refused_by_name():
     model = small_model(position_encoding="fox", attention_backend="triton")
     with pytest.raises(ConfigError, match="triton, which cannot lower the scores of keys with forget gates, as"):
         validate_model(model)
-    assert has_whole_parameters(encoding_of(model))
-    assert not has_whole_parameters(encoding_of(small_model(position_encoding="t5")))
+    assert has_replicated_parameters(encoding_of(model))
+    assert not has_replicated_parameters(encoding_of(small_model(position_encoding="t5")))
     with pytest.raises(ValueError, match="there already is a positional encoding nope"):
         register(type("Other", (PositionEncoding,), {"name": "nope"}))
     assert ENCODINGS["nope"] is NoPosition

@@ -202,10 +202,9 @@ def test_a_tokenizer_that_cannot_be_exported_is_told_before_training(place, text
     write_dataset("words", vocabulary=63)
     unpacked = ["--data.prefix=words", "--data.tokenizer=word.model", "--data.reset_attention_mask=false"]
     assert start(*unpacked) == 0
-    said = [
-        line for line in capfd.readouterr().err.splitlines() if "exports to Hugging Face will have no tokenizer" in line
-    ]
-    assert len(said) == 1 and said[0].startswith("warning: data.tokenizer word.model ")
+    lines = capfd.readouterr().err.splitlines()
+    warnings = [line for line in lines if "exports to Hugging Face will not include a tokenizer" in line]
+    assert len(warnings) == 1 and warnings[0].startswith("warning: data.tokenizer word.model ")
     done = convert("to-hf", "--checkpoint", "run", "--output", "out")
     assert done.returncode == 2 and "--tokenizer none" in done.stderr
     assert convert("to-hf", "--checkpoint", "run", "--output", "out", "--tokenizer", "none").returncode == 0
