@@ -1,7 +1,7 @@
-"""Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` chooses by name.
+"""Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` selects one by name.
 
-Importing this does not import torch. `register` adds an encoding from another package; call it before a configuration
-that names the encoding is checked.
+Importing this package does not import torch. To use an encoding of another package, call `register` before checking a
+configuration that names it.
 """
 
 from megatron_tape.position.alibi import AlibiPosition
@@ -46,7 +46,7 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     Reposition,
     PathFoxPosition,
 )
-"""Add the class of a new file here."""
+"""All built-in encodings. Add the class of a new file here."""
 for _encoding in BUILT_IN:
     register(_encoding)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class AlibiPosition(PositionEncoding):
-    """The scores of head h fall by m_h for every token of distance; the slopes m_h are fixed."""
+    """Subtracts m_h (s - t) from the score of query s and key t in head h; the slopes m_h are fixed."""
 
     name = "alibi"
     needs = frozenset({POINTWISE})
@@ -20,7 +20,7 @@ class AlibiPosition(PositionEncoding):
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the bias -m_h (s - t) of query s and key t; only the distance enters, so packs need nothing more."""
+        """Return the bias -m_h (s - t). It depends on distances alone, so packed documents need no special handling."""
         import torch
 
         from megatron_tape.ops.bias import Bias
@@ -43,10 +43,10 @@ class AlibiPosition(PositionEncoding):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return the slope of each head: 2^(-8 h / H) for h = 1..H where H is a power of two.
+    """Return the slopes of `heads` heads: 2^(-8 h / H) for h = 1..H if H is a power of two.
 
-    For other numbers, the slopes of the next smaller power of two are followed by every other slope of twice that
-    power, as in the paper's code.
+    Otherwise, as in the paper's code, the slopes for the next smaller power of two are followed by every other slope
+    for the next larger one.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]

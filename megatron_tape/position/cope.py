@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CopeSettings(EncodingSettings):
-    """The positions that have an embedding."""
+    """Number of position embeddings."""
 
     cope_max_position: int = 64
-    """cope: largest position, p_max in the paper, at which all greater ones are capped; 0 to it have embeddings."""
+    """cope: largest position (p_max in the paper). Larger ones are clipped to it. Each position from 0 to it has an
+    embedding."""
 
 
 class CopePosition(PositionEncoding):
-    """Query s counts the tokens from key t to itself by gates, and adds q_s . e[count] to the score of t.
+    """Adds q_s . e[p] to the score of query s and key t, where p is the sum of the gates of keys t to s.
 
-    The gate of a pair is the sigmoid of its score q.k / sqrt(D). Counts are fractional, so the products with the
-    embeddings of the integers beside a count are interpolated. `table` (cope_max_position + 1, D) holds the embeddings
-    e of a layer, which its heads share; it starts at zero, as in the paper's code, where queries are not divided by
-    sqrt(D) here.
+    The gate of key k is sigmoid(q_s . k / sqrt(D)). Positions p are fractional, so q_s . e is interpolated between the
+    two nearest integers. `table` (cope_max_position + 1, D) holds the embeddings e, which all heads of a layer share.
+    It starts at zero. As in the paper's code, q_s in q_s . e is not divided by sqrt(D).
     """
 
     name = "cope"
@@ -41,13 +41,13 @@ class CopePosition(PositionEncoding):
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def costs(self, layer, batch) -> Costs:
-        """Count the embeddings in fp32 as kept, if those of the run are narrower."""
-        numbers = (self.settings.cope_max_position + 1) * self.model.head_dim
-        products = self.model.num_attention_heads * (numbers + self.model.seq_length)
-        return Costs(multiply_adds=products, saved=4 * numbers if batch.width < 4 else 0)
+        """Count the embeddings' fp32 copy, which is saved if the run uses a narrower precision."""
+        elements = (self.settings.cope_max_position + 1) * self.model.head_dim
+        products = self.model.num_attention_heads * (elements + self.model.seq_length)
+        return Costs(multiply_adds=products, saved=4 * elements if batch.width < 4 else 0)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the scores of rows; keys before a document are not counted, so packs need nothing more."""
+        """Return the rescoring of rows. Masked keys do not count, so packed documents need no special handling."""
         from megatron_tape.ops.rescore import Rescore
 
         return Positions(rescore=Rescore(_rows, (parameters["table"],)))
@@ -56,7 +56,7 @@ class CopePosition(PositionEncoding):
 def _rows(
     scores_BHrt: "Tensor", q_BHrD: "Tensor", k: "Tensor", seen: "Tensor", tokens: slice, table: "Tensor"
 ) -> "Tensor":
-    """Add to each score the query's product with the embedding of the key's position."""
+    """Add the product of the query and the embedding of the key's position to each score."""
     from megatron_tape.ops.contextual import add_contextual_positions
 
     return add_contextual_positions(scores_BHrt.to(table.dtype), q_BHrD.to(table.dtype) @ table.T, seen)

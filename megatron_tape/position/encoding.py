@@ -1,13 +1,14 @@
-"""What a positional encoding is: one class in one file, which declares without torch and computes with it.
+"""The interface of positional encodings: one class in one file, declared without torch and computed with it.
 
-It declares the settings and what is rejected, the parameters of each layer, what attention must be able to do, the
-arithmetic and memory it takes, and the export; these are read when a run is configured, estimated, saved and exported.
-It computes the state that tokens carry, what attention gets in each layer, and the next layer's state. Files of this
-folder import torch, and modules that compute, only inside the functions that need them. The types of what they compute
-with are those of the base class, which overriding methods do not repeat.
+An encoding declares its settings and their checks, the parameters of each layer, the features it needs from attention,
+its cost and its export. Declarations are read when a run is configured, estimated, saved and exported. An encoding
+computes the position state of every token, the inputs of attention in each layer, and the state of the next layer.
 
-Axes: S all tokens of a sequence, s those of this rank, B batch, H query heads, h those of this rank, G groups, g those
-of this rank, D head dimension, C hidden size.
+Files of this folder import torch, and modules that import it, only inside the functions that need them. Overriding
+methods do not repeat the base class's type annotations.
+
+Axes: S all tokens of a sequence, s this rank's tokens, B batch, H query heads, h this rank's query heads, G key/value
+groups, g this rank's groups, D head dimension, C hidden size.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class Parameter:
     """A parameter of one layer."""
 
     shape: tuple[int, ...]
-    """Shape of the whole parameter, before tensor parallelism cuts it."""
+    """Shape of the whole parameter, before tensor parallelism shards it."""
     std: float = 0.0
-    """Standard deviation of the normal distribution that it is drawn from; with 0 it starts as `value`."""
+    """Standard deviation of the initial normal distribution; 0 initializes the parameter with `value`."""
     value: float | tuple = 0.0
-    """Initial value: one number for all elements, or nested tuples of its shape."""
+    """Initial value: one number for all elements, or nested tuples of the parameter's shape."""
     head_axis: int | None = None
-    """The axis of heads or groups that tensor parallelism cuts; None: every rank holds the whole parameter."""
+    """Axis of heads or groups that tensor parallelism shards; None: every rank holds the whole parameter."""
     decay: bool | None = None
-    """Whether weight decay applies to it; None: if it has two or more axes."""
+    """Whether weight decay applies; None: only to parameters with two or more axes."""
     diagonal: bool = False
-    """Whether it is the diagonal of a square matrix, which whole weights, as of transformers, hold in its place."""
+    """Whether this is the diagonal of a square matrix; Hugging Face weights then store the whole matrix."""
 
 
 @dataclass(frozen=True)
@@ -54,69 +55,70 @@ class MicroBatch:
     tokens: int
     """Tokens inside attention: all tokens of the sequences."""
     local_tokens: int
-    """Tokens outside attention: this rank's share under sequence and context parallelism, otherwise all."""
+    """Tokens outside attention: this rank's shard under sequence and context parallelism, otherwise all tokens."""
     width: int
-    """Bytes per number in the precision of the run."""
+    """Bytes per element in the precision of the run."""
     tensor_size: int
-    """Tensor-parallel ranks, which share the model's matrices."""
+    """Number of tensor-parallel ranks, which shard the model's matrices."""
     context_size: int = 1
-    """Context-parallel ranks, which share the tokens of a sequence."""
+    """Number of context-parallel ranks, which shard the tokens of a sequence."""
 
     @property
     def head_shards(self) -> int:
-        """Over how many ranks the heads are distributed inside attention, and an exchange distributes the tokens."""
+        """Number of ranks over which heads are sharded inside attention, and an all-to-all exchanges tokens."""
         return self.tensor_size * self.context_size
 
     def groups(self, query_groups: int) -> int:
-        """Return how many of all key/value groups this rank has inside attention.
+        """Return the number of key/value groups that this rank holds inside attention.
 
-        Context ranks that cannot divide a tensor-parallel rank's groups among themselves hold some of them together.
+        If the context ranks cannot divide a tensor-parallel rank's groups evenly, several of them hold the same group.
         """
         return math.lcm(query_groups // self.tensor_size, self.context_size) // self.context_size
 
     def sent_groups(self, query_groups: int) -> int:
-        """Return of how many groups an exchange sends something for each token: all, or more where ranks share some."""
+        """Return the number of groups per token in an all-to-all; a group that several ranks hold counts for each."""
         return self.groups(query_groups) * self.head_shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What an encoding takes in one layer, for estimates; bytes are those of a GPU's part of a micro-batch."""
+    """The cost of an encoding in one layer, for estimates. Bytes are those of one GPU's part of a micro-batch."""
 
     multiply_adds: int = 0
-    """Per token, in addition to a layer's forward pass of a full sequence."""
+    """Multiply-adds per token of a full sequence's forward pass, in addition to those of the layer itself."""
     saved: int = 0
-    """Bytes kept for the backward pass, outside attention."""
+    """Bytes saved for the backward pass, outside attention."""
     sent_forward: int = 0
-    """Bytes of this rank's tensors in all-to-alls of the forward pass under sequence or context parallelism."""
+    """Bytes of this rank's tensors in the forward pass's all-to-alls, under sequence or context parallelism."""
     sent_backward: int = 0
+    """The same for the backward pass."""
     state: int = 0
-    """How many numbers one token's state has when it enters the layer."""
+    """Elements per token in the state that enters the layer."""
     state_width: int | None = None
-    """Bytes of each of these numbers; None: as many as those of the precision of the run."""
+    """Bytes per element of the state; None: those of the precision of the run."""
     learns_rotation: bool = False
-    """Whether what rotates queries and keys depends on parameters of this layer, and needs a gradient."""
+    """Whether the rotation of queries and keys depends on parameters of this layer, and so needs a gradient."""
     reads_hidden_states: bool = False
-    """Whether parameters multiply the layer's input, which is then kept even where the layer's matrices are frozen."""
+    """Whether parameters multiply the layer's input, which is then saved even if the layer's matrices are frozen."""
 
     def state_bytes(self, width: int) -> int:
-        """Return the bytes of one token's state in a run whose numbers have `width` bytes."""
+        """Return the bytes of one token's state in a run with `width` bytes per element."""
         return self.state * (self.state_width or width)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSettings:
-    """The settings of an encoding that has none; base class of those of others."""
+    """Base class of encodings' settings; used as it is by encodings without settings."""
 
 
 class TokenCache:
-    """What one layer keeps of earlier tokens where the tokens of a sequence come a few at a time, as in generation.
+    """One layer's cache of an encoding's tensors for earlier tokens, as generation needs it.
 
-    Models that get all tokens of a sequence at once, as in training, keep nothing; this class is for them.
+    This base class caches nothing. It is for models that receive all tokens of a sequence at once, as in training.
     """
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Return what was kept as `name`, followed by `new`, along the first axis, that of tokens; and keep both."""
+        """Append `new` to the tensor `name` along the first axis, that of tokens, and return the result."""
         return new
 
 
@@ -124,77 +126,82 @@ NO_CACHE = TokenCache()
 
 
 class PositionEncoding:
-    """Base class, which encodes nothing; encodings override its methods. Each model has one object.
+    """Base class of encodings, which encodes nothing. Each model has one instance.
 
-    Nothing outside this package asks which encoding it is, but `huggingface/`, where TAPE's and RoPE's models have
-    formats of their own.
+    Code outside this package must not depend on which encoding is in use. The exception is `huggingface/`, since models
+    with TAPE and RoPE have export formats of their own.
     """
 
     name: ClassVar[str]
-    """Its value in `model.position_encoding`."""
+    """Value of `model.position_encoding` that selects this encoding."""
     Settings: ClassVar[type] = EncodingSettings
-    """Its own settings, a frozen dataclass whose fields all have defaults: the section `model.position`."""
+    """Settings of the section `model.position`: a frozen dataclass whose fields all have defaults."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What attention must be able to do, as named in `ops.backends`."""
+    """Features that the attention backend must support, as named in `ops.backends`."""
     starts_as: ClassVar[str | None] = None
-    """The encoding that it equals until it is trained; models with that encoding can be extended with this one."""
+    """The encoding that this one equals at initialization; models with it can be extended with this one."""
     replaces: ClassVar[frozenset[str]] = frozenset()
-    """Encodings in whose place an extension may put this one although it differs from them, so that the model has to
-    adapt."""
+    """Encodings that an extension may replace with this one although the two differ, so that the model must adapt."""
     exports_to: ClassVar[str | None] = "code"
-    """`plain`: an architecture of transformers; `tape`: TAPE's own; `code`: one that runs this encoding's own file;
-    None: cannot be exported.
+    """Export format: `plain`, an architecture of transformers; `tape`, the TAPE architecture; `code`, an architecture
+    that runs this encoding's file; None, no export.
 
-    Where it depends on the settings, it is a property.
+    A subclass may define a property instead if the format depends on the settings.
     """
     extended_by: ClassVar[frozenset[str]] = frozenset()
-    """Its own settings that an extension of the context may change."""
+    """Settings of this encoding that an extension of the context may change."""
     restarts_in_documents: ClassVar[bool] = False
-    """Whether more than differences of a sequence's indices enters, so that each document of a pack has the positions
-    of a sequence that begins with it."""
+    """Whether positions restart in each document of a pack. Encodings that use more than position differences need
+    this."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
-        """`tokens` is needed only for computing; `fused` requests Triton kernels, if the encoding has any."""
+        """Create the encoding of `model`.
+
+        Args:
+            model: settings of the model.
+            tokens: layout of tokens and heads over ranks; required to compute, but not for declarations.
+            fused: use Triton kernels, if the encoding has any.
+        """
         self.model = model
         self.settings = model.position
         self.tokens = tokens
         self.fused = fused
         self._constants: dict[str, Tensor] = {}
 
-    # Derived from the rest; encodings call these.
+    # Helpers for encodings and the model; not to be overridden.
 
     def sends_state(self, layer: int) -> bool:
-        """Return whether the state that enters layer `layer` depends on parameters of earlier layers.
+        """Return whether the state that enters layer `layer` (from 0) depends on parameters of earlier layers.
 
-        A pipeline stage that begins with this layer is then sent the state. Otherwise it follows from the positions,
-        and the stage makes it again.
+        If so, a pipeline stage that begins with this layer receives the state. Otherwise the stage recomputes it from
+        the positions.
         """
         return any(self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer))
 
     def state_is_learned(self, layer: int) -> bool:
-        """Return whether the state with which layer `layer` works depends on parameters, and so needs a gradient."""
+        """Return whether the state used in layer `layer` depends on parameters, and so needs a gradient."""
         return self.sends_state(layer) or self.learns_on_entry(layer)
 
     def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return what `make` returns on `device`; copied there once, as a copy in every layer would stall it."""
+        """Return `make()` on `device`, cached by name: a copy to the device in every layer would block the host."""
         import torch
 
         found = self._constants.get(name)
         if found is None or found.device != device:
-            with torch.inference_mode(False):  # training may follow, which can use no tensor of inference
+            with torch.inference_mode(False):  # autograd cannot use inference tensors if training follows
                 found = make().to(device)
-            # torch.export has tensors of its own, which are none afterwards.
+            # Tensors created during torch.export are invalid afterwards.
             if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
                 self._constants[name] = found
         return found
 
-    # Declared.
+    # Declarations.
 
     def check(self) -> None:
-        """Raise `ConfigError` if the model's settings do not fit this encoding."""
+        """Raise `ConfigError` if the model's settings are invalid for this encoding."""
 
     def needs_in(self, layer: int) -> frozenset[str]:
-        """Return what of `needs` attention must do in layer `layer` (from 0)."""
+        """Return the features of `needs` that attention uses in layer `layer` (from 0)."""
         return self.needs
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
@@ -202,51 +209,51 @@ class PositionEncoding:
         return {}
 
     def updates(self, layer: int) -> bool:
-        """Return whether layer `layer` (from 0) rewrites the state."""
+        """Return whether layer `layer` (from 0) updates the state for the next layer."""
         return False
 
     def learns_on_entry(self, layer: int) -> bool:
-        """Return whether `enter` gives layer `layer` (from 0) another state, which depends on parameters."""
+        """Return whether `enter` replaces the state of layer `layer` (from 0) by one that depends on parameters."""
         return False
 
     def costs(self, layer: int, batch: MicroBatch) -> Costs:
-        """Return what layer `layer` (from 0) takes; nothing is computed from it but estimates."""
+        """Return the cost of layer `layer` (from 0), which is used only for estimates."""
         return Costs()
 
     @property
     def fused_update(self) -> Mapping[str, Any]:
-        """What decides which kernel of the position update is compiled, by fields of `ops.parity.Shapes`."""
+        """Fields of `ops.parity.Shapes` that select the compiled kernel of the position update."""
         return {}
 
-    # Computed.
+    # Computation.
 
     def token_positions(self, length: int, random: np.random.Generator | None) -> np.ndarray | None:
-        """Return the positions of a sequence of `length` tokens, int64 (S,), in ascending order; None means 0, 1, ...
+        """Return ascending positions of a sequence of `length` tokens, int64 (S,); None means 0, 1, ...
 
-        In a training step, `random` is a stream that depends on the step and `train.seed` alone: all ranks and
-        micro-batches of a step get the same numbers. Outside training it is None.
+        In a training step, `random` is seeded by the step and `train.seed` alone, so that all ranks and micro-batches
+        draw the same numbers. Outside training it is None.
         """
         return None
 
     def check_cached(self, length: int) -> None:
-        """Raise NotImplementedError if a sequence that is computed a few tokens at a time cannot grow to `length`."""
+        """Raise NotImplementedError if generation with a cache cannot extend a sequence to `length` tokens."""
 
     def embedding(self, positions_sB: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to the embedded tokens of this rank, (s, B or 1, C), or None, given their positions."""
+        """Return a tensor (s, B or 1, C) to add to this rank's embedded tokens at these positions, or None."""
         return None
 
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the first layer's state for integer positions (S, B), or (S, 1) when all sequences share them."""
+        """Return the first layer's state for integer positions (S, B), or (S, 1) if all sequences share them."""
         return None
 
     def sent_state(
         self, layer: int, tokens: int, batch: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape (T, B, ...) and dtype of the state that enters layer `layer`; called if `sends_state(layer)`.
+        """Return the shape (T, B, ...) and dtype of the state that enters layer `layer`, if `sends_state(layer)`.
 
-        The rank has `tokens` tokens of `batch` sequences outside attention, and T is a multiple of them.
+        This rank has `tokens` tokens of `batch` sequences outside attention; T must be a multiple of `tokens`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what a pipeline stage is sent of its state")
+        raise NotImplementedError(f"{type(self).__name__} does not define sent_state, which pipeline stages need")
 
     def enter(
         self,
@@ -256,7 +263,7 @@ class PositionEncoding:
         hidden_states_sBC: Tensor,
         cache: TokenCache,
     ) -> Tensor | None:
-        """Return the state with which layer `layer` works, given the one it was handed and its normalised input."""
+        """Return the state to use in layer `layer`, given the previous layer's state and the normalised input."""
         return state
 
     def positions(
@@ -267,10 +274,10 @@ class PositionEncoding:
         hidden_states_sBC: Tensor,
         cache: TokenCache,
     ) -> Positions:
-        """Return what attention gets in layer `layer`, given its parameters, the state and its normalised input.
+        """Return the inputs to attention in layer `layer`, given its parameters, state and normalised input.
 
-        State and input are those of the new tokens; what later tokens will need of them must be added to `cache`.
-        States, factors and averages are of the new tokens, too; biases, gates and rows of scores of all tokens.
+        With a cache, `state` and `hidden_states_sBC` cover only the new tokens; add to `cache` what later tokens need.
+        Returned states and factors cover the new tokens, too, but biases, gates and rescored rows cover all tokens.
         """
         return Positions(state, average_state=AVERAGE in self.needs and self.updates(layer))
 
@@ -284,8 +291,8 @@ class PositionEncoding:
         attention_output_sBC: Tensor,
         mlp_output_sBC: Tensor,
     ) -> Tensor | None:
-        """Return the next layer's state; called if `updates(layer)`, with what `positions` returned.
+        """Return the next layer's state. Called if `updates(layer)`, with the result of `positions`.
 
-        The outputs do not include their residuals.
+        `attention_output_sBC` and `mlp_output_sBC` exclude the residual stream.
         """
         return state

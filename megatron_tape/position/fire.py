@@ -17,24 +17,25 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class FireSettings(EncodingSettings):
-    """The function that maps normalised distances to biases."""
+    """Settings of the MLP that maps normalised distances to biases."""
 
     fire_mlp_size: int = 32
-    """fire: inner width of the MLP that maps a normalised distance to the heads' biases."""
+    """fire: hidden size of the MLP that maps a normalised distance to the biases of all heads."""
     fire_threshold: float = 512.0
-    """fire: tokens below which a query's position does not enter; a factor of it is learned, which starts at 1."""
+    """fire: initial threshold L in tokens. Distances of queries before L are normalised by L, not by the query's
+    position. The model learns a factor of it."""
 
 
 class FirePosition(PositionEncoding):
     """The bias of query s and key t is an MLP of log(c (s - t) + 1) / log(c max(s, L) + 1).
 
-    Parameters: `log_scale` c and `threshold_scale` (the factor of L), one number each; `up_weight` and `up_bias` (W,),
-    `down_weight` (H, W) of the MLP, whose activation is ReLU. Its last bias is left out: softmax cancels it.
+    Parameters: the scalars `log_scale` c and `threshold_scale` (the factor of L); `up_weight` and `up_bias` (W,) and
+    `down_weight` (H, W) of the MLP, whose activation is ReLU. The MLP has no output bias, since softmax cancels it.
     """
 
     name = "fire"
     Settings = FireSettings
-    # Its MLP takes sums over products of vectors, which no function of a single pair of numbers can.
+    # The MLP is a matrix product over vectors, which POINTWISE score functions of a single pair cannot compute.
     needs = frozenset({BIAS})
     restarts_in_documents = True
 
@@ -49,7 +50,7 @@ class FirePosition(PositionEncoding):
         )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of the function; as in the released code, matrices are drawn and the bias is zero."""
+        """Return the parameters. As in the released code, weights are normally distributed and the bias is zero."""
         heads, width, std = self.model.num_attention_heads, self.settings.fire_mlp_size, self.model.init_std
         return {
             "log_scale": Parameter((1,), value=0.1),
@@ -64,7 +65,7 @@ class FirePosition(PositionEncoding):
         return Costs(multiply_adds=products, state=1, state_width=4)
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
-        """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
+        """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
@@ -77,11 +78,11 @@ class FirePosition(PositionEncoding):
             queries, keys = (positions_BS[:, x].to(c.dtype) for x in (rows, columns))
             normalizer = torch.maximum(queries, (scale * self.settings.fire_threshold).abs())
             distances = (queries[:, :, None] - keys[:, None]).abs()
-            of_pairs = (c * distances).abs().log1p() / ((c * normalizer).abs().log1p() + _EPSILON)[:, :, None]
-            # As products of matrices: gradients of broadcast factors would be as large as `inner` before their sums.
-            matrices = (x[:, None].expand(len(of_pairs), -1, -1) for x in (up_bias, up))
-            inner = torch.relu(torch.baddbmm(*matrices, of_pairs.flatten(1)[:, None]))
-            return (down @ inner).unflatten(2, of_pairs.shape[1:])
+            normalized = (c * distances).abs().log1p() / ((c * normalizer).abs().log1p() + _EPSILON)[:, :, None]
+            # Batched matrix products: the gradients of broadcast factors would be as large as `inner` before summation.
+            matrices = (x[:, None].expand(len(normalized), -1, -1) for x in (up_bias, up))
+            inner = torch.relu(torch.baddbmm(*matrices, normalized.flatten(1)[:, None]))
+            return (down @ inner).unflatten(2, normalized.shape[1:])
 
         positions_TB = cache.append("positions", state)
         return Positions(bias=Bias(tile, (positions_TB.T, *parameters.values())))

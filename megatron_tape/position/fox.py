@@ -1,4 +1,4 @@
-"""FoX: forget gates, the only sense of order of a Forgetting Transformer (Lin et al., 2025)."""
+"""FoX: the forget gates of the Forgetting Transformer, which uses no other positional encoding (Lin et al., 2025)."""
 
 import math
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, 
 
 @dataclass(frozen=True, kw_only=True)
 class FoxSettings(EncodingSettings):
-    """The start of the gates."""
+    """Initialization of the forget gates."""
 
     fox_bias_start: float = 0.0
-    """fox: number that the bias of the forget gates starts at; the larger, the longer untrained heads remember."""
+    """fox: initial bias of the forget gates. Larger values let heads attend farther back at the start of training."""
 
 
 class FoxPosition(PositionEncoding):
-    """The score of query s and key t falls by the sum of -log f over t < j <= s, where f_j is a forget gate of token j.
+    """Adds the sum of log f_j over t < j <= s to the score of query s and key t; f_j is the forget gate of token j.
 
-    f = sigmoid(w x + b) of the layer's normalised input x, for each query head: `gate` w (H, C) and `gate_bias` b (H,),
-    to which weight decay does not apply, as its authors trained it.
+    f = sigmoid(w x + b) for each query head, where x is the layer's normalised input. Parameters: `gate` w (H, C) and
+    `gate_bias` b (H,), which weight decay skips, as in the authors' training.
     """
 
     name = "fox"
@@ -35,7 +35,7 @@ class FoxPosition(PositionEncoding):
         )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the gates' projection, which every rank holds whole, as it computes all heads' gates of its tokens."""
+        """Return the gates' projection. Each rank holds all of it to compute the gates of all heads for its tokens."""
         heads, hidden = self.model.num_attention_heads, self.model.hidden_size
         return {
             "gate": Parameter((heads, hidden), std=self.model.init_std),
@@ -43,10 +43,10 @@ class FoxPosition(PositionEncoding):
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Count the projection and adding the gates once per head, query and key.
+        """Count the projection, and one addition per head, query and key.
 
-        Kept are the inputs of the log-sigmoids, with what they keep besides on a CPU, and the gates' sums in float64.
-        The gates are exchanged for those of the rank's heads.
+        Saved are the inputs of log-sigmoid, its buffer on a CPU, and the cumulative sums in float64. An all-to-all
+        exchanges the gates of all heads for those of this rank's heads and all tokens.
         """
         heads, model = self.model.num_attention_heads, self.model
         gates = 4 * batch.local_tokens * heads
@@ -59,7 +59,7 @@ class FoxPosition(PositionEncoding):
         )
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the logarithms of the gates, at least in float32; of these only sums between two tokens enter."""
+        """Return the logarithms of the gates (S, B, h), at least in float32."""
         import torch
         from torch.nn.functional import linear, logsigmoid
 

@@ -1,4 +1,4 @@
-"""The settings of a model with its positional encoding, and the encoding of a model."""
+"""Build the settings of a model, and the positional encoding that they select."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def model_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Return the settings of a model from those that a recipe or a checkpoint has in `model`. Raises ConfigError."""
+    """Build `ModelConfig` from the section `model` of a recipe or checkpoint. Raises ConfigError."""
     return build(ModelConfig, values, "model")
 
 
 def encoding_of(model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False) -> PositionEncoding:
-    """Return a model's encoding; for its declarations alone, without `tokens` (see `PositionEncoding`)."""
+    """Return the encoding of `model`. Declarations need no `tokens` (see `PositionEncoding`)."""
     encoding = ENCODINGS[model.position_encoding]
     assert isinstance(model.position, encoding.Settings), "a model's encoding and its settings change together"
     if model.layers_without_positions is not None:

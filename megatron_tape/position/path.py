@@ -1,4 +1,4 @@
-"""PaTH (Yang et al., 2025): positions as products of Householder-like transformations that depend on the content."""
+"""PaTH (Yang et al., 2025): positions as products of content-dependent, Householder-like transformations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,25 +12,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EPSILON = 1e-6
-"""Added to the squared length of w before it is normalised, as in the authors' code."""
+"""Added to |w|^2 when w is normalised, as in the authors' code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings(EncodingSettings):
-    """Where the transformations come from."""
+    """Settings of the projections that produce the transformations."""
 
     path_rank: int = 32
-    """path: inner width of the two matrices that map hidden states to the directions of the transformations."""
+    """path: rank of the low-rank projection from hidden states to the directions of the transformations."""
     path_conv_size: int = 3
-    """path: tokens over which a causal convolution, with SiLU, averages these directions; 0 for no convolution."""
+    """path: kernel size in tokens of the causal convolution over these directions, which SiLU follows; 0 disables
+    it."""
 
 
 class PathPosition(PositionEncoding):
     """The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), H_l = I - beta_l w_l w_l^T.
 
-    w is a unit vector for each token and key/value group: `w_down` (rank, C) and `w_up` (G D, rank) map the layer's
-    normalised input to it, `conv` (G, D, width; the last number is the token's own) averages it over the last tokens of
-    the document, followed by SiLU. beta is 2 sigmoid of `beta_weight` (G, C) and `beta_bias` (G,).
+    w is a unit vector for each token and key/value group. `w_down` (rank, C) and `w_up` (G D, rank) project the layer's
+    normalised input; `conv` (G, D, width; the last weight applies to the token itself) convolves the result over the
+    document's last tokens; SiLU and normalization follow. beta is 2 sigmoid of `beta_weight` (G, C) and `beta_bias`
+    (G,).
     """
 
     name = "path"
@@ -44,7 +46,7 @@ class PathPosition(PositionEncoding):
         refuse(size < 0, "model.position.path_conv_size", f"is {size}", "set it to 3, or to 0 for no convolution")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of w and beta; as in the authors' code, all weights are drawn and the bias is zero."""
+        """Return the parameters of w and beta. As in the authors' code, weights are normal and the bias is zero."""
         model = self.model
         groups, dim, hidden, std = model.query_groups, model.head_dim, model.hidden_size, model.init_std
         parameters = {
@@ -58,10 +60,10 @@ class PathPosition(PositionEncoding):
         return parameters
 
     def costs(self, layer, batch) -> Costs:
-        """Count the projections, the convolution, the blocks' closed forms and the walk over blocks of keys.
+        """Count the projections, the convolution, the closed form of each block, and the loop over blocks of keys.
 
-        Kept are the inputs of w and beta, and for each block of keys the three results of the closed form. The state is
-        a token's position, from which the convolution knows where its document starts.
+        Saved are the inputs of w and beta, and the three results of the closed form for each block of keys. The state
+        is a token's position, by which the convolution finds the start of the document.
         """
         from megatron_tape.ops.householder import BLOCK
 
@@ -69,16 +71,16 @@ class PathPosition(PositionEncoding):
         groups, heads, dim, hidden = model.query_groups, model.num_attention_heads, model.head_dim, model.hidden_size
         wide = BLOCK + dim
         projections = rank * (hidden + groups * dim) + groups * (hidden + dim * self.settings.path_conv_size)
-        # The products of w with w and with keys, the triangular solution (half of its matrix is zero), and its product
-        # with w; then each query within its block, and over the mean of all blocks before it.
-        of_keys = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
-        of_queries = heads * (BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK))
-        held = batch.groups(groups)
-        blocks = batch.tokens // model.seq_length * -(-model.seq_length // BLOCK) * held
-        inputs = batch.tokens * held * (dim + 1)
+        # The products of w with w and with keys, the triangular solve (half of its matrix is zero), and its product
+        # with w; then each query within its block, and over half of the blocks on average.
+        key_products = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
+        query_products = heads * (BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK))
+        local_groups = batch.groups(groups)
+        blocks = batch.tokens // model.seq_length * -(-model.seq_length // BLOCK) * local_groups
+        inputs = batch.tokens * local_groups * (dim + 1)
         sent = batch.local_tokens * batch.sent_groups(groups) * (dim + 1) * batch.width
         return Costs(
-            multiply_adds=projections + of_keys + of_queries,
+            multiply_adds=projections + key_products + query_products,
             saved=batch.local_tokens * rank * batch.width + 4 * (inputs + blocks * (2 * BLOCK * dim + wide * wide)),
             sent_forward=sent,
             sent_backward=sent,
@@ -88,7 +90,7 @@ class PathPosition(PositionEncoding):
         )
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
-        """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
+        """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
@@ -113,15 +115,16 @@ def _unit_w_and_beta(w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tenso
 
 
 def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":
-    """Return SiLU of the sum of each number's K last values, weighted, the token's own by the last weight.
+    """Return SiLU of a causal depthwise convolution of `x_TBGD` over tokens.
 
-    Tokens with a position below n do not see the token n before them, which belongs to another document.
+    `weight_GDK` has K weights per channel, of which the last applies to the token itself. A token whose position is
+    below n ignores the token n before it, which belongs to another document.
     """
     from torch.nn.functional import pad, silu
 
-    own, count = x_TBGD * weight_GDK[..., -1], len(x_TBGD)
+    total, count = x_TBGD * weight_GDK[..., -1], len(x_TBGD)
     for back in range(1, weight_GDK.shape[-1]):
         earlier = pad(x_TBGD, (0, 0, 0, 0, 0, 0, back, 0))[:count]
         same_document = (positions_TB >= back)[:, :, None, None]
-        own = own + earlier * weight_GDK[..., -1 - back] * same_document
-    return silu(own)
+        total = total + earlier * weight_GDK[..., -1 - back] * same_document
+    return silu(total)

@@ -1,4 +1,4 @@
-"""PaTH with the forget gates of a Forgetting Transformer, PaTH-FoX (Yang et al., 2025)."""
+"""PaTH-FoX: PaTH with the forget gates of the Forgetting Transformer (Yang et al., 2025)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from megatron_tape.position.path import PathPosition, PathSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PathFoxSettings(PathSettings, FoxSettings):
-    """The settings of both."""
+    """The settings of PaTH and FoX."""
 
 
 class PathFoxPosition(PathPosition, FoxPosition):
-    """The scores of `path`, lowered by the forget gates of `fox`; the parameters, and what they cost, of both."""
+    """PaTH's scores with FoX's forget gates; has the parameters and the costs of both."""
 
     name = "path_fox"
     Settings = PathFoxSettings
@@ -33,6 +33,6 @@ class PathFoxPosition(PathPosition, FoxPosition):
         return replace(path, **{name: getattr(path, name) + getattr(fox, name) for name in names})
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        given = (layer, parameters, state, hidden_states_sBC, cache)
-        gates = FoxPosition.positions(self, *given).log_gate_TBH
-        return replace(PathPosition.positions(self, *given), log_gate_TBH=gates)
+        inputs = (layer, parameters, state, hidden_states_sBC, cache)
+        gates = FoxPosition.positions(self, *inputs).log_gate_TBH
+        return replace(PathPosition.positions(self, *inputs), log_gate_TBH=gates)

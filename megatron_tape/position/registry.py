@@ -1,4 +1,4 @@
-"""How an encoding joins those that `model.position_encoding` chooses from."""
+"""Register positional encodings for `model.position_encoding`."""
 
 import dataclasses
 
@@ -7,9 +7,9 @@ from megatron_tape.position.encoding import PositionEncoding
 
 
 def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
-    """Add an encoding; raises ValueError if its name is taken or a setting has no default."""
+    """Register an encoding. Raises ValueError if its name is taken or a setting has no default."""
     if ENCODINGS.get(encoding.name, encoding) is not encoding:
-        raise ValueError(f"there already is a positional encoding {encoding.name}; choose another name")
+        raise ValueError(f"there is already a positional encoding named {encoding.name}; choose another name")
     for item in dataclasses.fields(encoding.Settings):
         if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             raise ValueError(f"the setting {item.name} of the positional encoding {encoding.name} has no default")

@@ -2,8 +2,8 @@
 
 From layer `repo_first_layer` on, h being the layer's normalised input, (C,) for one token:
     r = silu(W_gate h) * (W_content h),    z = W_position r,
-and queries and keys of group g rotate by exp(i z_g theta_f), as RoPE's would by exp(i s theta_f). In the layers below,
-they rotate as RoPE's do.
+and the queries and keys of group g are rotated by exp(i z_g theta_f), where RoPE uses exp(i s theta_f). Earlier layers
+use RoPE.
 """
 
 from collections.abc import Mapping
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RepositionSettings(ScaledSettings):
-    """Which layers predict positions, and from how many numbers."""
+    """Layers that predict positions, and the size of the predictor."""
 
     repo_width: int | None = None
-    """repo: numbers from which a token's positions are computed; null means hidden_size // 8, as in the paper."""
+    """repo: hidden size of the MLP that predicts a token's positions. Default: hidden_size // 8, as in the paper."""
     repo_first_layer: int | None = None
-    """repo: the first layer, from 0, that predicts positions; null means num_layers // 3, as in the paper's model of 16
-    layers, but not 0, since embedded tokens know nothing of their order."""
+    """repo: first layer (from 0) that predicts positions. Default: num_layers // 3, as in the paper's 16-layer model,
+    but at least 1, since token embeddings contain no order."""
 
 
 class Reposition(RotaryPosition):
-    """RoPE on positions that layers predict, one for each token and group.
+    """RoPE on positions predicted by each layer, one for each token and group.
 
-    Parameters: `gate_proj` and `content_proj` (W, C), which all groups share, and `position_proj` (G, W).
+    Parameters: `gate_proj` and `content_proj` (W, C), shared by all groups, and `position_proj` (G, W).
     """
 
     name = "repo"
@@ -57,13 +57,13 @@ class Reposition(RotaryPosition):
 
     @property
     def inner_width(self) -> int:
-        """Numbers from which a token's positions are computed."""
+        """Hidden size of the MLP that predicts a token's positions (W)."""
         width = self.settings.repo_width
         return max(1, self.model.hidden_size // 8) if width is None else width
 
     @property
     def predicts_from(self) -> int:
-        """The first layer, from 0, that predicts positions."""
+        """First layer (from 0) that predicts positions."""
         first, layers = self.settings.repo_first_layer, self.model.num_layers
         return min(max(1, layers // 3), layers - 1) if first is None else first
 
@@ -82,18 +82,18 @@ class Reposition(RotaryPosition):
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Count the positions on their way to attention, and their gradients on theirs back.
+        """Count the predictor, and the all-to-alls of positions and their gradients.
 
-        Kept are the gate before and after silu, the content, their product, and the angles, all of them in fp32. The
-        phases are counted with the rotation.
+        Saved are the gate before and after silu, the content, their product, and the angles, all in fp32. The phases
+        are counted with the rotation.
         """
-        found, model, width = super().costs(layer, batch), self.model, self.inner_width
+        base, model, width = super().costs(layer, batch), self.model, self.inner_width
         if not self.predicts(layer):
-            return found
+            return base
         angles = batch.groups(model.query_groups) * model.head_dim // 2
         sent = 4 * batch.sent_groups(model.query_groups) * batch.local_tokens
         return replace(
-            found,
+            base,
             multiply_adds=width * (2 * model.hidden_size + model.query_groups),
             saved=4 * (batch.local_tokens * 4 * width + batch.tokens * angles),
             sent_forward=sent,
@@ -109,7 +109,7 @@ class Reposition(RotaryPosition):
         return Positions(self.phases(positions_SBg).to(hidden_states_sBC.dtype))
 
     def predicted(self, parameters: Mapping[str, "Tensor"], hidden_states_sBC: "Tensor") -> "Tensor":
-        """Return the positions of this rank's tokens, (s, B, G), in float32 also where the model is in bf16."""
+        """Return the predicted positions of this rank's tokens, (s, B, G), at least in float32."""
         import torch
         from torch.nn.functional import linear, silu
 

@@ -1,4 +1,4 @@
-"""Sinusoidal positional encoding (Vaswani et al., 2017): added to the embedded tokens, and nothing more."""
+"""Sinusoidal positional encoding (Vaswani et al., 2017), added to the token embeddings."""
 
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,14 @@ _BASE = 10000.0
 
 
 class SinusoidalPosition(PositionEncoding):
-    """Adds sin(s / 10000^(2i/C)) to number 2i of token s's embedding, and the cosine to number 2i + 1."""
+    """Adds sin(s / 10000^(2i/C)) to element 2i of token s's embedding, and the cosine to element 2i + 1."""
 
     name = "sincos"
     restarts_in_documents = True
 
     def check(self) -> None:
         size = self.model.hidden_size
-        refuse(
-            size % 2 == 1, "model.hidden_size", f"is {size}, but sincos needs pairs of numbers", "choose an even size"
-        )
+        refuse(size % 2 == 1, "model.hidden_size", f"is {size}, which is odd", "choose an even size for sincos")
 
     def embedding(self, positions_sB, dtype) -> "Tensor":
         """Return the sines and cosines of each token, (s, B or 1, C), computed in float32."""

@@ -1,6 +1,6 @@
-"""Layers that get no positions among layers that do (`model.layers_without_positions`), for every encoding.
+"""Skip an encoding in some layers (`model.layers_without_positions`), for every encoding.
 
-Such layers attend as `nope` does and hand the state on as it is. RoPE with one such layer in four is SmolLM3's.
+Skipped layers attend as with `nope` and leave the state unchanged. SmolLM3 uses RoPE and skips every fourth layer.
 """
 
 import functools
@@ -9,11 +9,11 @@ from megatron_tape.position.encoding import Costs, PositionEncoding, Positions
 
 
 class _SomeLayers:
-    """Goes before an encoding among the base classes of a class, and answers for the layers without positions."""
+    """Mixin that overrides an encoding's methods for layers without positions."""
 
     @property
     def exports_to(self):
-        """SmolLM3, which is otherwise a Llama, or the encoding's own file."""
+        """SmolLM3's architecture if it supports the settings, otherwise the encoding's file."""
         biased_or_normed = self.model.qkv_bias or self.model.qk_norm
         return "plain" if super().exports_to == "plain" and not biased_or_normed else "code"
 
@@ -31,9 +31,8 @@ class _SomeLayers:
         return read and not self.without_positions(layer) and super().updates(layer)
 
     def costs(self, layer, batch):
-        found = super().costs(layer, batch)
-        bare = Costs(state=found.state, state_width=found.state_width)
-        return bare if self.without_positions(layer) else found
+        costs = super().costs(layer, batch)
+        return Costs(state=costs.state, state_width=costs.state_width) if self.without_positions(layer) else costs
 
     def enter(self, layer, parameters, state, hidden_states_sBC, cache):
         if self.without_positions(layer):
@@ -48,5 +47,5 @@ class _SomeLayers:
 
 @functools.cache
 def in_some_layers(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
-    """Return the class of this encoding for models of which some layers get no positions."""
+    """Return the subclass of `encoding` that skips the layers without positions."""
     return type(encoding.__name__, (_SomeLayers, encoding), {"__module__": encoding.__module__})

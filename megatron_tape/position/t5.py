@@ -1,4 +1,4 @@
-"""T5's relative bias (Raffel et al., 2020), with a table of its own in each layer, as TAPE's authors trained it."""
+"""T5's relative bias (Raffel et al., 2020), with a separate table in each layer, as in the TAPE authors' training."""
 
 import math
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ class T5Settings(EncodingSettings):
     """The buckets of distances."""
 
     t5_num_buckets: int = 32
-    """t5: number of buckets of distances, each with a learned bias per head. Half of them hold one distance each."""
+    """t5: number of distance buckets, each with a learned bias per head. Half of them hold one distance each."""
     t5_max_distance: int = 128
-    """t5: tokens from which on all distances share the last bucket."""
+    """t5: distance in tokens from which all distances share the last bucket."""
 
 
 class T5Position(PositionEncoding):
@@ -33,17 +33,18 @@ class T5Position(PositionEncoding):
     def check(self) -> None:
         buckets, distance = self.settings.t5_num_buckets, self.settings.t5_max_distance
         refuse(
-            buckets < 2, "model.position.t5_num_buckets", f"is {buckets}", "set it to at least 2, such as 32, as in T5"
+            buckets < 2, "model.position.t5_num_buckets", f"is {buckets}", "set it to at least 2, such as 32 as in T5"
         )
         refuse(
             distance <= buckets // 2,
             ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
-            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, which hold one distance each",
+            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, as half the buckets hold one "
+            "distance each",
             "raise it",
         )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the table, each rank's heads of which lie on the rank."""
+        """Return the table, sharded by heads under tensor parallelism."""
         shape = (self.settings.t5_num_buckets, self.model.num_attention_heads)
         return {"table": Parameter(shape, std=self.model.init_std, head_axis=1)}
 
@@ -51,13 +52,13 @@ class T5Position(PositionEncoding):
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the bias of each pair's bucket; only the distance enters, so packs need nothing more."""
+        """Return the bias. It depends on distances alone, so packed documents need no special handling."""
         import torch
 
         from megatron_tape.ops.bias import Bias
 
         def tile(rows: slice, columns: slice, table: "Tensor") -> "Tensor":
-            # A tile has few distances: all but the last step are done once for each, from the largest to the smallest.
+            # A tile has few distinct distances: look up each once, from the largest to the smallest, then unfold.
             nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
             distances = torch.arange(farthest, nearest - 1, -1, device=table.device).clamp(min=0)
             by_distance = table[self.buckets(distances)].T.contiguous()
@@ -69,11 +70,11 @@ class T5Position(PositionEncoding):
         return Positions(bias=Bias(tile, (parameters["table"],), score))
 
     def buckets(self, distances: "Tensor") -> "Tensor":
-        """Return the bucket of each distance of at least 0: the distance itself, or logarithmic in its upper half."""
+        """Return the bucket of each distance >= 0: the distance itself in the lower half, logarithmic in the upper."""
         import torch
 
         buckets, exact = self.settings.t5_num_buckets, self.settings.t5_num_buckets // 2
-        # In the order of T5's own operations, since rounding decides at the edge of a bucket.
+        # The order of operations of T5, since rounding decides at bucket boundaries.
         scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(self.settings.t5_max_distance / exact)
         logarithmic = exact + (scaled * (buckets - exact)).long()
         return torch.where(distances < exact, distances, logarithmic.clamp(max=buckets - 1))

@@ -1,14 +1,13 @@
 """TAPE: contextualized equivariant positional encoding (ICML 2025).
 
-The state z (S, B, G, D) starts as RoPE's phases and is rewritten by every layer but the last, whose update would never
-be read:
+The state z (S, B, G, D) starts as RoPE's phases. Every layer updates it except the last, whose update nothing reads:
     z' = z + A u ("token mixing"),    z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position contextualization"),
-where u is z averaged by the attention map. Under sequence parallelism z is kept where the hidden states are, as
+where u is the average of z under the attention weights. Under sequence parallelism z is sharded like the hidden states,
 (s, B, G, D): the update needs all heads of a token, attention needs all tokens of a head, and an all-to-all of S*B*C/tp
-numbers switches between the two.
+elements switches between the two layouts.
 
-The update adds up states of different groups, so only a rotation that all groups share leaves its result unchanged, but
-for that rotation. Increments that are learned are therefore the same for all groups, such as 2 sigmoid(w . x[t]).
+The update sums over groups, so it is equivariant only to rotations that all groups share. All groups therefore share
+learned increments, such as 2 sigmoid(w . x[t]).
 """
 
 import logging
@@ -33,28 +32,29 @@ class TapeSettings(RotarySettings):
     """Settings of the position update."""
 
     mlp_size: int | None = None
-    """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
+    """Hidden size of TAPE's position MLP (P). Default: 4 * num_attention_heads, as in the paper."""
     gate_input: Literal["mlp", "attention"] = "mlp"
-    """What gates TAPE's position MLP: the token MLP's output (released code) or attention's output (paper)."""
+    """Input of the gate of TAPE's position MLP: the token MLP's output (released code) or attention's output
+    (paper)."""
     token_mixing: Literal["full", "per_head"] = "full"
-    """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
+    """TAPE's mixing of heads after attention: a full matrix (paper) or one scale per head (released code)."""
     mlp_zero: Literal["down", "up"] = "down"
-    """Which matrix of TAPE's position MLP starts at zero, so that the model starts as RoPE: down_proj, while up_proj is
-    drawn with standard deviation G^-0.5; or up_proj (released code), while down_proj is drawn with model.init_std."""
+    """Matrix of TAPE's position MLP that starts at zero, so that the model starts as RoPE. With down, up_proj starts
+    with standard deviation G^-0.5; with up (released code), down_proj starts with model.init_std."""
     state_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which TAPE's position state accumulates updates; attention always reads it rounded to
-    train.precision. In bf16, updates below 2^-9 of the state are lost. An fp32 run always uses fp32."""
+    """Precision in which TAPE's position state accumulates updates; attention reads it rounded to train.precision. In
+    bf16, updates below 2^-9 of the state are lost. An fp32 run always uses fp32."""
     state_norm: Literal["none", "unit"] = "none"
-    """unit sets every complex number of TAPE's position state back to its first modulus, 1 but with yarn, after each
-    update, so that updates only turn it."""
+    """unit resets the modulus of every complex number of TAPE's position state after each update to its initial value
+    (1, except with yarn), so that updates only rotate."""
 
 
 class TapePosition(RotaryPosition):
-    """RoPE whose phases are rewritten by content.
+    """RoPE whose phases each layer updates from the content.
 
-    Parameters: `token_mixing` A (G, H), or (H,) one scale per head; `x_proj` W_x (P, C), `up_proj` W_up (P, G),
-    `down_proj` W_down (G, P). A and W_down, or W_up, start at zero, so that the model starts as RoPE. With learned
-    increments the first layer also has `increments` w (1, C), which starts at zero, too.
+    Parameters: `token_mixing` A (G, H), or (H,) for one scale per head; `x_proj` W_x (P, C), `up_proj` W_up (P, G),
+    `down_proj` W_down (G, P). A and either W_down or W_up start at zero, so that the model starts as RoPE. With learned
+    increments the first layer also has `increments` w (1, C), which starts at zero.
     """
 
     name = "tape"
@@ -68,15 +68,14 @@ class TapePosition(RotaryPosition):
 
     @property
     def exports_to(self) -> str | None:
-        """The exported TAPE model, which knows no increments, normalised state, missing frequencies or output gate."""
-        model = self.model
+        """The TAPE architecture if it supports the settings, otherwise this encoding's file."""
         settings = self.settings
         plain = not self.learns_increments and settings.state_norm == "none" and settings.rope_share == 1
-        return "tape" if plain and not model.attention_output_gate else "code"
+        return "tape" if plain and not self.model.attention_output_gate else "code"
 
     @property
     def mlp_width(self) -> int:
-        """Inner width of the position MLP (P)."""
+        """Hidden size of the position MLP (P)."""
         size = self.settings.mlp_size
         return 4 * self.model.num_attention_heads if size is None else size
 
@@ -93,7 +92,7 @@ class TapePosition(RotaryPosition):
         refuse(
             self.settings.token_mixing == "per_head" and groups != heads,
             ("model.position.token_mixing", "model.num_query_groups", "model.num_attention_heads"),
-            f"per_head needs model.num_query_groups {groups} to equal model.num_attention_heads {heads}",
+            f"per_head requires model.num_query_groups {groups} to equal model.num_attention_heads {heads}",
             "use token_mixing full",
         )
 
@@ -119,17 +118,18 @@ class TapePosition(RotaryPosition):
     def costs(self, layer, batch) -> Costs:
         """Count averaging the state, token mixing, and the collapsed position MLP (gate, forming M, applying M).
 
-        Kept are the gate and its input, the state, and averages from other ranks. Attention keeps the same state,
-        unless it is one for all groups, or sent to other ranks. If increments are learned, the first layer also keeps
-        them and the positions, in float64, and the phases, which are those of one group until other ranks get them.
+        Saved are the gate and its input, the state, and averages received from other ranks. The state is the tensor
+        that attention saves, unless all groups share it or an all-to-all copies it. With learned increments, the first
+        layer also saves increments and positions in float64, and the phases of one group, or of all groups if an
+        all-to-all follows.
 
-        The state is sent to attention and the averages back. All sequences share the first layer's phases, which need
-        no gradient, unless increments are learned: then every rank gets what they are computed from, and the positions
-        go back in float64.
+        All-to-alls send the state to attention and the averages back. The first layer's phases are shared by all
+        sequences and need no gradient. With learned increments, every rank receives all logits instead, and positions
+        are sent back in float64.
         """
         model, learned, width = self.model, self.state_is_learned(layer), batch.width
         heads, groups, dim, inner = model.num_attention_heads, model.query_groups, model.head_dim, self.mlp_width
-        # The first layer gets RoPE's phases, which all groups share, if any.
+        # The first layer's state is RoPE's, which all groups share.
         size = groups * dim if layer > 0 else super().costs(0, batch).state
         state_width = 4 if self.settings.state_precision == "fp32" else width
         products = saved = 0
@@ -160,7 +160,7 @@ class TapePosition(RotaryPosition):
         )
 
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":
-        """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
+        """Return the phases of this rank's tokens, shared by all groups, (s, B or 1, 1, D)."""
         return super().initial_state(self.tokens.local_tokens(positions_SB), self._state_dtype(dtype))
 
     def sent_state(self, layer, tokens, batch, dtype):
@@ -179,7 +179,7 @@ class TapePosition(RotaryPosition):
             return state
         from torch.nn.functional import linear
 
-        # Every rank adds up all tokens, as if for one of as many groups as there are ranks.
+        # Every rank sums over all tokens; to the all-to-all, each rank looks like one of as many groups.
         logits = linear(hidden_states_sBC, parameters["increments"]).expand(-1, -1, self.tokens.sequence_shards)
         positions = self.running_sum(self.tokens.to_heads(logits), cache)
         own = self.tokens.to_tokens(positions)[..., :1]
@@ -198,7 +198,7 @@ class TapePosition(RotaryPosition):
 
         u = self.tokens.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
-        # What attention got is the state, rounded, unless its ranks hold other tokens; both keep one tensor.
+        # Reuse attention's rounded copy of the state, so that autograd saves one tensor, unless it was exchanged.
         rounded = positions.z_TBGD if self.tokens.sequence_shards == 1 else None
         z, rounded = (
             None if x is None else x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
@@ -216,7 +216,7 @@ class TapePosition(RotaryPosition):
         return with_modulus(new, self.attention_factor)
 
     def update_function(self):
-        """Return what computes the update: the fused kernel if it is wanted and has room, otherwise plain torch."""
+        """Return the function that computes the update: the fused kernel if requested and supported, or plain torch."""
         from megatron_tape.ops.position_update import compact_update, fits_fused, fused_update
 
         if self._update is None:
@@ -224,8 +224,7 @@ class TapePosition(RotaryPosition):
             fits = fits_fused(*sizes)
             if self.fused and not fits:
                 logger.warning(
-                    "the fused position update has no room for %d groups and %d heads; plain torch computes it",
-                    *sizes,
+                    "the fused position update does not support %d groups and %d heads; using plain torch", *sizes
                 )
             self._update = fused_update if self.fused and fits else compact_update
         return self._update

@@ -1,4 +1,4 @@
-"""xPos (Sun et al., 2023): RoPE with a decay for each frequency, the faster the frequency the stronger."""
+"""xPos (Sun et al., 2023): RoPE with a decay for each frequency, stronger for faster frequencies."""
 
 import math
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 _GAMMA = 0.4
 _LARGEST_LOGARITHM = 40.0
-"""Of a query's factor: beyond, products of queries and keys of opposite ends would come near the bounds of float32."""
+"""Largest logarithm of a query's factor, which keeps query-key products at both ends of a sequence within float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class XposSettings(FrequencySettings):
-    """How fast scores decay."""
+    """Frequencies of the rotation, and the decay of scores."""
 
     xpos_scale_base: float = 2048.0
     """xpos: distance in tokens over which the fastest frequency decays to 0.4 / 1.4; slower ones decay less."""
 
 
 class XposPosition(RotaryPosition):
-    """Rotated queries are multiplied by zeta_f^(s/b) and keys divided by it, so that only the distance enters.
+    """Multiplies rotated queries by zeta_f^(s/b) and divides keys by it, so that scores depend only on distances.
 
-    zeta_f = (2f/D + 0.4) / 1.4 for the frequencies f = 0..D/2-1. The state holds [phases | factors], twice D numbers.
+    zeta_f = (2f/D + 0.4) / 1.4 for the frequencies f = 0..D/2-1. The state is [phases | factors], 2 D elements.
     """
 
     name = "xpos"
     Settings = XposSettings
-    # Its decay counts tokens, and it defines no scaled positions.
+    # transformers has no architecture with xPos.
     exports_to = "code"
 
     def check(self) -> None:
@@ -43,7 +43,7 @@ class XposPosition(RotaryPosition):
         refuse(
             not base >= least,
             ("model.position.xpos_scale_base", "model.seq_length"),
-            f"{base:g} is too small for model.seq_length {length}: factors of queries would not fit into float32",
+            f"{base:g} is too small for model.seq_length {length}: query factors would overflow float32",
             f"set it to at least {math.ceil(least)}",
         )
 
@@ -51,9 +51,9 @@ class XposPosition(RotaryPosition):
         return Costs(state=2 * self.model.head_dim)
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
-        """Return the phases and the factors of queries, (S, B or 1, 1, 2 D), computed in float32.
+        """Return the phases and the query factors, (S, B or 1, 1, 2 D), computed in float32.
 
-        Positions are counted from the middle of a sequence, which keeps the factors small and changes no score.
+        Factors use positions relative to the middle of a sequence: they stay small, and scores do not change.
         """
         import torch
 

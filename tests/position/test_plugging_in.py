@@ -20,7 +20,7 @@ def test_what_no_backend_or_layout_can_do_is_refused_by_name():
         validate_model(model)
     assert has_replicated_parameters(encoding_of(model))
     assert not has_replicated_parameters(encoding_of(small_model(position_encoding="t5")))
-    with pytest.raises(ValueError, match="there already is a positional encoding nope"):
+    with pytest.raises(ValueError, match="there is already a positional encoding named nope"):
         register(type("Other", (PositionEncoding,), {"name": "nope"}))
     assert ENCODINGS["nope"] is NoPosition
 
