@@ -1,7 +1,8 @@
 """Weight initialization.
 
-Every number is drawn from the seed, the parameter's name and its own place in the whole tensor (see `ops.philox`). So a
-rank draws only what it keeps, and neither the parallel layout nor the other parameters change it.
+Each element depends only on the seed, the parameter's name and the element's index in the whole tensor (see
+`ops.philox`). A rank therefore draws only its own shard, and the result does not depend on the parallel layout or on
+other parameters.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,24 +20,24 @@ from megatron_tape.parallel.partitions import own_memory
 from megatron_tape.position import encoding_of
 
 CHUNKS = {"cpu": 2**17, "cuda": 2**22}
-"""How many numbers are drawn at once: few enough for a core's cache, or enough to occupy a GPU."""
+"""Elements drawn at once: few enough to fit a CPU core's cache, enough to occupy a GPU."""
 
 
 @dataclass(frozen=True)
 class Initialization:
-    """How a parameter is initialized: normal, uniform or constant."""
+    """Initial distribution of a parameter: normal, uniform or constant."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     std: float = 0.0
-    """Standard deviation of the normal distribution around 0, unless it is 0."""
+    """If not 0, draw from a normal distribution with mean 0 and this standard deviation."""
     bound: float = 0.0
-    """Bound of the uniform distribution around 0, unless it is 0."""
+    """If not 0, draw from a uniform distribution between -bound and bound."""
     value: float | tuple = 0.0
-    """Otherwise the value: one number for all elements, or nested tuples of its shape."""
+    """Otherwise the constant value: one number for all elements, or nested tuples of the parameter's shape."""
 
     def part(self, key: philox.Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-        """Return rows and columns of the whole parameter, float32, seen as a matrix of its last axis and the others."""
+        """Return rows and columns of the whole parameter, float32; axes before the last are flattened into rows."""
         if self.std:
             return philox.normal(key, rows, columns, device).mul_(self.std)
         if self.bound:
@@ -46,10 +47,10 @@ class Initialization:
 
 
 def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initialization]:
-    """Return how every `GPTModel` parameter is initialized, by name; those of LoRA layers if `extension` adds them.
+    """Return the initialization of every `GPTModel` parameter by name, with LoRA layers if `extension` adds them.
 
-    Matrices and embeddings are normal with `model.init_std`, divided by sqrt(2 L) in L layers where they add to the
-    residual stream. LoRA's A are uniform up to 1 / sqrt(width of the input), as in peft, and its B zero.
+    Matrices and embeddings are normal with `model.init_std`; in L layers, matrices that add to the residual stream are
+    divided by sqrt(2 L). LoRA's A is uniform up to 1 / sqrt(input size), as in peft, and its B is zero.
     """
     encoding, factors = encoding_of(model), {} if extension is None else lora_factors(model, extension)
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
@@ -71,7 +72,7 @@ def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None
 
 
 def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
-    """Return the whole `GPTModel` parameter `name` as it is initialized, float32 on the CPU."""
+    """Return the initial value of the whole `GPTModel` parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
     _fill(whole.view(-1), 0, *_share(initial.shape, None, 0, 1), initial, philox.key_of(seed, name))
     return whole
@@ -86,9 +87,9 @@ def initialize_weights(
     size: int,
     names: Collection[str] | None = None,
 ) -> None:
-    """Initialize the parameters of a `LanguageModel`, or those with these `names`, where their memory is.
+    """Initialize in place the parameters of a `LanguageModel`, or only those in `names`.
 
-    This is tensor-parallel rank `rank` of `size`; under ZeRO 3 it draws its partitions only.
+    This is tensor-parallel rank `rank` of `size`. Under ZeRO 3 it draws only its partitions.
     """
     for name, parameter in model.named_parameters():
         if names is None or name in names:
@@ -100,9 +101,9 @@ def initialize_weights(
 
 
 def _share(shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, size: int) -> tuple[list[range], range]:
-    """Return which rows and columns of a whole parameter a tensor-parallel rank holds: those of `model.weights.shard`.
+    """Return the rows and columns of a whole parameter that a tensor-parallel rank holds, as `model.weights.shard`.
 
-    The columns are those of the last axis; the others, flattened, are the rows.
+    Columns are the last axis; the other axes are flattened into rows.
     """
     *leading, width = shape
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
@@ -111,7 +112,7 @@ def _share(shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, si
     length = shape[axis] // pieces
     own = [range(piece * length, (piece + 1) * length) for piece in range(rank, pieces, size)]
     if axis == len(leading):
-        assert len(own) == 1, "no parameter is cut into interleaved columns"
+        assert len(own) == 1, "no parameter is sharded into interleaved columns"
         return [range(prod(leading))], own[0]
     outer, inner = prod(leading[:axis]), prod(leading[axis + 1 :])
     starts = range(0, outer * shape[axis], shape[axis])
@@ -121,21 +122,21 @@ def _share(shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, si
 def _fill(
     memory: Tensor, first: int, rows: list[range], columns: range, initial: Initialization, key: philox.Key
 ) -> None:
-    """Fill `memory` with the numbers from the `first` on of a share that consists of these rows and columns."""
+    """Fill `memory` with the elements, starting at index `first`, of a shard with these rows and columns."""
     for chunk, place in chunks_of(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
         part = initial.part(key, chunk, columns, memory.device).flatten()[max(-place, 0) : len(memory) - place]
         memory[max(place, 0) :][: len(part)].copy_(part)
 
 
 def chunks_of(rows: list[range], width: int, first: int, count: int, size: int) -> Iterator[tuple[range, int]]:
-    """Yield the rows that hold `count` numbers from the `first` on, about `size` numbers at once.
+    """Yield ranges of rows that hold `count` elements starting at index `first`, about `size` elements each.
 
-    With them comes where their first number belongs, counted from `first`; it is negative for what comes before.
+    Each comes with the index of its first element relative to `first`, which is negative for elements before it.
     """
-    step, passed = max(1, size // width), -first
-    for stretch in rows:
-        low = max(-passed, 0) // width
-        high = min(len(stretch), -((passed - count) // width))
+    step, offset = max(1, size // width), -first
+    for part in rows:
+        low = max(-offset, 0) // width
+        high = min(len(part), -((offset - count) // width))
         for top in range(low, high, step):
-            yield stretch[top : min(top + step, high)], passed + top * width
-        passed += len(stretch) * width
+            yield part[top : min(top + step, high)], offset + top * width
+        offset += len(part) * width

@@ -1,4 +1,4 @@
-"""Megatron-core modules whose attention carries a position state."""
+"""Megatron-core transformer layers with a positional encoding and its position state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +31,7 @@ megatron_patches.split_with_torch()
 
 
 class RMSNorm(torch.nn.Module):
-    """torch's `rms_norm` with a weight flagged `sequence_parallel`, which Megatron's torch norm does not support."""
+    """RMSNorm by torch with a weight flagged `sequence_parallel`, which Megatron's torch norm does not support."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
@@ -45,12 +45,12 @@ class RMSNorm(torch.nn.Module):
 
 
 class SwiGLU(torch.nn.Module):
-    """The activation of the gated MLP, which keeps nothing but its input for the backward pass."""
+    """Activation of the gated MLP, which saves only its input for the backward pass."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.fused = False
-        """Whether a Triton kernel computes it."""
+        """Whether to use the Triton kernel."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """See `megatron_tape.ops.swiglu.swiglu`."""
@@ -58,16 +58,16 @@ class SwiGLU(torch.nn.Module):
 
 
 class Shared(NamedTuple):
-    """What all layers get in one forward pass; Megatron hands it on unchanged, as its `packed_seq_params`."""
+    """Inputs shared by all layers of a forward pass; Megatron passes them through as its `packed_seq_params`."""
 
     packing: Packing | ShiftedSegments | None = None
     """The documents of a pack, or the segments of shifted sparse attention."""
     recorder: AttentionRecorder | None = None
-    """Under selective checkpointing, what records and replays the layers' attention."""
+    """Records and replays attention under selective activation checkpointing; None otherwise."""
 
 
 class CoreAttention(torch.nn.Module):
-    """The parameter-free middle of attention, built by Megatron's `SelfAttention` from its spec."""
+    """The part of attention without parameters, which Megatron's `SelfAttention` builds from its spec."""
 
     def __init__(self, *args, backend: str, **kwargs):
         super().__init__()
@@ -82,7 +82,7 @@ class CoreAttention(torch.nn.Module):
         packing: Packing | ShiftedSegments | None,
         run: Callable[..., tuple[Tensor, ...]],
     ) -> tuple[Tensor, Tensor | None]:
-        """See `ops.attention.attend`, or `ops.shifted.attend_in_segments` where segments are given."""
+        """Call `ops.attention.attend` or, with segments, `ops.shifted.attend_in_segments`."""
         inputs = AttentionInputs(q_SBHD=query, k_TBGD=key, v_TBGD=value, run=run, **vars(positions))
         if isinstance(packing, ShiftedSegments):
             return attend_in_segments(inputs, packing, self.backend)
@@ -90,7 +90,7 @@ class CoreAttention(torch.nn.Module):
 
 
 class PositionSelfAttention(SelfAttention):
-    """Megatron's self-attention, with its tensor-parallel projections, extended by what an encoding provides."""
+    """Megatron's tensor-parallel self-attention, with a positional encoding's inputs to attention."""
 
     def __init__(self, config: TransformerConfig, *args, output_gate: bool = False, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -112,10 +112,10 @@ class PositionSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, positions: Positions, shared: Shared
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attend from this rank's normalised hidden states (s, B, C).
+        """Compute attention of this rank's normalised hidden states (s, B, C).
 
-        Returns the projected output, its bias (None), and the position state averaged with the attention map,
-        (S, B, h, D), of all tokens and this rank's heads, or None if it is not averaged.
+        Returns the projected output (s, B, C), its bias (None), and the position state averaged with the attention
+        weights (S, B, h, D), for all tokens and this rank's heads, or None if the encoding does not average it.
         """
         projected = self.get_query_key_value_tensors(hidden_states)
         run = run_directly if shared.recorder is None else partial(shared.recorder.run, self.layer_number)
@@ -129,16 +129,16 @@ class PositionSelfAttention(SelfAttention):
 
 
 class LayerPosition(torch.nn.Module):
-    """One layer's part of a positional encoding: its parameters, and the norms of the state and its update.
+    """One layer's parameters of the positional encoding, and the norms of its state and update.
 
-    The parameters' contents are undefined (see `model.initialization`).
+    Parameters are created uninitialized (see `model.initialization`).
     """
 
     def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig):
         super().__init__()
         self.encoding = encoding
         self.layer = layer
-        self._of_heads: dict[str, int] = {}
+        self._head_axes: dict[str, int] = {}
         for name, declared in encoding.parameters(layer).items():
             share = torch.empty(declared.shape, dtype=config.params_dtype)
             if declared.head_axis is not None:
@@ -147,7 +147,7 @@ class LayerPosition(torch.nn.Module):
             weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
             if declared.head_axis is not None:
                 set_tensor_model_parallel_attributes(weight, True, declared.head_axis, 1)
-                self._of_heads[name] = declared.head_axis
+                self._head_axes[name] = declared.head_axis
             if declared.decay is not None:
                 weight.decay = declared.decay
             self.register_parameter(name, weight)
@@ -157,14 +157,14 @@ class LayerPosition(torch.nn.Module):
         and the number of complex numbers in each sum."""
 
         self.updates = encoding.updates(layer)
-        """Whether this layer rewrites the state."""
+        """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
         self._group = None if config.sequence_parallel else encoding.tokens.model_group
 
     def enter(self, state: Tensor | None, hidden_states: Tensor) -> tuple[Tensor | None, Positions]:
-        """Return the state that this layer works with, and its inputs to attention from the encoding."""
+        """Return the state of this layer, and the encoding's inputs to attention."""
         if state is not None and not self._learned:
-            # Recomputation makes every state require a gradient, but the gradient of fixed phases is not used.
+            # Activation checkpointing makes every state require a gradient; fixed phases do not need it.
             state = state.detach()
         hidden_states = self._for_encoding(hidden_states)
         parameters = self._in_attention()
@@ -172,17 +172,17 @@ class LayerPosition(torch.nn.Module):
         return state, self.encoding.positions(self.layer, parameters, state, hidden_states, NO_CACHE)
 
     def _in_attention(self) -> Mapping[str, Tensor]:
-        """Return the parameters, cut to this rank's heads inside attention."""
-        if not self._of_heads or self.encoding.tokens.context_shards == 1:
+        """Return the parameters, sharded to this rank's heads inside attention."""
+        if not self._head_axes or self.encoding.tokens.context_shards == 1:
             return self._parameters
         cut = {
             name: self.encoding.tokens.heads_in_attention(self._parameters[name], axis)
-            for name, axis in self._of_heads.items()
+            for name, axis in self._head_axes.items()
         }
         return {**self._parameters, **cut}
 
     def _for_encoding(self, hidden_states: Tensor) -> Tensor:
-        """Sum gradients over ranks without sequence parallelism, since each rank then has only its heads' part."""
+        """Sum gradients over ranks without sequence parallelism, where each rank has only those of its heads."""
         if self._group is None or self._group.size() == 1:
             return hidden_states
         return copy_to_tensor_model_parallel_region(hidden_states, group=self._group)
@@ -195,7 +195,7 @@ class LayerPosition(torch.nn.Module):
         attention_output: Tensor,
         mlp_output: Tensor,
     ) -> Tensor | None:
-        """Return the next layer's state, given what `enter` returned."""
+        """Return the next layer's state, given the results of `enter` and the layer's outputs before the residual."""
         if not self.updates:
             return state
         outputs = (self._for_encoding(x) for x in (attention_output, mlp_output))
@@ -210,10 +210,11 @@ class LayerPosition(torch.nn.Module):
 
 
 class PositionTransformerLayer(TransformerLayer):
-    """A pre-norm transformer layer that passes the rewritten position state to the next layer as its `context`.
+    """A pre-norm transformer layer that passes the updated position state to the next layer as its `context`.
 
-    `first` layers stand before those that Megatron counts, in other pipeline stages. A layer that `packs` returns its
-    hidden states and the position state as the one tensor that is sent to the next stage.
+    Args:
+        first: number of layers before this model chunk, which Megatron's `layer_number` does not count.
+        packs: return the hidden states and the position state as one tensor, to send to the next pipeline stage.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class PositionTransformerLayer(TransformerLayer):
         return (pack(hidden_states, context), None) if self._packs else (hidden_states, context)
 
     def _add(self, bias_dropout_add, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        # For evaluation mode Megatron's function would add to `output` in place, which the position update still reads;
-        # without dropout, the modes differ in nothing else.
+        # Always in training mode: in evaluation mode Megatron's function adds to `output` in place, but the position
+        # update still reads it. Without dropout there is no other difference.
         add = bias_dropout_add(True, self.config.bias_dropout_fusion)
         return add((output, bias), residual, self.hidden_dropout)

@@ -1,9 +1,9 @@
-"""LoRA layers: for a projection W with input x, the output W x + alpha / r B A x with narrow matrices A and B.
+"""LoRA layers: for a projection W with input x, the output is W x + alpha / r B A x with low-rank matrices A and B.
 
-"LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). The factors of q, k, v and o are separate, as peft
-has them, although Megatron fuses q, k and v. Under sequence parallelism only the r numbers of a token are communicated.
+"LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). q, k, v and o have separate factors as in peft, though
+Megatron fuses q, k and v. Sequence parallelism communicates only r elements per token.
 
-Axes: S all tokens of a sequence, s those of this rank, B batch, r the LoRA rank, n the number of targets.
+Axes: S all tokens of a sequence, s this rank's tokens, B batch, r the LoRA rank, n the number of targets.
 """
 
 import torch
@@ -24,18 +24,20 @@ from megatron_tape.parallel.token_layout import TokenLayout
 
 
 def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionConfig) -> None:
-    """Give the projections `extension.lora_targets` LoRA layers, which change nothing until they are trained.
+    """Add LoRA layers to the projections `extension.lora_targets`; at initialization they change nothing.
 
-    The factors are on torch's meta device, like the model's other parameters (see `model.initialization`).
+    Like the model's other parameters, the factors are on torch's meta device (see `model.initialization`).
     """
     factors = lora_factors(settings, extension)
     scale = extension.lora_scale
     for layer in model.gpt.decoder.layers:
         for path, kind in {"self_attention.linear_qkv": QKVLora, "self_attention.linear_proj": OutputLora}.items():
-            own = {name.removeprefix(f"{path}.lora."): factors[name] for name in factors if name.startswith(f"{path}.")}
-            if own:
+            local = {
+                name.removeprefix(f"{path}.lora."): factors[name] for name in factors if name.startswith(f"{path}.")
+            }
+            if local:
                 linear = layer.get_submodule(path)
-                linear.lora = kind(own, settings, scale, model.tokens, model.dtype)
+                linear.lora = kind(local, settings, scale, model.tokens, model.dtype)
                 linear.register_forward_hook(_add_update)
 
 
@@ -45,7 +47,7 @@ def _add_update(linear: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor 
 
 
 class Lora(nn.Module):
-    """This rank's shares of the factors beside one of Megatron's linear layers."""
+    """This rank's shards of the LoRA factors of one of Megatron's linear layers."""
 
     def __init__(
         self,
@@ -61,11 +63,11 @@ class Lora(nn.Module):
         self.head_dim = settings.head_dim
         self.local_groups = settings.query_groups // tokens.model_group.size()
         for name, factor in factors.items():
-            share = torch.empty(factor.shape, dtype=dtype, device="meta")
+            shard = torch.empty(factor.shape, dtype=dtype, device="meta")
             if factor.cut is not None:
-                share = tokens.tensor_share(share, factor.cut).contiguous()
-            weight = nn.Parameter(share)
-            # A replicated factor sees only the tokens of its rank, as a norm does.
+                shard = tokens.tensor_share(shard, factor.cut).contiguous()
+            weight = nn.Parameter(shard)
+            # A replicated factor processes only its rank's tokens, as a norm does.
             weight.sequence_parallel = tokens.sequence_parallel and factor.cut is None
             if factor.cut is not None:
                 set_tensor_model_parallel_attributes(weight, True, factor.cut, 1)
@@ -77,7 +79,7 @@ class Lora(nn.Module):
 
 
 class QKVLora(Lora):
-    """LoRA beside the column-parallel projection to queries, keys and values: A is replicated, B cut by heads."""
+    """LoRA of the column-parallel projection to queries, keys and values: A is replicated, B sharded by heads."""
 
     def forward(self, hidden_states: Tensor, output: Tensor) -> Tensor:
         """Add the update for hidden states (s, B, C) to the projection's output (S, B, this rank's heads)."""
@@ -90,7 +92,7 @@ class QKVLora(Lora):
         return self._updated(output, narrow, self._fused(targets))
 
     def _fused(self, targets: list[str]) -> Tensor:
-        """Return the B of all targets as one matrix (output, n r) in Megatron's order: by group, then q, k, v."""
+        """Return B of all targets as one matrix (output, n r) in Megatron's order: by group, then q, k, v."""
         rank = getattr(self, f"{targets[0]}_B").shape[1]
         blocks = []
         for target, heads in {"q": self.group_heads, "k": 1, "v": 1}.items():
@@ -105,7 +107,7 @@ class QKVLora(Lora):
 
 
 class OutputLora(Lora):
-    """LoRA beside the row-parallel projection of attention's output: A is cut along its input, B replicated."""
+    """LoRA of the row-parallel output projection of attention: A is sharded along its input, B replicated."""
 
     def forward(self, heads: Tensor, output: Tensor) -> Tensor:
         """Add the update for this rank's heads (S, B, h D) to the projection's output (s, B, C)."""

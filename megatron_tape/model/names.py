@@ -1,22 +1,22 @@
-"""Names of a model's parameters: whole weights have Hugging Face's names, others Megatron's. Imports no torch."""
+"""Names of a model's parameters: Hugging Face's for whole weights, Megatron's for shards. Imports no torch."""
 
 import re
 
 KINDS = ("embeddings", "output", "attention", "mlp", "biases", "norms", "position", "lora")
-"""Kinds of parameters, by which settings, figures and the estimate name them (see `kind_of`).
+"""Kinds of parameters that settings, figures and the estimate refer to (see `kind_of`).
 
-`attention` and `mlp` are matrices alone. `position` is what the positional encoding has, whichever it is. A matrix that
-the input embedding and the output layer share is one of the `embeddings`.
+`attention` and `mlp` are matrices only. `position` are the parameters of the positional encoding. A matrix tied between
+the input embedding and the output layer counts as `embeddings`.
 """
 MATRICES = ("attention", "mlp")
 WRAPPED = "gpt."
-"""Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel` parameters."""
+"""Prefix of `GPTModel` parameter names in `LanguageModel` and checkpoints."""
 POSITION = "position."
-"""Prefix of a positional encoding's parameters within a layer, here and in Hugging Face's names."""
+"""Prefix of a positional encoding's parameters within a layer, in Megatron's and Hugging Face's names."""
 OUTPUT = "lm_head.weight"
 """Hugging Face's name of the output layer's matrix."""
 AVERAGE = "average"
-"""What checkpoints call the average of a weight, as `weight` is the weight itself and `exp_avg` one of its moments."""
+"""Name of a parameter's averaged weight in checkpoints, next to `weight` and the moments such as `exp_avg`."""
 PLAIN = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """What cannot be inferred from the weights."""
+    """Settings that cannot be inferred from the weights."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -34,19 +34,19 @@ class ReferenceConfig:
     layers_without_positions: int | None = None
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
-    """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
+    """Input of the position MLP's gate, before the residual: `mlp` (released code) or `attention` (paper) output."""
     state_norm: str = "none"
-    """`unit` sets every complex number of the position state back to its first modulus after each update."""
+    """`unit` resets the modulus of each complex number of the position state to its initial value after each update."""
     increments: str = "fixed"
-    """`signed` if the increments of positions, where the weights have any, are not sigmoids."""
+    """`signed`: increments of positions, if the weights have any, are not passed through a sigmoid."""
 
 
 def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
-    """Return the angles per position theta_f, float32 (D/2,), scaled as `config` says.
+    """Return the angles per position theta_f, float32 (D/2,), scaled according to `config`.
 
-    `llama3` and `yarn` keep fast frequencies and divide slow ones, depending on how often they turn in the original
-    context; the share that is kept changes linearly with the number of turns (`llama3`) or with f (`yarn`). Only the
-    `rope_share` of the frequencies that are the fastest are not 0.
+    `llama3` and `yarn` keep frequencies with many turns within the original context, and divide those with few. In
+    between they interpolate linearly by the number of turns (`llama3`) or by f (`yarn`). All but the fastest
+    `rope_share` of the frequencies are 0.
     """
     f = torch.arange(head_dim // 2)
     frequencies = (f < int(config.rope_share * head_dim // 2)) / config.rope_theta ** (2 * f.float() / head_dim)
@@ -71,14 +71,14 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
 
 
 def attention_factor(config: ReferenceConfig) -> float:
-    """Return by how much `yarn` lengthens rotated queries and keys."""
+    """Return the factor of rotated queries and keys: 1, except with `yarn`."""
     if config.rope_scaling_type != "yarn":
         return 1.0
     return config.rope_attention_factor or 0.1 * math.log(max(config.rope_scaling_factor, 1)) + 1
 
 
 def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return exp(i s theta_f) as [cos | sin]: any integer positions (...,) to float32 (..., D), real ones to theirs."""
+    """Return exp(i s theta_f) as [cos | sin] (..., D) for positions (...): float32 for integers, else their dtype."""
     positions = positions if positions.is_floating_point() else positions.float()
     angles = positions[..., None] * frequencies.to(positions.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -92,9 +92,9 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
 
 
 def attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-    """Causal softmax attention, (B, S, H, E), of queries that are the last S of T tokens.
+    """Compute causal softmax attention (B, S, H, E), where the queries are the last S of T tokens.
 
-    Tokens see only their own document when `documents_BT` numbers them.
+    If `documents_BT` numbers the documents of a pack, tokens attend only within their document.
     """
     B, S, H, D = q_BSHD.shape
     T = k_BTGD.shape[1]
@@ -116,15 +116,18 @@ def forward(
 ) -> dict[str, Tensor | list[Tensor]]:
     """Run the decoder on token ids (B, S).
 
-    `weights` has Hugging Face's Llama names plus, for TAPE layers, `model.layers.N.position.token_mixing.weight`
-    A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G) and `.down_proj.weight` W_down (G, P); a layer
-    without them leaves the position state unchanged, so without any of them this is RoPE. Biases of q, k and v
-    (`self_attn.q_proj.bias`) norms of each head's q and k (`self_attn.q_norm.weight`) and a gate of attention's output
+    `weights` has the names of Hugging Face's Llama and, in TAPE layers, `model.layers.N.position.token_mixing.weight`
+    A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G) and `.down_proj.weight` W_down (G, P). A layer
+    without these leaves the position state unchanged, so a model without any of them is RoPE. Biases of q, k and v
+    (`self_attn.q_proj.bias`), norms of each head's q and k (`self_attn.q_norm.weight`) and a gate of attention's output
     (`self_attn.gate_proj.weight`) are applied if present.
-    With `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups alike, the position of a token
-    is the sum of 2 sigmoid(w_g . y), or with signed increments of 1 + w_g . y, over the tokens up to it, where y is the
-    first layer's normalised input, and `positions` are not used.
-    Returns `logits` (B, S, V) and, after each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
+
+    With `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups, `positions` are ignored. The
+    position of a token is then the sum of 2 sigmoid(w_g . y), or of 1 + w_g . y with signed increments, over the tokens
+    up to it, where y is the first layer's normalised input.
+
+    Returns `logits` (B, S, V) and, for each layer, the resulting `hidden_states` (B, S, C) and `position_states`
+    (B, S, G, D).
     """
     B, S = input_ids.shape
     H, G = config.num_attention_heads, config.num_query_groups
@@ -195,11 +198,11 @@ _RELEASED_FIRE = {
 
 
 def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the TAPE authors' parameters to those of `forward`.
+    """Convert weights of the TAPE authors' released code to the names of `forward`.
 
-    Their `post_attention_linear` W is applied as `einsum('bqnd,qe->bqnd')`, which scales each head by the sum of its
-    row of W; this equals A = diag(W 1) exactly. FIRE's `init_L` is a setting here, and the
-    last bias of its MLP is left out, since softmax cancels it.
+    The released code applies `post_attention_linear` W as `einsum('bqnd,qe->bqnd')`. This scales each head by the sum
+    of its row of W, which equals A = diag(W 1) exactly. FIRE's `init_L` is dropped, since it is a setting here, and so
+    is the output bias of its MLP, which softmax cancels.
     """
     renamed = {}
     for name, value in weights.items():

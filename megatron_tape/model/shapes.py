@@ -1,4 +1,4 @@
-"""Shapes of a model's parameters and how tensor parallelism cuts them, from the settings alone. Imports no torch."""
+"""Shapes of a model's parameters and their tensor-parallel sharding, from the settings alone. Imports no torch."""
 
 from math import prod
 from typing import NamedTuple
@@ -12,12 +12,12 @@ class ParameterShape(NamedTuple):
     """The shape of one parameter."""
 
     whole: tuple[int, ...]
-    """Its shape before tensor parallelism cuts it."""
+    """The shape before sharding."""
     cut: int | None = None
-    """The axis along which tensor parallelism cuts it; None if every rank has it whole."""
+    """The axis that tensor parallelism shards; None if every rank holds the whole parameter."""
 
     def elements(self, tensor_size: int = 1) -> int:
-        """Return how many elements one of `tensor_size` tensor-parallel ranks holds."""
+        """Return the number of elements that one of `tensor_size` tensor-parallel ranks holds."""
         return prod(self.whole) // (1 if self.cut is None else tensor_size)
 
 
@@ -25,23 +25,23 @@ class Factor(NamedTuple):
     """One of the two matrices of a LoRA layer."""
 
     target: str
-    """The projection it belongs to: q, k, v or o."""
+    """The adapted projection: q, k, v or o."""
     side: str
-    """A maps the projection's input to `lora_rank` numbers, B these to its output."""
+    """A, which maps the projection's input to `lora_rank` elements, or B, which maps these to its output."""
     shape: tuple[int, int]
     cut: int | None
-    """The axis along which tensor parallelism cuts it, as it cuts the projection; None if every rank has it whole."""
+    """The axis that tensor parallelism shards, as in the projection; None if every rank holds the whole factor."""
 
 
 def lora_widths(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the widths of the input and output of each projection that can have LoRA layers."""
+    """Return the input and output size of each projection that LoRA can adapt."""
     C, D = model.hidden_size, model.head_dim
     heads, groups = model.num_attention_heads * D, model.query_groups * D
     return {"q": (C, heads), "k": (C, groups), "v": (C, groups), "o": (heads, C)}
 
 
 def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[str, Factor]:
-    """Return the factors of one layer by name within it; none if the model has no LoRA layers."""
+    """Return the LoRA factors of one layer by their names within it; empty without LoRA."""
     if extension is None or not extension.adds_lora:
         return {}
     factors = {}
@@ -57,10 +57,7 @@ def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[
 
 
 def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, ParameterShape]:
-    """Return the name and shape of every `GPTModel` parameter, in the order of the layers.
-
-    Those of LoRA layers are included if `extension` adds them.
-    """
+    """Return the shape of every `GPTModel` parameter by name, in layer order, LoRA's included if `extension` has it."""
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     encoding = encoding_of(model)
     qkv = (H + 2 * G) * D
@@ -92,12 +89,15 @@ def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> 
 
 
 def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the name and whole shape of every `GPTModel` parameter, as `cut_shapes` does."""
+    """Return the whole shape of every `GPTModel` parameter by name; see `cut_shapes`."""
     return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
 
 
 def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
-    """Return whether a parameter, given by results of `split_layer`, is the diagonal of a matrix in whole weights."""
+    """Return whether whole weights store this parameter as a matrix, of which it is the diagonal.
+
+    `layer` and `rest` are results of `split_layer`.
+    """
     if not rest.startswith(POSITION):
         return False
     declared = encoding_of(model).parameters(int(layer.split(".")[2]))
@@ -105,7 +105,7 @@ def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
 
 
 def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the Hugging Face name and the shape of every whole weight, in the order of the layers."""
+    """Return the shape of every whole weight by Hugging Face's name, in layer order."""
     dim, groups = model.head_dim, model.query_groups
     rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Check the settings of a model: sizes that fit together, and those of its positional encoding. Imports no torch."""
+"""Check that a model's settings, and those of its positional encoding, are consistent. Imports no torch."""
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import refuse
@@ -7,7 +7,7 @@ from megatron_tape.position import encoding_of
 
 
 def validate_model(model: ModelConfig) -> None:
-    """Raise `ConfigError` if the model's sizes do not fit together."""
+    """Raise `ConfigError` if the model's settings are inconsistent."""
     encoding = encoding_of(model)
     heads, groups = model.num_attention_heads, model.query_groups
     refuse(
@@ -19,14 +19,14 @@ def validate_model(model: ModelConfig) -> None:
     refuse(
         model.kv_channels is not None and model.head_dim % 2 != 0,
         "model.kv_channels",
-        f"{model.kv_channels} is odd, so heads have no rotary pairs",
+        f"{model.kv_channels} is odd, but rotary pairs need an even head size",
         "make it even",
     )
     refuse(
         model.head_dim % 2 != 0,
         ("model.hidden_size", "model.num_attention_heads"),
-        f"{model.hidden_size} over model.num_attention_heads {heads} gives heads of odd width {model.head_dim}, which "
-        "has no rotary pairs",
+        f"{model.hidden_size} over model.num_attention_heads {heads} gives the odd head size {model.head_dim}, but "
+        "rotary pairs need an even one",
         "change either",
     )
     refuse(
@@ -46,15 +46,15 @@ def validate_model(model: ModelConfig) -> None:
         refuse(
             why is not None,
             ("model.attention_backend", "model.position_encoding"),
-            f"is {model.attention_backend}, which {why}, as model.position_encoding {model.position_encoding} needs",
+            f"is {model.attention_backend}, which {why}, as model.position_encoding {model.position_encoding} requires",
             "choose another, or auto",
         )
         why = unsupported_heads(model.attention_backend, model.head_dim)
         problem = f"is {model.attention_backend}, which {why}"
         refuse(why is not None, "model.attention_backend", problem, "choose another, or auto")
     every = model.layers_without_positions
-    problem = f"does not apply to {encoding.name}, with which no layer gets positions"
+    problem = f"does not apply to {encoding.name}, which has no positions in any layer"
     refuse(every is not None and not encoding.needs, "model.layers_without_positions", problem, "remove it")
-    problem = f"is {every}, more than model.num_layers {model.num_layers}, so that every layer would get positions"
+    problem = f"is {every}, more than model.num_layers {model.num_layers}, so no layer would be without positions"
     refuse((every or 0) > model.num_layers, "model.layers_without_positions", problem, "lower it, or remove it")
     encoding.check()

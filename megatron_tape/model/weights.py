@@ -1,7 +1,7 @@
-"""Weights of parameters: whole ones have Hugging Face's Llama names, one rank's shares Megatron's (see `names`).
+"""Convert between whole weights with Hugging Face's Llama names and Megatron's sharded parameters (see `names`).
 
-The whole, unsharded names are those of `model.reference.forward`. Megatron fuses q, k and v (for each group:
-its queries, its key, its value) and the two halves of the gated MLP, and cuts matrices over the tensor-parallel ranks.
+Whole weights have the names of `model.reference.forward`. Megatron fuses q, k and v (for each group: its queries, its
+key, its value) and the two halves of the gated MLP, and shards matrices over the tensor-parallel ranks.
 """
 
 import re
@@ -19,7 +19,7 @@ _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])"
 
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    """Return the whole tensor of the `GPTModel` parameter `name`; KeyError if `weights` lacks a part of it."""
+    """Return the whole tensor of the `GPTModel` parameter `name`. Raises KeyError if `weights` lacks a part of it."""
     layer, prefix, rest = split_layer(name)
     if match := FUSED.fullmatch(rest):
         parts = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
@@ -32,13 +32,13 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     if not is_diagonal(model, layer, rest):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
-        problem = "has numbers off its diagonal, which the settings of the model's positional encoding leave out"
+        problem = "has nonzero elements off its diagonal, which the settings of the positional encoding do not allow"
         raise FileError(whole_name(prefix, rest), problem, "with tape, set model.position.token_mixing to full")
     return tensor.diag()
 
 
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the Hugging Face parts of the whole `GPTModel` parameter `name`."""
+    """Return the whole weights, by Hugging Face's names, of the unsharded `GPTModel` parameter `name`."""
     layer, prefix, rest = split_layer(name)
     if match := FUSED.fullmatch(rest):
         D, G = model.head_dim, model.query_groups
@@ -53,7 +53,7 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
-    """Return the `GPTModel` names of the LoRA factors A and B by the Hugging Face name of the matrix they add to."""
+    """Return the `GPTModel` names of LoRA's A and B by the Hugging Face name of the matrix that they adapt."""
     pairs: dict[str, dict[str, str]] = {}
     for index in range(model.num_layers):
         for name, factor in lora_factors(model, extension).items():
@@ -63,12 +63,12 @@ def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict
 
 
 def lora_name(prefix: str, target: str, side: str) -> str:
-    """Return peft's name of a factor of projection `target` (q, k, v or o) in the layer with this prefix."""
+    """Return peft's name of LoRA factor `side` (A or B) of projection `target` (q, k, v or o) in a layer."""
     return f"{prefix}self_attn.{target}_proj.lora_{side}.weight"
 
 
 def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
-    """Return tensor-parallel rank `rank`'s share of `whole`; `parameter` has the attributes that say how to cut."""
+    """Return tensor-parallel rank `rank`'s shard of `whole`, according to the attributes of `parameter`."""
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
     dim, stride = parameter.partition_dim, parameter.partition_stride
@@ -76,7 +76,7 @@ def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
 
 
 def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
-    """Join all tensor-parallel ranks' shares: the inverse of `shard`."""
+    """Concatenate the shards of all tensor-parallel ranks: the inverse of `shard`."""
     if len(parts) == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return parts[0]
     dim, stride = parameter.partition_dim, parameter.partition_stride
@@ -86,6 +86,6 @@ def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_weights(gpt: torch.nn.Module, weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> None:
-    """Fill a `GPTModel` on tensor-parallel rank `rank` of `size` from whole weights by Hugging Face's names."""
+    """Load whole weights with Hugging Face's names into a `GPTModel` on tensor-parallel rank `rank` of `size`."""
     for name, parameter in gpt.named_parameters():
         parameter.copy_(shard(to_megatron(weights, name, model), parameter, rank, size))

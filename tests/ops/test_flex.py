@@ -127,7 +127,7 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         with pytest.raises(ConfigError):
             verified_backend(named, layout, torch.float32, allow_slow=True)
         layout.world_size = 4
-        others[:] = [None, None, model_backend._Answer("nodeB", 3, "is flex, which does not compile")]
+        others[:] = [None, None, model_backend._Failure("nodeB", 3, "is flex, which does not compile")]
         with pytest.raises(NodeError, match="ranks 0, 3 of 4") as error:
             verified_backend(small_model(**model), layout, torch.float32)
         assert error.value.subjects[1:] == ("nodeB",)
@@ -161,14 +161,17 @@ def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank
         assert verified(tape, packed=True) == verified(tape, shifted_sparse=True) == "triton"
         assert asked[-1] == ("triton", True)
         # Another rank's kernels are wrong: all ranks take the next row.
-        wrong = model_backend._Answer("nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaced=True)
+        wrong = model_backend._Failure("nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaceable=True)
         elsewhere[:] = [wrong]
         assert verified(tape) == "triton" and "rank 1, nodeB" in caplog.text
         doubled = sdpa.attend
         monkeypatch.setattr(sdpa, "attend", lambda x: tuple(1.1 * y for y in doubled(x)))
         stand_ins["torch"] = "torch"
         assert verified(rope) == "triton"
-        assert "does not use what is torch, which does not work here (attention on cpu; tensor 0" in caplog.text
+        assert (
+            "attention backend rejected: it is torch, which does not work here (attention on cpu; tensor 0"
+            in caplog.text
+        )
         # What was wrong is not what training continues with, be it slow.
         stand_ins["triton"] = "torch"
         stand_ins["torch_wide"] = "torch"

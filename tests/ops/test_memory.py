@@ -117,7 +117,7 @@ def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog
     assert asked == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
     # RoPE updates nothing, and in fp32 the loss stays in plain torch.
     assert backend.verified_kernels(rope, layout, torch.float32) == backend.FusedKernels(swiglu=True)
-    elsewhere[:] = [None, None, backend._Answer("nodeB", 1, "liger-kernel is not installed")]
+    elsewhere[:] = [None, None, backend._Failure("nodeB", 1, "liger-kernel is not installed")]
     assert not backend.verified_kernels(tape, layout, torch.bfloat16).loss
     assert "the loss runs in plain torch (rank 1, nodeB: liger-kernel is not installed)" in caplog.text
     answers["position update"] = "does not work here (position update)"
@@ -129,7 +129,7 @@ def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog
     answers["triton"] = "is not installed"
     assert backend.verified_kernels(tape, layout, torch.bfloat16) == backend.FusedKernels()
     # A rank with Triton whose update is wrong ends the run on the ranks without it as well.
-    elsewhere[:] = [backend._Answer("nodeB", 1, "does not work here", "position_update")]
+    elsewhere[:] = [backend._Failure("nodeB", 1, "does not work here", "position_update")]
     with pytest.raises(NodeError, match="nodeB"):
         backend.verified_kernels(tape, layout, torch.bfloat16)
     layout.device = "cpu"

@@ -10,7 +10,7 @@ from launch import alone, free_port
 from training_cases import RECIPE
 
 REPOSITORY = Path(__file__).parents[2]
-OWN_LINES = ("loading torch", "building ", "index ready", "training with ", "attention runs as ", "saved ", "step ")
+OWN_LINES = ("loading torch", "building ", "index ready", "training with ", "attention backend: ", "saved ", "step ")
 
 
 @pytest.fixture(scope="module")
