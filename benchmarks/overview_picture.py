@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     """Draw both panels and save them."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("docs/overview.png"), help="the PNG to write")
@@ -51,11 +52,10 @@ def main(argv: list[str] | None = None) -> None:
             "axes.spines.right": False,
         }
     ):
-        figure = Figure(figsize=(16, 6.4), layout="constrained")
+        figure = Figure(figsize=(16, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.2, wspace=0.06))
         left, right = figure.subplots(1, 2)
         draw_losses(left)
         draw_copying(right)
-        figure.get_layout_engine().set(w_pad=0.2, wspace=0.06)  # type: ignore[union-attr]
         with atomic_output(output, overwrite=True) as file:
             figure.savefig(file, format="png", dpi=100, facecolor="white")
     print(f"{output}: written")

