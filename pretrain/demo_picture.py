@@ -1,4 +1,4 @@
-"""Draw what the demo shows: how its models learn, what the extension changes, and which models copy.
+"""Draw the results of the demo: training losses, the effect of the extension, and copying accuracy.
 
     python -m pretrain.demo_picture runs/demo
 
@@ -28,7 +28,7 @@ NAMES = {"tape": "TAPE", "rope": "RoPE"}
 MODELS = {name: {**style, "label": NAMES[name]} for name, style in variant_styles(NAMES).items()}
 MODELS["rope"]["linestyle"] = "--"  # drawn last: leaves TAPE's line visible where both are equal
 CONTEXT, EXTENDED = 256, 1024
-"""Of the recipes."""
+"""Tokens of context in the recipes, before and after the extension."""
 COPYING = {
     "rope": "RoPE",
     "tape": "TAPE",
@@ -38,9 +38,9 @@ COPYING = {
 """Label of each variant in the right panel."""
 BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}
 CHANCE = 1 / 8
-"""Of guessing one of the copied symbols."""
+"""Accuracy of guessing one of the eight symbols."""
 PARTS = 8
-"""Ranges of positions over which the middle panel averages."""
+"""Ranges of positions that the middle panel averages over."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -79,7 +79,7 @@ def plot_training(axes: Axes, directory: Path) -> None:
 
 
 def plot_extension(axes: Axes, directory: Path) -> None:
-    """Plot by how much the extension has lowered the loss at each position."""
+    """Plot how much the extension lowers the loss at each position."""
     for name, style in MODELS.items():
         losses = [_loss_by_position(directory / run) for run in (name, f"{name}-{EXTENDED}")]
         positions, gain = losses[0][0], losses[0][1] - losses[1][1]
@@ -96,14 +96,14 @@ def plot_extension(axes: Axes, directory: Path) -> None:
 
 
 def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions and the losses there, of held-out text, for the last step of a run."""
+    """Return positions and the loss of held-out text at each, for the newest evaluated step of a run."""
     newest = max((run / "evaluation").glob("step-*"))
     (losses,) = read_results(newest).tasks["perplexity"].details["loss_by_position"].values()
     return np.array(losses["tokens_before"]), np.array(losses["loss"])
 
 
 def plot_copying(axes: Axes, directory: Path) -> None:
-    """Plot the accuracy of copying: a group of bars for each number of blanks, a bar for each variant."""
+    """Plot the copying accuracy: one group of bars per number of blanks, one bar per variant."""
     found = {
         (run.variant, score.group): score.value
         for run in read_comparison(directory / "copying" / NAME).runs
@@ -121,7 +121,7 @@ def plot_copying(axes: Axes, directory: Path) -> None:
     axes.set_xticks(range(len(BLANKS)), BLANKS.values())
     axes.set(
         ylim=(0, 1.45),
-        ylabel="symbols copied rightly (dotted: guessing)",
+        ylabel="symbols copied correctly (dotted: guessing)",
         title="Copying 16 symbols from among blanks\n(trained on 16 blanks only)",
     )
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
