@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.values import UNIONS, format_value
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.io.records import place_in
@@ -179,7 +180,11 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for a key that does not exist, with a `known` one that has its name or is similar."""
+    """Return the error for a key that does not exist, with the `known` key that was probably meant.
+
+    That is the counterpart of another training stack's setting, a similar key of the same section, or the same key of
+    another section, in this order.
+    """
     known = list(dict.fromkeys(known))
     if key in known:
         return ConfigError(key, "does not belong to what its section is set to", "remove it")
@@ -187,11 +192,16 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     if whole in known and not any(other.startswith(f"{whole}.") for other in known):
         return ConfigError(key, "is an unknown key", f"give {whole} a mapping, such as {{{name}: ...}}")
     names = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == whole}
-    close = [names[other] for other in difflib.get_close_matches(name, names, n=1)]
-    close = close or [other for other in known if other.rpartition(".")[2] == name]
+    other_name = name.lower().replace("-", "_") if "." not in whole else ""
+    if other_name in WITHOUT_COUNTERPART and "train.steps" in known:
+        return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[other_name])
+    close = [other for other in OTHER_NAMES.get(other_name, ()) if other in known]
+    close = close or [names[other] for other in difflib.get_close_matches(name, names, n=1)]
+    close = close or [other for other in known if other.rpartition(".")[2] == name][:1]
     if not whole or not (names or "[" in key):  # the section is missing or misspelled
         close = close or difflib.get_close_matches(key, known, n=1)
-    return ConfigError(key, "is an unknown key", f"did you mean {close[0]}?" if close else "correct or remove it")
+    fix = f"did you mean {' or '.join(close)}?" if close else "correct or remove it"
+    return ConfigError(key, "is an unknown key", fix)
 
 
 def keys_of(section: type) -> set[str]:

@@ -12,6 +12,7 @@ from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.config import schema
 from megatron_tape.config.data import blend
+from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.train import SpikeSettings, TrainConfig
@@ -112,6 +113,12 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--model.hiden_size=3"], "model.hiden_size is an unknown key; did you mean model.hidden_size?"),
         (["--hidden_size", "3"], "hidden_size is an unknown key; did you mean model.hidden_size?"),
         (["--train.lr=3"], "train.lr is an unknown key; did you mean optimizer.lr?"),
+        (["--optimizer.learning_rate=1e-3"], "learning_rate is an unknown key; did you mean optimizer.lr?"),
+        (["--model.num_heads=8"], "model.num_heads is an unknown key; did you mean model.num_attention_heads?"),
+        (["--max-steps=9"], "max-steps is an unknown key; did you mean train.steps?"),
+        (["--train.batch_size=9"], "; did you mean train.global_batch_size or train.micro_batch_size?"),
+        (["--gradient_accumulation_steps=2"], "; set train.global_batch_size and train.micro_batch_size: "),
+        (["--model.position.batch_size=2"], "model.position.batch_size is an unknown key; "),
         (["--train.spikes.actoin=skip"], "is an unknown key; did you mean train.spikes.action?"),
         (["--data.stages=[{prefix: a, shar: 1}]"], "data.stages[0].shar is an unknown key; correct "),
         (["--optimizer.weight_decay_of.position=0"], "; give optimizer.weight_decay_of a mapping, such as {position: "),
@@ -147,6 +154,15 @@ def test_an_invalid_argument_is_named_in_one_line(parse, capsys, argv, words):
     assert words in refusal(capsys, parse, *argv)
 
 
+def test_names_of_other_stacks_lead_to_settings_that_exist_and_are_no_settings_themselves():
+    known = {setting.key for setting in settings_of(RunConfig)}
+    for name, keys in OTHER_NAMES.items():
+        assert set(keys) <= known, name
+        assert name not in WITHOUT_COUNTERPART, name
+    for fix in WITHOUT_COUNTERPART.values():
+        assert set(re.findall(r"[a-z]+\.[a-z_]+", fix)) <= known, fix
+
+
 NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else 'x'}]\n" for n in range(12)).encode()
 
 
@@ -156,6 +172,8 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"\nmodel: {num_layers: wide}", ":2: model.num_layers is 'wide'"),
         (b"model: {num_layers: 0x10}", ":1: model.num_layers is '0x10'"),
         (b"model: {seq_len: 3}", ":1: model.seq_len is an unknown key; did you mean model.seq_length?"),
+        (b"model: {\n n_head: 3}", ":2: model.n_head is an unknown key; did you mean model.num_attention_heads?"),
+        (b"learning_rate: 3", ":1: learning_rate is an unknown key; did you mean optimizer.lr?"),
         (b"model:\n  position:\n    mlp_size: wide", ":3: model.position.mlp_size is 'wide'"),
         (b"train:\n  profile:\n    ranks: [x]", ":3: train.profile.ranks[0] is 'x'"),
         (
