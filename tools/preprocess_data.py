@@ -20,7 +20,7 @@ import re
 from typing import Any
 
 from megatron_tape import command_line
-from megatron_tape.data.documents import FORMATS, Problems, document_bytes_option, find_inputs
+from megatron_tape.data.documents import FORMATS, Problems, check_text_key, document_bytes_option, find_inputs
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix, dataset_paths
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.origins import read_origin
@@ -51,6 +51,8 @@ def main() -> None:
             command_line.say(f"{prefix} is complete already; nothing to do")
             return
         overwrite = True  # what a killed process has left
+    for path in paths if arguments.on_error == "stop" else ():
+        check_text_key(path, arguments.text_key)
     with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
         speed = write(writer, paths, encoding, arguments)
         if not writer.documents:

@@ -1,6 +1,7 @@
 """Find files of documents, and parse the texts in them with place and reason for every bad one."""
 
 import argparse
+import contextlib
 import glob
 import json
 import os
@@ -13,6 +14,7 @@ from megatron_tape import command_line
 from megatron_tape.data.raw_chunks import (
     DOCUMENT_BYTES,
     Chunk,
+    NoTextColumn,
     TooLarge,
     UnreadableFile,
     is_text_file,
@@ -27,7 +29,7 @@ FORMATS = """input formats, by the ending of the file's name:
 .jsonl, .json and .txt may be compressed: .gz or .zst follows. A file that is given twice, even through a link, is read
 once."""
 
-_EXAMPLES = 3
+_EXAMPLES, _KEYS_SHOWN = 3, 10
 _EMPTY = "empty text"
 LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot hold"
 
@@ -113,6 +115,28 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
     return texts, numbers, problems
 
 
+def check_text_key(path: str, text_key: str) -> None:
+    """Raise FileError, with the keys that exist, if the first record of a file has no text key.
+
+    Other faults, and files that can be read only once, such as pipes, are left to the reader of the file.
+    """
+    if not os.path.isfile(path):
+        return
+    first = next(iter(read_chunks([path], text_key, 1 << 16)), None)
+    if isinstance(first, NoTextColumn):
+        raise first
+    if not isinstance(first, Chunk) or not isinstance(first.payload, bytes):
+        return
+    lines = enumerate(_split_lines(first.payload), start=first.first)
+    number, line = next(((number, line) for number, line in lines if line.strip()), (0, b""))
+    record = None
+    with contextlib.suppress(ValueError):
+        record = parse_json(line)
+    if isinstance(record, dict) and text_key not in record:
+        problem = f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}"
+        raise FileError(first.place(number), problem, "choose another text key")
+
+
 def read_texts(
     paths: list[str], text_key: str, keep_empty: bool = False, document_bytes: int = DOCUMENT_BYTES
 ) -> Iterator[tuple[str, int]]:
@@ -120,6 +144,8 @@ def read_texts(
 
     An empty text is a bad one, unless `keep_empty`, and so is one of more than `document_bytes`.
     """
+    for path in paths:
+        check_text_key(path, text_key)
     for chunk in read_chunks(paths, text_key, 1 << 18, document_bytes):
         if isinstance(chunk, UnreadableFile):
             raise chunk

@@ -26,6 +26,10 @@ class UnreadableFile(FileError):
     """A file that cannot be read to its end; what was read before remains valid."""
 
 
+class NoTextColumn(UnreadableFile):
+    """A parquet file without a column of strings under the text key."""
+
+
 @dataclass(frozen=True)
 class TooLarge:
     """A document of more than `limit` bytes, whose content is not kept."""
@@ -258,13 +262,13 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
 
 
 def _check_column(path: str, schema: Any, text_key: str) -> None:
-    """Raise UnreadableFile unless a parquet file has one column of strings with this name."""
+    """Raise NoTextColumn unless a parquet file has one column of strings with this name."""
     import pyarrow
 
     names, fix = schema.names, "choose another text key"
     if text_key not in names:
-        raise UnreadableFile(path, f"has no column {text_key!r}, only {names[:10]}", fix)
+        raise NoTextColumn(path, f"has no column {text_key!r}, only {names[:10]}", fix)
     column = schema.field(text_key).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
     if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise UnreadableFile(path, f"holds {column} in its column {text_key!r}, not strings", fix)
+        raise NoTextColumn(path, f"holds {column} in its column {text_key!r}, not strings", fix)

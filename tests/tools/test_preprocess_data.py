@@ -102,6 +102,17 @@ def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_pat
     assert files_in(tmp_path) == ["bad.jsonl"]
 
 
+@pytest.mark.parametrize("ending, compress", [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)])
+def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_record(
+    preprocess, tmp_path, ending, compress
+):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(compress(b'\n{"title": "t", "body": "a"}\n{"text": "b"}\n'))
+    error = preprocess(path, code=2).stderr
+    assert error == f"error: {path}:2 has no key 'text', only ['title', 'body']; choose another text key\n"
+    assert "skipped 1: no key 'text'" in preprocess(path, "--on-error", "skip").stderr
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
 def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     good = b'{"text": "a"}\n'
@@ -188,7 +199,7 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     for row, reason in ((2, "invalid UTF-8"), (3, "no text (null)"), (4, "empty text")):
         assert f"skipped 1: {reason} ({tmp_path}/a.parquet row {row})" in report
     error = preprocess(tmp_path / "a.parquet", "--text-key", "body", "--overwrite", code=2).stderr
-    assert "has no column 'body', only ['text']" in error
+    assert error == f"error: {tmp_path}/a.parquet has no column 'body', only ['text']; choose another text key\n"
 
 
 def large_in(path, texts):
