@@ -29,8 +29,8 @@ from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
-from megatron_tape.config.values import expand_path
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base_model import Base
@@ -185,10 +185,7 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     """Turn `RECIPE --section.key value ...` into the training command's arguments."""
     if arguments and not arguments[0].startswith("-"):
         recipe, *rest = arguments
-        recipe = expand_path(recipe)
-        problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
-        refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
-        arguments = [f"--config={recipe}", *rest]
+        arguments = [f"--config={find_recipe(recipe)}", *rest]
     parser = command_line.Parser(add_help=False)
     parser.add_argument("--config", action="append", default=[])
     recipes = parser.parse_known_args(arguments)[0].config

@@ -1,6 +1,6 @@
 """Train and evaluate several positional encodings with several seeds, and compare them on one page.
 
-    python -m pretrain.compare --recipe RECIPE.yaml --encodings rope,tape,tape+token_mixing=per_head --seeds 3
+    python -m pretrain.compare --recipe RECIPE --encodings rope,tape,tape+token_mixing=per_head --seeds 3
 
 An encoding may be followed by settings of `model`, and by those of `optimizer` or `schedule` as in
 tape+optimizer.lr=1e-3. Every run is a training as pretrain.train does it and an evaluation
@@ -35,12 +35,12 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     """Return the options, and the settings of the recipe that the command changes."""
     parser = command_line.Parser(
         prog="python -m pretrain.compare",
-        usage="%(prog)s --recipe RECIPE.yaml --encodings A,B,... [--seeds N] [--section.key value ...]",
+        usage="%(prog)s --recipe RECIPE --encodings A,B,... [--seeds N] [--section.key value ...]",
         description=__doc__,
         epilog="--section.key value changes a setting of the recipe for all runs.",
     )
     add = parser.add_argument
-    add("--recipe", required=True, metavar="RECIPE.yaml", help="what is trained; a file as pretrain.train takes it")
+    add("--recipe", required=True, metavar="RECIPE", help="what is trained, as --config of pretrain.train")
     add(
         "--encodings",
         type=str,

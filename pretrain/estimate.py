@@ -1,4 +1,4 @@
-"""Estimate what a run needs, without a GPU: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`."""
+"""Estimate what a run needs, without a GPU: `python -m pretrain.estimate --config RECIPE [--section.key value ...]`."""
 
 import argparse
 import json
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
         prog="python -m pretrain.estimate",
-        usage="%(prog)s --config X.yaml [--section.key value ...] [--processes N] [--gpu-memory GIB] "
+        usage="%(prog)s --config RECIPE [--section.key value ...] [--processes N] [--gpu-memory GIB] "
         "[--gpu KIND] [--search]",
         description="Count parameters, memory per GPU, FLOPs, tokens and disk space of a run, without a GPU, and "
         "assume a step time.",

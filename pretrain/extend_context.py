@@ -1,4 +1,4 @@
-"""Extend a model to longer contexts: `python -m pretrain.extend_context --config X.yaml --extension.from MODEL`.
+"""Extend a model to longer contexts: `python -m pretrain.extend_context --config RECIPE --extension.from MODEL`.
 
 MODEL is a run of this project, one of its checkpoints, or a directory in the format of transformers, which is imported
 to `base` in the run's directory. Settings of the model that are not given are those of MODEL. Everything else is as in

@@ -1,6 +1,6 @@
 """Check all nodes of a job before training begins; every rank runs this under the same launcher as training.
 
-    srun ... python -m pretrain.preflight --config X.yaml [--section.key value ...]
+    srun ... python -m pretrain.preflight --config RECIPE [--section.key value ...]
 
 Fails with the node's name and the reason if versions or code differ, a GPU is missing or too small, the data is not the
 same everywhere, the checkpoint directory is not shared, writable and large enough, a rank does not answer, or an
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check, print what was found, and return the exit status."""
     parser = command_line.Parser(
         prog="python -m pretrain.preflight",
-        usage="%(prog)s --config X.yaml [--nodes A,B] [--gpus N] [--timeout S] [--no-memory-check] [--key value ...]",
+        usage="%(prog)s --config RECIPE [--nodes A,B] [--gpus N] [--timeout S] [--no-memory-check] [--key value ...]",
         description=__doc__,
         epilog="Settings of the run are explained by `python -m pretrain.train --help`.",
     )

@@ -1,4 +1,4 @@
-"""Rehearse a run without GPUs: `python -m pretrain.rehearse --config X.yaml [--processes N] [--section.key value]`."""
+"""Rehearse a run without GPUs: `python -m pretrain.rehearse --config RECIPE [--processes N] [--section.key value]`."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     """Rehearse and print the report; return 1 if a GPU would refuse an operation or values differ, otherwise 0."""
     parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
-        usage="%(prog)s --config X.yaml [--processes N] [--rank R] [--section.key value ...]",
+        usage="%(prog)s --config RECIPE [--processes N] [--rank R] [--section.key value ...]",
         description="Run four steps of pretrain.train as one rank of many on a fake GPU, and compare memory and "
         "collectives with pretrain.estimate. It needs no GPU, no data and little memory, and computes no numbers.",
         epilog="Exit status: 0 if all is well; 1 if there is a fault or a figure differs by more than 5 %% (10 %% for "

@@ -1,4 +1,4 @@
-"""Train one model: `python -m pretrain.train --config X.yaml`, or under `torchrun --nproc-per-node N -m`."""
+"""Train one model: `python -m pretrain.train --config RECIPE`, or under `torchrun --nproc-per-node N -m`."""
 
 import contextlib
 import logging

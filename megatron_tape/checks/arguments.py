@@ -34,13 +34,13 @@ def parse_run_config(
     """
     parser = settings_parser(
         RunConfig,
-        usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
+        usage="%(prog)s --config RECIPE [--section.key value ...]",
         description=f"{purpose} Settings come from --config and --section.key; later ones override earlier ones.",
     )
     given = read_settings(parser, RunConfig, argv)
     fix = f"add to {' or '.join(given.files)}, or give --section.key value"
     if not given.files:
-        fix = "give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
+        fix = "give --config RECIPE, such as --config tape_demo"
     with given.placing_errors():
         name = Path(given.files[-1]).stem if given.files else "unnamed"
         config = build(RunConfig, with_base_settings(given.values, base, f"runs/{name}"), fix=fix)

@@ -10,8 +10,9 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from megatron_tape.command_line import Parser
+from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.sections import Setting, merge, settings_of, unflatten, unknown_key, validate_as
-from megatron_tape.config.values import expand_path, format_value
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.strict_yaml import parse_value, read_recipe
 
@@ -69,7 +70,7 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
     for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
         if is_file:
             for _, text in group:
-                file = expand_path(text)
+                file = find_recipe(text)
                 values, places = read_recipe(file)
                 given.files.append(file)
                 given.values = merge(section, given.values, values)
@@ -120,7 +121,7 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
             help=explanation.replace("%", "%%"),
         )
 
-    add(parser, "config", "RECIPE.yaml", "YAML file; may be given more than once.")
+    add(parser, "config", "RECIPE", "YAML file, or a name in pretrain/recipes such as tape_demo; may be repeated.")
     parser.add_argument("--print_config", action="store_true", help="Print the resulting configuration and exit.")
     groups, added = {}, set()
     for setting in settings_of(section):

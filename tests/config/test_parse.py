@@ -13,6 +13,7 @@ from megatron_tape.command_line import status_of
 from megatron_tape.config import schema
 from megatron_tape.config.data import blend
 from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
+from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.train import SpikeSettings, TrainConfig
@@ -271,7 +272,19 @@ def test_a_recipe_may_come_from_a_pipe(tmp_path):
 
 
 def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
-    assert "give --config RECIPE.yaml, such as pretrain/recipes" in refusal(capsys, parse_run_config, [])
+    assert "give --config RECIPE, such as --config tape_demo" in refusal(capsys, parse_run_config, [])
+
+
+def test_a_recipe_is_found_by_its_name_from_any_directory_unless_a_file_has_that_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tape_demo").mkdir()
+    assert parse_run_config(["--config", "tape_demo"]).logging.directory == "runs/tape_demo"
+    assert parse_run_config(["--config=tape_demo.yaml"]).logging.directory == "runs/tape_demo"
+    assert find_recipe("extend/tiny_tape").endswith("pretrain/recipes/extend/tiny_tape.yaml")
+    (tmp_path / "rope_demo").write_text(yaml.safe_dump(MINIMAL))
+    assert parse_run_config(["--config", "rope_demo"]).train.steps == MINIMAL["train"]["steps"]
+    error = refusal(capsys, parse_run_config, ["--config", "nowhere"])
+    assert "recipe nowhere does not exist; " in error and " tape_demo, " in error and " extend/tiny_tape, " in error
 
 
 def test_missing_keys_are_named(parse, capsys):
