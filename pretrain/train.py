@@ -26,12 +26,12 @@ from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, S
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
 if TYPE_CHECKING:
-    from megatron_tape.training.model_building import Trains
+    from megatron_tape.training.model_building import ParameterFilter
 
 logger = logging.getLogger("pretrain")
 
 
-def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
+def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None) -> int:
     """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported.
 
     `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
     return supervised(config, extends=False, trains=trains)
 
 
-def supervised(config: RunConfig, extends: bool, trains: "Trains | None" = None) -> int:
+def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None" = None) -> int:
     """Check and train; return the exit status. Records how the attempt ended.
 
     `extends` says whether the command extends another model (see `checks.check`).
@@ -52,7 +52,7 @@ def supervised(config: RunConfig, extends: bool, trains: "Trains | None" = None)
         return _supervised(config, watch, extends, trains)
 
 
-def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Trains | None") -> int:
+def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "ParameterFilter | None") -> int:
     rank, size = rank_and_size()
     is_rank_0 = rank == 0
     with refusing():

@@ -71,7 +71,7 @@ def trial(tp, stage, what, precision):
         result = e.train_step(batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0), 1e-2)
     elif what == "spike":  # on rank 1 alone, in one step
         answers, judged = iter([rank == 1]), []
-        e.leave_out(lambda loss, norm: judged.append((loss, norm)) or next(answers, False))
+        e.set_skip_predicate(lambda loss, norm: judged.append((loss, norm)) or next(answers, False))
         result = e.train_step(batches(e, 10), 1e-2)
         assert judged == [(result.loss, result.grad_norm)]
     else:
@@ -117,7 +117,7 @@ def left_out(stage, precision, kind, what):
     end(e, (1, 0), (2, 20))  # after one update alone, the average would be the weights
     if what == "spike":
         answers = iter([True])
-        e.leave_out(lambda loss, norm: next(answers, False))
+        e.set_skip_predicate(lambda loss, norm: next(answers, False))
     skipped = e.train_step(batches(e, 10, math.nan if what == "loss" else 1.0), 1e-2, 3).skipped
     saved, updates = weights(e), e.optimizer_steps
     ends.append(end(e, (4, 30), (5, 40)))

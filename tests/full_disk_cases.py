@@ -22,7 +22,7 @@ from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Save, Writer
 from megatron_tape.errors import CheckpointError
 from megatron_tape.run.attempts import Attempt
-from megatron_tape.training import zero_shares
+from megatron_tape.training import zero_partitions
 
 
 def resumed(e, config):
@@ -96,7 +96,10 @@ def owned_states(stage):
         sent.append(4 * given_sizes[1 - me])
         return exchange(received, given, received_sizes, given_sizes, **options)
 
-    with mock.patch.object(dist, "all_to_all_single", counted), mock.patch.object(zero_shares, "BATCH_BYTES", 20000):
+    with (
+        mock.patch.object(dist, "all_to_all_single", counted),
+        mock.patch.object(zero_partitions, "BATCH_BYTES", 20000),
+    ):
         with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a whole tensor is sent to every rank")):
             state = e.training_state(owners.__getitem__)
     right = state.keys() == {key for key in sizes if owners[key] == me}

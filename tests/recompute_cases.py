@@ -10,8 +10,8 @@ from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.position import BUILT_IN
 from megatron_tape.training.engine import Engine
-from megatron_tape.training.gradients import own_part
-from megatron_tape.training.model_building import select_trained
+from megatron_tape.training.gradients import local_gradient
+from megatron_tape.training.model_building import freeze_parameters
 
 NAMES = (*(encoding.name for encoding in BUILT_IN), *TOYS)
 TRAINED = {
@@ -43,7 +43,7 @@ def step(name, stage, precision, trained, recompute):
     settings = small_model(position_encoding=name, num_layers=2)
     model, layout = build(settings, recompute=recompute, dtype=dtype, lora=LORA if trained == "lora" else None)
     # As if layers were recomputed, so that both runs have the same graph.
-    select_trained(model, TRAINED[trained], recomputes=True)
+    freeze_parameters(model, TRAINED[trained], recomputes=True)
     changes = {"deepspeed__zero_stage": stage, "train__precision": precision}
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
     engine = Engine(model, make_alone(settings, **changes, **sizes), layout)
@@ -51,7 +51,7 @@ def step(name, stage, precision, trained, recompute):
 
     def look():
         for name, parameter in engine.trained.items():
-            part = own_part(parameter, stage)
+            part = local_gradient(parameter, stage)
             gradients[name] = None if part is None else part.detach().clone()
 
     engine.before_update = look

@@ -15,7 +15,7 @@ from megatron_tape.model.names import kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
 from megatron_tape.ops import chunks
 from megatron_tape.training.gradients import replicated_parameters, sum_over_group
-from megatron_tape.training.model_building import select_trained
+from megatron_tape.training.model_building import freeze_parameters
 
 VARIANTS = {
     "tape": {},
@@ -108,7 +108,7 @@ class Case:
         same = dict(lora=self.lora, shifted_sparse=self.shifted_sparse)
         built, layout = build(self.model, tp, cp=cp, **same, **options)
         trains = lambda name, parameter: self.trained is None or kind_of(name) in self.trained  # noqa: E731
-        select_trained(built, trains, self.recompute != "none")
+        freeze_parameters(built, trains, self.recompute != "none")
         return built, layout
 
     def alone(self):

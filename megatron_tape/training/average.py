@@ -39,7 +39,7 @@ class WeightAverage:
                 state[AVERAGE].lerp_(tensor, share)
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Exchange it with the weights for the block."""
         self._exchange()
         yield

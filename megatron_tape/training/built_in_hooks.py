@@ -28,7 +28,7 @@ class ValidationLoss(Hook):
         loss = self._loss(trainer)
         found = {VALIDATION_LOSS: loss, VALIDATION_PERPLEXITY: _exp(loss)}
         if trainer.engine.averages:
-            with trainer.engine.averaged():
+            with trainer.engine.averaged_weights():
                 found[VALIDATION_LOSS_AVERAGED] = self._loss(trainer)
         return HookResult(scalars=found)
 
@@ -92,7 +92,7 @@ HOOKS |= {
 }
 
 
-def hooks_of(config: RunConfig) -> dict[str, Hook]:
+def build_hooks(config: RunConfig) -> dict[str, Hook]:
     """Return the hooks of every run, what looks for spikes, and what `train.evaluations` names, in their order."""
     found: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(config.train.profile)}
     if config.train.spikes is not None:

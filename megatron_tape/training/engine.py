@@ -25,7 +25,7 @@ from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.pipeline import TIED
 from megatron_tape.parallel import deepspeed_patches
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.training import zero_shares
+from megatron_tape.training import zero_partitions
 from megatron_tape.training.average import WeightAverage
 from megatron_tape.training.gradients import ScatteredGradients, replicated_parameters, sum_replicated
 from megatron_tape.training.muon import MOMENTUM_BUFFER, Matrices, is_matrix
@@ -113,7 +113,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
     return partition
 
 
-def stream_of(seed: int, step: int) -> np.random.Generator:
+def step_rng(seed: int, step: int) -> np.random.Generator:
     """Return the random numbers of a training step, the same on all ranks; the data has other streams."""
     return np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step]))
 
@@ -171,7 +171,7 @@ class Engine:
         """The sum of the losses of a step's micro-batches so far."""
         self._norm_left_out: float | None = None
 
-    def leave_out(self, judge: Callable[[float, float], bool]) -> None:
+    def set_skip_predicate(self, judge: Callable[[float, float], bool]) -> None:
         """Make no update from now on where `judge` returns true for the loss and the gradient norm on any rank."""
 
         def leaves_out(norm: float) -> bool:
@@ -221,9 +221,9 @@ class Engine:
         """Whether there is an average of the weights."""
         return self._average is not None and self.optimizer_steps > 0
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Let the model have the averaged weights in the block, in which it is only evaluated."""
-        return self._average.in_place()
+        return self._average.swapped_in()
 
     def _update_weights(self) -> None:
         """Let the model have the weights of `_masters`, as after a step."""
@@ -302,7 +302,7 @@ class Engine:
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
 
     def _positions(self, batch: Batch, step: int) -> Tensor:
-        return self.module.token_positions(batch["tokens"], stream_of(self._seed, step))
+        return self.module.token_positions(batch["tokens"], step_rng(self._seed, step))
 
     @torch.no_grad()
     def _forward(self, *arguments: Tensor, **keywords: Any) -> Tensor:
@@ -335,17 +335,17 @@ class Engine:
         """
         self._show_moments()
         me, state, shares = self.layout.replica_rank, {}, []
-        cut = zero_shares.cuts(self.deepspeed_engine.optimizer, self._cut_parameters())
+        cut = zero_partitions.cuts(self.deepspeed_engine.optimizer, self._cut_parameters())
         for key, parameter in self._state_keys(frozen):
             kind, _, name = key.partition("/")
             if name in cut:
-                trained = functools.partial(zero_shares.held_by_zero, parameter, kind)
+                trained = functools.partial(zero_partitions.local_elements, parameter, kind)
                 held = trained if parameter.requires_grad else functools.partial(getattr, parameter, "ds_tensor")
                 shape = getattr(parameter, "ds_shape", parameter.shape)
-                shares.append(zero_shares.Share(key, shape, cut[name], owner(key), held))
+                shares.append(zero_partitions.Share(key, shape, cut[name], owner(key), held))
             elif owner(key) == me:  # frozen, and whole on every rank
                 state[key] = parameter.detach().to("cpu", torch.float32).clone().contiguous()
-        for key, tensor in zero_shares.to_owners(shares, self.layout.groups.dp_cp, self.layout.device):
+        for key, tensor in zero_partitions.gather_to_owners(shares, self.layout.groups.dp_cp, self.layout.device):
             state[key] = tensor.to("cpu").contiguous()
         return state
 

@@ -28,7 +28,7 @@ def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
     return [parameter for parameter in trained if getattr(parameter, "sequence_parallel", False)]
 
 
-def own_part(parameter: Parameter, zero_stage: int) -> Tensor | None:
+def local_gradient(parameter: Parameter, zero_stage: int) -> Tensor | None:
     """Return the part of a parameter's averaged gradient that this rank's optimizer uses, or None if it uses none."""
     if zero_stage == 3:
         return safe_get_local_grad(parameter)
@@ -52,7 +52,7 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
 @torch.no_grad()
 def sum_replicated(parameters: list[Parameter], zero_stage: int, group: dist.ProcessGroup) -> None:
     """Sum the gradients of replicated parameters over the tensor-parallel group, before the optimizer's step."""
-    parts = [own_part(parameter, zero_stage) for parameter in parameters]
+    parts = [local_gradient(parameter, zero_stage) for parameter in parameters]
     sum_over_group([part for part in parts if part is not None], group)
 
 

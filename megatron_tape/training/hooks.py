@@ -92,7 +92,7 @@ def register(name: str, kind: Callable[[], Hook]) -> None:
     HOOKS[name] = kind
 
 
-def joined(results: Iterable[tuple[str, HookResult]]) -> HookResult:
+def merge_results(results: Iterable[tuple[str, HookResult]]) -> HookResult:
     """Return the results of several hooks, each with the hook's name, as one; ValueError where two share a name."""
     whole = HookResult()
     for hook, found in results:

@@ -20,7 +20,7 @@ from megatron_tape.text import counted
 
 logger = logging.getLogger(__name__)
 
-Trains = Callable[[str, torch.nn.Parameter], bool]
+ParameterFilter = Callable[[str, torch.nn.Parameter], bool]
 """Whether the parameter of this name is trained."""
 
 
@@ -72,12 +72,12 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
     logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
 
 
-def trained_by(extension: ExtensionConfig) -> Trains:
+def parameter_filter(extension: ExtensionConfig) -> ParameterFilter:
     """Return what `extension.trains` chooses."""
     return lambda name, parameter: "all" in extension.trains or kind_of(name) in extension.trains
 
 
-def select_trained(model: LanguageModel | Pipeline, trains: Trains, recomputes: bool) -> None:
+def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, recomputes: bool) -> None:
     """Freeze the parameters for which `trains` is false.
 
     Raises ValueError if no parameter is left to train; a pipeline stage may have none.

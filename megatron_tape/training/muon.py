@@ -32,7 +32,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """Return U V^T of about the matrix's U S V^T: Jordan's quintic Newton-Schulz iteration in the matrix's dtype."""
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
@@ -101,7 +101,7 @@ class Matrices:
             shares = [torch.empty_like(share) for _ in range(size)]
             dist.all_gather(shares, share.contiguous(), group=layout.groups.tp)
         parts = from_megatron(name, unshard(shares, parameter), self._model)
-        parts = {key: 0.2 * math.sqrt(max(part.shape)) * orthogonalized(part) for key, part in parts.items()}
+        parts = {key: 0.2 * math.sqrt(max(part.shape)) * orthogonalize(part) for key, part in parts.items()}
         return shard(to_megatron(parts, name, self._model), parameter, layout.tensor_parallel_rank, size)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tape.model.names import KINDS, kind_of
-from megatron_tape.training.gradients import own_part
+from megatron_tape.training.gradients import local_gradient
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def squares_by_kind(engine: Engine) -> Tensor:
         whole = not getattr(parameter, "tensor_model_parallel", False)
         if whole and layout.tensor_parallel_rank > 0:
             continue  # another rank has the same gradient
-        if (part := own_part(parameter, engine.zero_stage)) is not None:
+        if (part := local_gradient(parameter, engine.zero_stage)) is not None:
             found[kind_of(name)].append(part)
     sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
     for number, parts in enumerate(found.values()):

@@ -58,7 +58,9 @@ class Spikes:
         self.values = [[*values[-kept:], value] for values, value in zip(self.values, (loss, norm))]
 
 
-def of_same_data(progress: Mapping[str, Any], stages: Sequence[Stage], seen: int, samples: int) -> dict[str, Any]:
+def drop_history_if_stage_changed(
+    progress: Mapping[str, Any], stages: Sequence[Stage], seen: int, samples: int
+) -> dict[str, Any]:
     """Return a run's progress, without the losses before if `samples` - `seen` samples are passed over and the next are
     of another stage of the data than those.
     """
@@ -77,7 +79,7 @@ class SpikeHook(Hook):
         if self._spikes is None:
             self._spikes = Spikes(self._settings, trainer.progress.get(VALUES))
             if self._settings.action == "skip":
-                trainer.engine.leave_out(self._spikes.is_spike)
+                trainer.engine.set_skip_predicate(self._spikes.is_spike)
         if trainer.enters_stage:
             self._spikes.values = [[], []]  # losses of other data say nothing of what is usual now
 

@@ -37,20 +37,20 @@ from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
 from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import counted
-from megatron_tape.training.built_in_hooks import hooks_of
+from megatron_tape.training.built_in_hooks import build_hooks
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
 from megatron_tape.training.engine import Engine, StepResult, zero_partition
-from megatron_tape.training.hooks import Hook, HookResult, joined
+from megatron_tape.training.hooks import Hook, HookResult, merge_results
 from megatron_tape.training.model_building import (
-    Trains,
+    ParameterFilter,
     build_model,
     dtype_of,
+    freeze_parameters,
+    parameter_filter,
     parameter_table,
-    select_trained,
-    trained_by,
 )
 from megatron_tape.training.schedule import learning_rate
-from megatron_tape.training.spikes import FOUND, Rewind, of_same_data
+from megatron_tape.training.spikes import FOUND, Rewind, drop_history_if_stage_changed
 from megatron_tape.training.step_clock import SAVE
 from megatron_tape.training.step_times import utilization
 
@@ -70,7 +70,7 @@ class Trainer:
         self,
         config: RunConfig,
         watch: Watch,
-        trains: Trains | None = None,
+        trains: ParameterFilter | None = None,
         find_base: FindBase | None = None,
         more_hooks: Callable[[RunConfig], dict[str, Hook]] = lambda config: {},
     ):
@@ -83,7 +83,7 @@ class Trainer:
         cannot be used.
         """
         self.config, self.watch, self._more_hooks = config, watch, more_hooks
-        self.trains = trained_by(config.extension) if trains is None else trains
+        self.trains = parameter_filter(config.extension) if trains is None else trains
         check_devices(config.train.device)
         watch.progress("joining the other ranks")
         parallel, timeout = config.parallel, longest_wait(config.train.hang_timeout)
@@ -194,7 +194,7 @@ class Trainer:
         self.watch.progress("building the model")
         seed_everything(config.train.seed, layout)
         self.model = build_model(config, layout, self.watch)
-        select_trained(self.model, self.trains, config.train.recompute != "none")
+        freeze_parameters(self.model, self.trains, config.train.recompute != "none")
         own = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         frozen = list(itertools.chain(*layout.gather_stages(own)))
         self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
@@ -208,7 +208,9 @@ class Trainer:
             self.watch.progress("loading the training state")
             restoring.load_training_state(self.checkpoint, self.engine)
             seen = self.checkpoint.state["consumed_samples"]  # fewer than now if data is skipped
-            self.progress |= of_same_data(self.checkpoint.state["progress"], self.stages, seen, self.samples)
+            self.progress |= drop_history_if_stage_changed(
+                self.checkpoint.state["progress"], self.stages, seen, self.samples
+            )
             where = (self.checkpoint.path, self.step + 1, config.train.steps)
             logger.info("continuing from %s at step %d of %d", *where)
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
@@ -219,7 +221,7 @@ class Trainer:
             self.progress["data"] = self._data
             record = recorded_tokenizer(config) if self.tokenizer is None else record_of(self.tokenizer)
             self.progress |= {} if record is None else {"tokenizer": record}
-        self.hooks = hooks_of(config) | self._more_hooks(config)
+        self.hooks = build_hooks(config) | self._more_hooks(config)
         tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
         self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from, tokenizer_files)
         self.writer = self._open_writer() if layout.rank == 0 else None
@@ -348,7 +350,7 @@ class Trainer:
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
         found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]
-        whole = joined(found)
+        whole = merge_results(found)
         if self.writer is None:
             return
         self.writer.log(self.step, whole.scalars, whole.words)

@@ -31,7 +31,7 @@ from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer
 from megatron_tape.training.hooks import Hook
-from megatron_tape.training.model_building import trained_by
+from megatron_tape.training.model_building import parameter_filter
 from megatron_tape.training.trainer import Trainer
 from pretrain import attempt, estimate, extend_context, train
 
@@ -93,7 +93,7 @@ def first_logits(data, base, folder, *overrides):
     config = parse_run_config(arguments(folder, data, base, "unused", *overrides))
     with contextlib.closing(Watch(None)) as watch, pytest.raises(Begun) as begun:
         hooks = {"begun": Begun()}
-        Trainer(config, watch, trained_by(config.extension), importing.base_of_run, lambda _: hooks).run()
+        Trainer(config, watch, parameter_filter(config.extension), importing.base_of_run, lambda _: hooks).run()
     return begun.value.logits
 
 

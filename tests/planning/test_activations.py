@@ -9,7 +9,7 @@ from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.parameters import parameter_count, trained_kinds
-from megatron_tape.training.model_building import select_trained, trained_by
+from megatron_tape.training.model_building import freeze_parameters, parameter_filter
 
 SHAPES = {
     "tape": {},
@@ -75,7 +75,7 @@ def test_saved_activations_of_a_larger_model_are_those_counted_and_tape_keeps_li
 def test_an_extension_trains_and_saves_what_is_counted(encoding, trains, recompute):
     model, extension = middle_model(encoding), ExtensionConfig(trains=trains, lora_rank=4)
     built, _ = build(model, recompute=recompute, lora=extension if extension.adds_lora else None)
-    select_trained(built, trained_by(extension), recompute != "none")
+    freeze_parameters(built, parameter_filter(extension), recompute != "none")
     parameters = list(built.parameters())
     sizes = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
     assert [parameter_count(model, extension), parameter_count(model, extension, trained_kinds(extension))] == sizes

@@ -7,7 +7,7 @@ from configurations import make_alone
 from models import build, random_tokens, small_model
 
 from megatron_tape.position import encoding_of
-from megatron_tape.training.engine import Engine, stream_of
+from megatron_tape.training.engine import Engine, step_rng
 
 
 def model_of(positions=50):
@@ -16,14 +16,14 @@ def model_of(positions=50):
 
 def test_training_draws_sorted_distinct_positions_from_the_range():
     encoding = encoding_of(model_of())
-    draws = np.stack([encoding.token_positions(16, stream_of(1234, step)) for step in range(1, 2001)])
+    draws = np.stack([encoding.token_positions(16, step_rng(1234, step)) for step in range(1, 2001)])
     assert draws.dtype == np.int64 and draws.shape == (2000, 16)
     assert (np.diff(draws) > 0).all() and (draws.min(), draws.max()) == (0, 49)
     # Every position is drawn as often as any other: 640 times, give or take five standard deviations.
     assert np.abs(np.bincount(draws.flatten(), minlength=50) - 640).max() < 5 * (640 * (1 - 16 / 50)) ** 0.5
     assert len({tuple(draw) for draw in draws}) == 2000
-    assert np.array_equal(encoding.token_positions(16, stream_of(1234, 7)), draws[6])
-    assert not np.array_equal(encoding.token_positions(16, stream_of(1235, 7)), draws[6])
+    assert np.array_equal(encoding.token_positions(16, step_rng(1234, 7)), draws[6])
+    assert not np.array_equal(encoding.token_positions(16, step_rng(1235, 7)), draws[6])
 
 
 def test_other_sequences_are_spread_evenly():
@@ -39,9 +39,9 @@ def test_it_is_rope_on_its_positions():
     ids, rope = random_tokens(), build(small_model(position_encoding="rope"))[0]
     (dense, _), (built, _) = build(model_of(16)), build(model_of())
     assert torch.equal(dense(ids), rope(ids))
-    assert torch.equal(dense(ids, positions=dense.token_positions(ids, stream_of(1, 1))), rope(ids))
+    assert torch.equal(dense(ids, positions=dense.token_positions(ids, step_rng(1, 1))), rope(ids))
     assert torch.equal(built(ids), rope(ids, positions=torch.arange(16) * 50 // 16))
-    drawn = built.token_positions(ids, stream_of(1, 1))
+    drawn = built.token_positions(ids, step_rng(1, 1))
     assert torch.equal(built(ids, positions=drawn), rope(ids, positions=drawn))
     assert (built(ids, positions=drawn) - built(ids)).abs().max() > 1e-2
     shifted = built(ids, positions=drawn + 500)
@@ -66,6 +66,6 @@ def test_an_engine_draws_once_for_a_step_and_not_for_evaluation(stage):
     engine.evaluate(batches[:1])
     engine.logits(batches[0]["tokens"][:, :7])
     assert [len(positions) for positions in used] == [16] * 5 + [7]
-    first, second = (model.encoding.token_positions(16, stream_of(5, step)).tolist() for step in (1, 2))
+    first, second = (model.encoding.token_positions(16, step_rng(5, step)).tolist() for step in (1, 2))
     assert first != second and used[:4] == [first, first, second, second]
     assert used[4] == [50 * i // 16 for i in range(16)] and used[5] == used[4][:7]

@@ -82,7 +82,7 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         assert not torch.equal(value, weights[name])
 
     before = engine.evaluate(batches(9))
-    with engine.averaged():
+    with engine.averaged_weights():
         found = engine.evaluate(batches(9))
     assert engine.evaluate(batches(9)) == before != found
     after = engine.training_state()

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_cases import RECIPE, option, rows
 
 from megatron_tape.training.engine import Engine
-from megatron_tape.training.hooks import HOOKS, Hook, HookResult, joined, register
+from megatron_tape.training.hooks import HOOKS, Hook, HookResult, merge_results, register
 from pretrain import train
 
 
@@ -95,7 +95,7 @@ def names_in(trace):
 def test_two_evaluations_cannot_return_the_same_name():
     found = HookResult(scalars={"train/loss": 1.0})
     with pytest.raises(ValueError, match="the evaluation toy returns train/loss"):
-        joined([("training", found), ("toy", found)])
+        merge_results([("training", found), ("toy", found)])
 
 
 def test_an_unknown_evaluation_is_refused_with_the_known_ones(run, capfd):

@@ -15,7 +15,7 @@ from megatron_tape.config.train import TrainConfig
 from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.training.engine import Engine
-from megatron_tape.training.muon import COEFFICIENTS, STEPS, orthogonalized
+from megatron_tape.training.muon import COEFFICIENTS, STEPS, orthogonalize
 from pretrain import train
 
 RATE, DECAY = 0.01, 0.1
@@ -25,7 +25,7 @@ RATE, DECAY = 0.01, 0.1
 def test_singular_values_come_near_one_and_directions_stay(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    found = left.T @ orthogonalized(matrix) @ right.T
+    found = left.T @ orthogonalize(matrix) @ right.T
     assert values.min() / values.max() < 0.7
     assert found.diagonal().min() > 0.6 and found.diagonal().max() < 1.3
     assert (found - found.diagonal().diag()).abs().max() < 1e-4
@@ -34,7 +34,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape):
 def test_in_bf16_it_is_torchs():
     matrix = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
     theirs = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, _muon.EPS)
-    torch.testing.assert_close(orthogonalized(matrix.bfloat16()), theirs, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(orthogonalize(matrix.bfloat16()), theirs, rtol=0.02, atol=0.01)
 
 
 def of_run(stage, kind="muon"):
@@ -70,7 +70,7 @@ def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
     start = whole(engine.training_state(), names, model)
     theirs = {name: weight.clone().requires_grad_() for name, weight in start.items()}
     assert len(theirs) == 7 * 3
-    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", lambda matrix, *_: orthogonalized(matrix))
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", lambda matrix, *_: orthogonalize(matrix))
     muon = torch.optim.Muon(theirs.values(), RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
 
     def give(name, gradient):

@@ -9,7 +9,7 @@ from configurations import make
 from megatron_tape.config.stages import Stage
 from megatron_tape.config.train import SpikeSettings
 from megatron_tape.training.engine import StepResult
-from megatron_tape.training.spikes import FOUND, VALUES, SpikeHook, Spikes, of_same_data
+from megatron_tape.training.spikes import FOUND, VALUES, SpikeHook, Spikes, drop_history_if_stage_changed
 
 
 def after(values, kept=None):
@@ -54,7 +54,7 @@ def test_what_a_checkpoint_keeps_gives_the_same_decisions():
 def test_losses_of_another_stage_of_the_data_are_forgotten_where_a_run_goes_back_before_it(seen, samples, kept):
     stages = [Stage(make(), number, start) for number, start in enumerate((0, 100))]
     progress = {VALUES: [[1.0], [2.0]], FOUND: 1}
-    assert of_same_data(progress, stages, seen, samples) == (progress if kept else {FOUND: 1})
+    assert drop_history_if_stage_changed(progress, stages, seen, samples) == (progress if kept else {FOUND: 1})
 
 
 def test_after_a_change_of_the_data_only_its_own_losses_count():

@@ -62,7 +62,7 @@ def cuts(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str, Cut]:
     return found
 
 
-def held_by_zero(parameter: Parameter, key: str) -> Tensor:
+def local_elements(parameter: Parameter, key: str) -> Tensor:
     """Return this rank's fp32 elements, flat, of a trained parameter's `weight` or of Adam's `exp_avg` and so on.
 
     With ZeRO 3 zeros may follow them or be left out.
@@ -73,7 +73,9 @@ def held_by_zero(parameter: Parameter, key: str) -> Tensor:
     return parameter._hp_mapping.get_hp_fragment(None if key == "weight" else key)
 
 
-def to_owners(shares: list[Share], group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def gather_to_owners(
+    shares: list[Share], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the key and the whole fp32 tensor, on `device`, of each share that this rank owns.
 
     All ranks of `group` call this together, with shares of the same tensors in the same order.
