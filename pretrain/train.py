@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -23,12 +24,15 @@ from megatron_tape.errors import (
 from megatron_tape.home import private_directory, provide_caches
 from megatron_tape.parallel.launcher import check_launched, local_rank, rank_and_size
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
-from megatron_tape.run.watch import EXIT_STALE, Watch
+from megatron_tape.run.watch import CTRL_C, EXIT_STALE, Watch
 
 if TYPE_CHECKING:
     from megatron_tape.training.model_building import ParameterFilter
 
 logger = logging.getLogger("pretrain")
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, after which nothing should start the run again."""
 
 
 def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None) -> int:
@@ -87,14 +91,14 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         with deterministic_kernels(config.train.deterministic):
             reason = Trainer(config, watch, trains, find_base, task_hooks).run()
     except KeyboardInterrupt:
-        watch.record_end(INTERRUPTED, "Ctrl-C")
+        watch.record_end(INTERRUPTED, CTRL_C)
         if is_rank_0:
             message = (
                 "interrupted; the same command continues from the last checkpoint, or begins again if there is none"
             )
             print(message, file=sys.stderr, flush=True)
         _abort_process_groups()
-        return 130
+        return EXIT_INTERRUPTED
     except Exception as error:
         # A file that cannot be read may be readable on another node, so that a job tries again.
         outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
@@ -118,7 +122,7 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         return 0
     if is_rank_0:
         print(f"{reason}; run the same command to continue", file=sys.stderr, flush=True)
-    return EXIT_RESTART
+    return EXIT_INTERRUPTED if watch.stop == CTRL_C else EXIT_RESTART
 
 
 def _abort_process_groups() -> None:

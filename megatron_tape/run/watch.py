@@ -38,6 +38,8 @@ EXIT_STALE = 76
 EXIT_HUNG = 77
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 PROFILE_SIGNAL = signal.SIGUSR2
+CTRL_C = "Ctrl-C"
+"""The reason to stop after SIGINT."""
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
@@ -49,7 +51,8 @@ class Watch:
     """Created at the very start, so that no signal is lost; `attach` follows once the attempt is known.
 
     SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps;
-    SIGUSR2 asks for a profile of the next ones.
+    SIGUSR2 asks for a profile of the next ones. The first SIGINT during training also sets `stop`, to CTRL_C; before
+    training, where there is nothing to save, and the second time it raises KeyboardInterrupt.
     After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is added to
     `stacks-NODE.txt` in the attempt's directory, its last collectives are in `collectives-RANK.json` beside it, and the
     process ends. Before `begin_training`, the timeout is at least an hour.
@@ -72,6 +75,8 @@ class Watch:
         self._profile_requested = False
         self._handlers = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         self._handlers[PROFILE_SIGNAL] = signal.signal(PROFILE_SIGNAL, self._on_profile_signal)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
+            self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
 
     @property
     def attempt(self) -> Attempt | None:
@@ -79,6 +84,14 @@ class Watch:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop = self.stop or signal.Signals(number).name
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        if self._stages is None or self.stop == CTRL_C:
+            raise KeyboardInterrupt
+        self.stop = CTRL_C
+        if self._rank == 0:
+            # Not with print, which the signal may have interrupted.
+            os.write(2, b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at once\n")
 
     def _on_profile_signal(self, number: int, frame: object) -> None:
         self._profile_requested = True

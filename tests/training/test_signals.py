@@ -86,6 +86,38 @@ def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, 
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
+def test_the_first_ctrl_c_saves_and_says_so_and_the_second_ends_at_once(run, whole, monkeypatch, capfd):
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, Engine, "train_step", 3, signal.SIGINT)
+        assert run() == 130
+    said = capfd.readouterr().err
+    assert "Ctrl-C: saving a checkpoint after this step; press Ctrl-C again to end at once" in said
+    assert "Ctrl-C stopped the run after step 3; run the same command to continue" in said
+    assert steps_saved(run.folder) == [3]
+    with monkeypatch.context() as patched:
+        original, calls = Engine.train_step, []
+
+        def step(self, *args):
+            calls.append(1)
+            for _ in range(2 if len(calls) == 2 else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            return original(self, *args)
+
+        patched.setattr(Engine, "train_step", step)
+        assert run() == 130
+    assert steps_saved(run.folder) == [3] and len(calls) == 2
+    assert [attempt.outcome for attempt in read_attempts(run.folder)] == ["interrupted"] * 2
+    assert run() == 0
+    assert rows(run.folder) == whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_before_training_ends_at_once(run, monkeypatch):
+    interrupt_at(monkeypatch, Engine, "__init__", 1, signal.SIGINT)
+    assert run() == 130
+    assert steps_saved(run.folder) == []
+
+
 def test_a_signal_waits_for_the_asynchronous_save_that_is_on_its_way(run, monkeypatch):
     original = checkpoint_files.publish
 
@@ -263,14 +295,17 @@ def processes_of_group(group):
     return found
 
 
-def test_a_signal_to_every_process_of_the_run_saves_it(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "number, status, reason", [(signal.SIGTERM, EXIT_RESTART, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+)
+def test_a_signal_to_every_process_of_the_run_saves_it(ranks, tmp_path, number, status, reason):
     assert all(len(processes_of_group(rank.pid)) > 2 for rank in ranks)
     for rank in ranks:
-        os.killpg(rank.pid, signal.SIGTERM)
+        os.killpg(rank.pid, number)
     for rank in ranks:
         rank.join(300)
-    assert [rank.exitcode for rank in ranks] == [EXIT_RESTART] * 2
+    assert [rank.exitcode for rank in ranks] == [status] * 2
     (attempt,) = read_attempts(tmp_path / "run")
-    assert attempt.outcome == "interrupted" and "SIGTERM" in attempt.message
+    assert attempt.outcome == "interrupted" and reason in attempt.message
     assert steps_saved(tmp_path / "run") == [rows(tmp_path / "run")[-1]["step"]]
     wait_until(lambda: not any(processes_of_group(rank.pid) for rank in ranks))
