@@ -33,7 +33,7 @@ from megatron_tape.evaluation.tasks import TASKS
 from megatron_tape.home import provide_caches
 from megatron_tape.huggingface.tokenizer_files import export_problem
 from megatron_tape.io.files import remove
-from megatron_tape.parallel.launcher import check_launched
+from megatron_tape.parallel.launcher import check_launcher_environment
 from megatron_tape.text import duration
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str] | None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
-        check_launched()
+        check_launcher_environment()
     except UserError as error:
         command_line.say_refusal(error)  # on every rank, since what RANK says may be left from an earlier launcher
         return EXIT_REFUSED

@@ -29,13 +29,13 @@ from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.parallel.launcher import (
-    check_launched,
+    check_launcher_environment,
     check_master_address,
     gloo_address,
     local_rank,
     master_port,
-    out_of_reach,
     rank_and_size,
+    unreachable_nodes,
 )
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     anyway = "start although the estimate says that the GPUs are too small"
     add("--no-memory-check", action="store_true", help=anyway)
     with command_line.refusing():
-        check_launched()
+        check_launcher_environment()
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest)
         rank, size = rank_and_size()
@@ -213,7 +213,7 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
 
 def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
     """Return a problem if gloo's ranks on some of several nodes could not be reached from the others."""
-    found = tuple(out_of_reach({node: facts["gloo"] for node, facts in by_node.items()}))
+    found = tuple(unreachable_nodes({node: facts["gloo"] for node, facts in by_node.items()}))
     if not found or len({facts["host"] for facts in by_node.values()}) == 1:
         return []
     problem = f"{', '.join(found)}: other nodes cannot reach the address that this node's own name resolves to"

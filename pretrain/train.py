@@ -22,7 +22,7 @@ from megatron_tape.errors import (
     UserError,
 )
 from megatron_tape.home import private_directory, provide_caches
-from megatron_tape.parallel.launcher import check_launched, local_rank, rank_and_size
+from megatron_tape.parallel.launcher import check_launcher_environment, local_rank, rank_and_size
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import CTRL_C, EXIT_STALE, Watch
 
@@ -51,7 +51,7 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
     `extends` says whether the command extends another model (see `checks.check`).
     """
     with refusing():
-        check_launched()
+        check_launcher_environment()
     with contextlib.closing(Watch(config.train.hang_timeout)) as watch:
         return _supervised(config, watch, extends, trains)
 

@@ -9,7 +9,7 @@ from megatron_tape.model.initialization import initialize_weights, initialized_w
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.parallel.partitions import allocate, own_memory, share_shape
+from megatron_tape.parallel.partitions import allocate, local_storage, shard_shape
 from megatron_tape.training.engine import Engine, zero_partition
 
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3)
@@ -36,9 +36,9 @@ def begin(cp):
     result = {"names": [*whole], "wrong": [], "whole": []}
     held = 0
     for name, parameter in built.named_parameters():
-        memory, first = own_memory(parameter)
+        memory, first = local_storage(parameter)
         expected = whole[name].flatten()[first : first + len(memory)]
-        if share_shape(parameter) != whole[name].shape or not torch.equal(memory, expected):
+        if shard_shape(parameter) != whole[name].shape or not torch.equal(memory, expected):
             result["wrong"].append(name)
         if parameter.numel() or len(memory) > -(-whole[name].numel() // layout.replica_size):
             result["whole"].append(name)

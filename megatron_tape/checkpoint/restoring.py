@@ -23,7 +23,7 @@ from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.model.names import WRAPPED, kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.parallel.partitions import write_share
+from megatron_tape.parallel.partitions import write_shard
 from megatron_tape.position import model_config
 
 
@@ -39,7 +39,7 @@ def _write_weights(read: Reader, parameters: Mapping[str, torch.nn.Parameter], n
     for name in names:
         weight = read(f"weight/{name}")
         if weight is not None:
-            write_share(parameters[name], weight)
+            write_shard(parameters[name], weight)
 
 
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:

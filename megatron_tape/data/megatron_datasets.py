@@ -37,7 +37,7 @@ _THREADS = 8
 """Most datasets of a blend that are opened at the same time."""
 
 
-megatron_patches.read_indices(load_array)
+megatron_patches.load_cached_indices_with(load_array)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
     # Megatron's constructor refuses these beside a split, which the cached indices already follow.
     alone.fast_cache_load = alone.defer_npy_index_mmap = not build
-    with megatron_patches.without_barriers() if build else contextlib.nullcontext():
+    with megatron_patches.barriers_disabled() if build else contextlib.nullcontext():
         return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
 
 

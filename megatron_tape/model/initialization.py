@@ -16,7 +16,7 @@ from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.model.names import MATRICES, POSITION, WRAPPED, kind_of, split_layer
 from megatron_tape.model.shapes import lora_factors, parameter_shapes
 from megatron_tape.ops import philox
-from megatron_tape.parallel.partitions import own_memory
+from megatron_tape.parallel.partitions import local_storage
 from megatron_tape.position import encoding_of
 
 CHUNKS = {"cpu": 2**17, "cuda": 2**22}
@@ -95,7 +95,7 @@ def initialize_weights(
         if names is None or name in names:
             own_name = name.removeprefix(WRAPPED)
             initial = initials[own_name]
-            memory, first = own_memory(parameter)
+            memory, first = local_storage(parameter)
             rows, columns = _share(initial.shape, parameter, rank, size)
             _fill(memory, first, rows, columns, initial, philox.key_of(seed, own_name))
 

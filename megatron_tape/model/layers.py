@@ -27,7 +27,7 @@ from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
 from megatron_tape.position.encoding import NO_CACHE
 
-megatron_patches.split_with_torch()
+megatron_patches.split_qkv_with_torch()
 
 
 class RMSNorm(torch.nn.Module):
@@ -142,7 +142,7 @@ class LayerPosition(torch.nn.Module):
         for name, declared in encoding.parameters(layer).items():
             share = torch.empty(declared.shape, dtype=config.params_dtype)
             if declared.head_axis is not None:
-                share = encoding.tokens.tensor_share(share, declared.head_axis).contiguous()
+                share = encoding.tokens.tensor_parallel_shard(share, declared.head_axis).contiguous()
             weight = torch.nn.Parameter(share)
             weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
             if declared.head_axis is not None:

@@ -65,7 +65,7 @@ class Lora(nn.Module):
         for name, factor in factors.items():
             shard = torch.empty(factor.shape, dtype=dtype, device="meta")
             if factor.cut is not None:
-                shard = tokens.tensor_share(shard, factor.cut).contiguous()
+                shard = tokens.tensor_parallel_shard(shard, factor.cut).contiguous()
             weight = nn.Parameter(shard)
             # A replicated factor processes only its rank's tokens, as a norm does.
             weight.sequence_parallel = tokens.sequence_parallel and factor.cut is None

@@ -1,6 +1,6 @@
-"""Everything that is replaced in DeepSpeed 0.19.8, with the reason; no known release does without any of it.
+"""All patches of DeepSpeed 0.19.8. Each docstring says why, and what in DeepSpeed would make it unnecessary.
 
-Patches of modules last until the process ends, those of an engine or optimizer as long as that.
+A patch of a module lasts until the process ends; a patch of an engine or optimizer lasts as long as the object.
 """
 
 import functools
@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Waiting = Callable[[], AbstractContextManager]
-"""Entered while a rank waits for others."""
+"""Returns a context to enter while a rank waits for others."""
 
 
-def compile_nothing() -> None:
-    """Stop DeepSpeed from building its shared-memory collectives with a C++ compiler when it starts without CUDA.
+def skip_inference_op_build() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives when it starts without CUDA.
 
-    They serve only inference, take half a minute, and would require a compiler. Until they are built on first use.
+    Only inference uses them, the build takes half a minute, and it requires a C++ compiler. Unnecessary once DeepSpeed
+    builds them on first use.
     """
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
@@ -37,69 +38,71 @@ def compile_nothing() -> None:
 
 
 def destroy_group() -> None:
-    """Destroy the group of all ranks; until DeepSpeed drops its reference to it itself."""
+    """Destroy the default process group and DeepSpeed's reference to it, which DeepSpeed would keep."""
     comm.destroy_process_group()
     comm.cdb = None
 
 
 def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
-    """Keep DeepSpeed from warning of an optimizer that it does not know; tests train with ours under every ZeRO stage.
+    """Register an optimizer class as supported by ZeRO, which avoids DeepSpeed's warning about untested optimizers.
 
-    Until `zero_allow_untested_optimizer` warns no more.
+    Tests train with it under every ZeRO stage.
     """
     if kind not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(kind)
 
 
-def leave_out_updates(zero: DeepSpeedZeroOptimizer | stage3.DeepSpeedZeroOptimizer_Stage3, judge: Callable) -> None:
-    """Make no update where `judge` returns true for the gradient norm: DeepSpeed is told an infinite one.
+def skip_updates(
+    zero: DeepSpeedZeroOptimizer | stage3.DeepSpeedZeroOptimizer_Stage3, should_skip: Callable[[float], bool]
+) -> None:
+    """Skip an update if `should_skip` returns true for its gradient norm.
 
-    It then cleans up as after a gradient that is infinite, about which it says nothing any more. Until DeepSpeed lets
-    one see the norm and skip the step.
+    The patched function then reports an infinite norm, so that DeepSpeed skips the step as after an overflow, without
+    its message. Unnecessary once DeepSpeed has a hook between the norm and the step.
     """
     zero.loss_scaler.update_scale = lambda overflow: None
-    by_groups = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)  # of which it takes the norm itself
-    name = "_get_norm_groups" if by_groups else "scaled_global_norm"
-    of_deepspeed = getattr(zero, name)
+    has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)  # it combines them itself
+    name = "_get_norm_groups" if has_group_norms else "scaled_global_norm"
+    compute_norm = getattr(zero, name)
 
-    def judged() -> Tensor | list[Tensor]:
-        found = of_deepspeed()
-        norm = combine_grad_norm_groups(found) if by_groups else found
-        if not judge(float(norm)):
-            return found
+    def norm_or_infinity() -> Tensor | list[Tensor]:
+        computed = compute_norm()
+        norm = combine_grad_norm_groups(computed) if has_group_norms else computed
+        if not should_skip(float(norm)):
+            return computed
         infinite = torch.full_like(norm, math.inf)
-        return [*found, infinite] if by_groups else infinite
+        return [*computed, infinite] if has_group_norms else infinite
 
-    setattr(zero, name, judged)
+    setattr(zero, name, norm_or_infinity)
 
 
-def average_with(
+def replace_gradient_reduction(
     zero: DeepSpeedZeroOptimizer, add: Callable[[Parameter, int], None], finish: Callable[..., None]
 ) -> None:
-    """Let ZeRO 1 and 2 hand each parameter's gradient to `add`, with its group's number, and call `finish` at the end.
+    """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient and `finish` after the last.
 
-    Until DeepSpeed averages by reduce-scatter: its buckets reach across groups, of which ranks need unequal parts, so
-    that it averages by all-reduce, which sends twice as much (see `training.gradients.ScatteredGradients`).
+    DeepSpeed's buckets span parameter groups, of which ranks own unequal parts, so it averages by all-reduce, which
+    sends twice as much as reduce-scatter (see `training.gradients.ScatteredGradients`).
     """
     zero.gradient_accumulation_dtype = torch.float32
     zero.process_gradients = add
     zero.reduce_gradients = zero.overlapping_partition_gradients_reduce_epilogue = finish
 
 
-def link_moments(zero: DeepSpeedZeroOptimizer) -> None:
-    """Let ZeRO 1 and 2 find Adam's state by parameter.
+def link_optimizer_states(zero: DeepSpeedZeroOptimizer) -> None:
+    """Link Adam's state to the parameters of ZeRO 1 and 2.
 
-    Until DeepSpeed links it when all groups have it: it does so once, after the first parameter group's first step.
+    DeepSpeed does so only once, after the first step of the first parameter group, when other groups have no state yet.
     """
     zero._hp_optimizer_states_linked = False
     zero._lazy_init_hp_params_optimizer_state()
 
 
-def cut_and_join_at_once(waiting: Waiting) -> None:
-    """Let ZeRO 3 average gradients and gather weights without loops over the ranks.
+def vectorize_zero3_collectives(waiting: Waiting) -> None:
+    """Make ZeRO 3 split and concatenate buffers for all ranks at once, instead of in loops over the ranks.
 
-    Until DeepSpeed does so: with hundreds of ranks, its loops keep the host busy for longer than a step keeps the GPU.
-    The functions here send the same numbers, and cut and join them for all ranks at once.
+    With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU. The messages are the
+    same.
     """
     stage3.reduce_scatter_coalesced = functools.partial(average_and_scatter, waiting=waiting)
     partition_parameters.AllGatherCoalescedHandle.wait = functools.partialmethod(_wait, waiting=waiting)
@@ -109,9 +112,9 @@ def cut_and_join_at_once(waiting: Waiting) -> None:
 def average_and_scatter(
     tensors: list[Tensor], group: dist.ProcessGroup, waiting: Waiting = nullcontext
 ) -> list[Tensor]:
-    """Average each tensor over `group`, and return this rank's part of it, flat.
+    """Average each tensor over `group` and return this rank's flat partition of each.
 
-    The parts of a tensor are equal, but the last ones may be shorter or empty.
+    Partitions of a tensor have equal sizes, except that the last ones may be shorter or empty.
     """
     ranks, rank = group.size(), group.rank()
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
@@ -131,12 +134,12 @@ def average_and_scatter(
 
 
 def _wait(handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, waiting: Waiting) -> None:
-    """Wait for gathered weights, and give each parameter its own."""
+    """Wait for the all-gather and assign each parameter its weights."""
     if handle.complete:
         return
     with waiting():
         handle.allgather_handle.wait()
-    gathered = handle.partitions[0]._base  # the tensor of which there is a part for each rank
+    gathered = handle.partitions[0]._base  # the whole buffer, with one partition per rank
     rows, first = gathered.view(handle.world_size, -1), 0
     for parameter in handle.params:
         size = parameter.ds_tensor.ds_numel
@@ -149,10 +152,10 @@ def _wait(handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, w
     handle.complete = True
 
 
-_DEEPSPEEDS = partition_parameters.AllGatherHandle.wait
+_UNPATCHED_WAIT = partition_parameters.AllGatherHandle.wait
 
 
 def _wait_for_one(handle: AllGatherHandle, handle_dependency: bool = True, *, waiting: Waiting) -> None:
-    """Wait for the weights of a parameter that is gathered alone."""
+    """Wait for the all-gather of a single parameter."""
     with waiting():
-        _DEEPSPEEDS(handle, handle_dependency)
+        _UNPATCHED_WAIT(handle, handle_dependency)

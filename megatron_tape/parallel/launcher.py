@@ -1,4 +1,4 @@
-"""What torchrun, or a Slurm script, says in the environment about processes, and whether these can find each other."""
+"""The launcher's environment variables (torchrun, Slurm), and checks that the nodes can reach each other."""
 
 import contextlib
 import ipaddress
@@ -13,13 +13,13 @@ from megatron_tape.io.versions import node_name
 FIX = "start the program with torchrun or a script in slurm/, or unset these variables to run a single process"
 MOST_PROCESSES, LAST_PORT = 1_000_000, 65535
 TRIES = 5
-"""Times that a name is looked up: where thousands of ranks start at once, a name server may miss one."""
+"""Attempts to resolve a host name; a name server may drop requests when thousands of ranks start at once."""
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int = MOST_PROCESSES, fix: str = FIX) -> int:
-    """Return the whole number in an environment variable, or `default` if it is not set.
+    """Return the integer in an environment variable, or `default` if it is not set.
 
-    Raises UserError unless it is written in ASCII digits, without leading zeros, and from `least` to `most`.
+    Raises UserError unless it consists of ASCII digits without leading zeros and is between `least` and `most`.
     """
     text = os.environ.get(name)
     if text is None:
@@ -30,41 +30,40 @@ def environment_number(name: str, default: int, least: int = 0, most: int = MOST
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of processes, as the launcher says. Raises UserError."""
+    """Return RANK and WORLD_SIZE, by default 0 and 1. Raises UserError if they are invalid."""
     return environment_number("RANK", 0), environment_number("WORLD_SIZE", 1, least=1)
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its node, as the launcher says. Raises UserError."""
+    """Return LOCAL_RANK, the rank on this node, by default 0. Raises UserError if it is invalid."""
     return environment_number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    """Return the number of processes on this node, as the launcher says. Raises UserError."""
+    """Return LOCAL_WORLD_SIZE, the number of processes on this node, by default 1. Raises UserError if invalid."""
     return environment_number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
 def master_port() -> int:
-    """Return the port of rank 0, or 0 if the launcher says none. Raises UserError."""
+    """Return MASTER_PORT, or 0 if it is not set. Raises UserError if it is invalid."""
     return environment_number("MASTER_PORT", 0, least=1, most=LAST_PORT)
 
 
 def restart_count() -> int:
-    """Return how often Slurm has started this job again. Raises UserError."""
+    """Return how often Slurm has requeued this job. Raises UserError if SLURM_RESTART_COUNT is invalid."""
     return environment_number("SLURM_RESTART_COUNT", 0, fix="unset it, or submit the job with a script in slurm/")
 
 
-def check_launched() -> None:
-    """Raise UserError for variables of a launcher with impossible values, or that do not fit together.
+def check_launcher_environment() -> None:
+    """Raise UserError if the launcher's variables are invalid or inconsistent.
 
-    Those of an earlier one may be left in a shell. A process would take them for its own, and wait for others or take
-    itself for one of them.
+    Variables that an earlier launcher left in a shell would make a process wait for other ranks or act as one.
     """
     (rank, size), on_node = rank_and_size(), local_rank()
     local_world_size()
     restart_count()
     has_size = "WORLD_SIZE" in os.environ
-    if size > 1 or _finds_rank_0():
+    if size > 1 or _has_rank_0_address():
         given, value = ("WORLD_SIZE", size) if has_size else ("RANK", rank)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
@@ -77,19 +76,19 @@ def check_launched() -> None:
 
 
 def refuse_launcher(program: str, reason: str) -> None:
-    """Raise UserError if a launcher has started a program that must be started alone, or its variables do not fit."""
+    """Raise UserError if a launcher started a single-process program, or if its variables are inconsistent."""
     fix = "run it without torchrun or srun, and unset RANK and MASTER_ADDR if an earlier launcher has left them"
-    refuse(_finds_rank_0(), program, reason, fix)
-    check_launched()
+    refuse(_has_rank_0_address(), program, reason, fix)
+    check_launcher_environment()
 
 
-def _finds_rank_0() -> bool:
-    """Return whether there is what only a launcher sets: DeepSpeed leaves RANK behind, but not where rank 0 is."""
+def _has_rank_0_address() -> bool:
+    """Return whether RANK and MASTER_ADDR are set. RANK alone may be a leftover of DeepSpeed."""
     return {"RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def check_master_address() -> None:
-    """Raise NodeError if this node cannot resolve MASTER_ADDR; torch would try until the timeout of its groups."""
+    """Raise NodeError if this node cannot resolve MASTER_ADDR; torch would retry until its timeout."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     for number in range(TRIES):
         time.sleep(number)
@@ -104,7 +103,7 @@ def check_master_address() -> None:
 
 
 def gloo_address() -> str | None:
-    """Return the address at which gloo lets other ranks reach this node's: that of its name. None if it is told one."""
+    """Return the address that gloo announces to other ranks, or None if GLOO_SOCKET_IFNAME selects the interface."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     with contextlib.suppress(OSError, UnicodeError):
@@ -112,15 +111,15 @@ def gloo_address() -> str | None:
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
                 tried.bind(place)
                 return str(place[0])
-    return "127.0.0.1"  # which it takes then, too
+    return "127.0.0.1"  # gloo's own fallback
 
 
-def out_of_reach(addresses: dict[str, str | None]) -> list[str]:
-    """Return the nodes that are not reached at these addresses from the others."""
-    found = [node for node, address in addresses.items() if address is not None and _is_loopback(address)]
-    # Nodes that share a machine can have loopback addresses of their own.
-    apart = len({addresses[node] for node in found}) == len(addresses)
-    return [] if apart else found
+def unreachable_nodes(addresses: dict[str, str | None]) -> list[str]:
+    """Return the nodes whose announced address is a loopback address, which other nodes cannot reach."""
+    loopback = [node for node, address in addresses.items() if address is not None and _is_loopback(address)]
+    # Virtual nodes on one machine can have distinct loopback addresses, at which they reach each other.
+    distinct = len({addresses[node] for node in loopback}) == len(addresses)
+    return [] if distinct else loopback
 
 
 def _is_loopback(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""Process groups, seeds, and what DeepSpeed needs to know of them."""
+"""Process groups, devices and seeds of a rank, and the `mpu` object that DeepSpeed takes."""
 
 import atexit
 import contextlib
@@ -28,22 +28,22 @@ from megatron_tape.parallel import launcher, megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 
 MARGIN = timedelta(minutes=10)
-"""How much longer than the watch, which writes every rank's stack, the process groups wait for a rank."""
+"""Added to the watchdog's timeout for collectives, so that the watchdog can write every rank's stack first."""
 WITHOUT_LIMIT = timedelta(days=365)
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver has found a GPU."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""From glibc's malloc.h: free bytes at the end of the heap that are returned; bytes of a tensor that gets a mapping of
-its own."""
+"""Options of glibc's mallopt: the free bytes at the top of the heap above which memory is returned to the system, and
+the size above which an allocation gets its own mapping."""
 _LARGEST = 2**31 - 1
-"""Bytes; both are a C int."""
+"""The largest value of either option, in bytes (a C int)."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The place of this process. Every Megatron module gets `groups`; none uses a global rank."""
+    """The ranks of this process and its groups. Megatron modules receive `groups`; none uses a global rank."""
 
     groups: ProcessGroupCollection
     device: torch.device
@@ -54,21 +54,21 @@ class ParallelLayout:
     context_parallel_rank: int
     context_parallel_size: int
     pipeline_rank: int
-    """The stage; ranks with other numbers hold other layers."""
+    """The pipeline stage, which determines the layers of this rank."""
     pipeline_size: int
     data_parallel_rank: int
-    """Ranks with other numbers hold different sequences."""
+    """Ranks that differ in this number process different sequences."""
     data_parallel_size: int
     replica_rank: int
-    """Among the ranks that hold the same tensor-parallel shard of the same layers: those of all data and context ranks,
-    over which ZeRO partitions."""
+    """The rank within all data-parallel and context-parallel ranks, which hold the same tensor-parallel shard of the
+    same layers. ZeRO partitions over them."""
     replica_size: int
     mpu: SimpleNamespace
     tokens: TokenLayout
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, device: torch.device, sequence_parallel: bool) -> "ParallelLayout":
-        """Return the place of this process in Megatron's groups."""
+        """Return the layout of this process in Megatron's groups."""
         return cls(
             groups=groups,
             device=device,
@@ -89,34 +89,34 @@ class ParallelLayout:
         )
 
     def any_rank(self, flag: bool) -> bool:
-        """Return, on every rank, whether `flag` is set on any of them; all call it together."""
+        """Return on every rank whether `flag` is true on any rank. Collective over all ranks."""
         found = torch.tensor([flag], dtype=torch.int32, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
 
-    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's tensor on all stages, which give one of its shape; all call it together."""
+    def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite `tensor` with the last stage's and return it. Collective over the stages, with equal shapes."""
         if self.pipeline_size > 1:
             last = dist.get_global_rank(self.groups.pp, self.pipeline_size - 1)
             dist.broadcast(tensor, last, self.groups.pp)
         return tensor
 
     def gather_stages(self, value: Any) -> list[Any]:
-        """Return the `value` of every stage, in order, on every stage; all call it together."""
+        """Return the `value` of each stage, in order, on every stage. Collective over the stages."""
         values = [value] * self.pipeline_size
         if self.pipeline_size > 1:
             dist.all_gather_object(values, value, self.groups.pp)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in order, on every rank; all call it together."""
+        """Return the `value` of each rank, in order, on every rank. Collective over all ranks."""
         values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     @contextlib.contextmanager
     def first_on_node(self) -> Iterator[None]:
-        """Run a block on the first rank of each node before the others, which then find what it cached; all call it."""
+        """Run the block on local rank 0 first, so that other ranks of the node find what it cached. Collective."""
         first = launcher.local_rank() == 0
         if not first:
             dist.barrier()
@@ -130,10 +130,10 @@ class ParallelLayout:
 def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     """Return the `mpu` argument of `deepspeed.initialize`.
 
-    `megatron.core.parallel_state` lacks names that DeepSpeed asks for (`get_model_parallel_world_size` and others);
-    here all are answered from `groups`. The model-parallel group, over which norms are added up, is that of all tensor-
-    parallel ranks of all stages, and ZeRO partitions over all ranks that hold the same weights, also those that hold
-    other tokens of the same sequences.
+    DeepSpeed calls functions that `megatron.core.parallel_state` lacks, such as `get_model_parallel_world_size`. The
+    model-parallel group, over which norms are summed, contains the tensor-parallel ranks of all stages. The
+    data-parallel group, over which ZeRO partitions, contains all ranks with the same weights, context-parallel ranks
+    included.
     """
     answers = {}
     model = groups.tp if groups.pp.size() == 1 else groups.mp
@@ -151,16 +151,18 @@ def initialize_distributed(
     context_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
 ) -> ParallelLayout:
-    """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
+    """Initialize torch.distributed from torchrun's variables, or for a single process, and build Megatron's groups.
 
-    The backend is nccl with CUDA, otherwise gloo. A process may call this again: the groups are kept, or rebuilt if a
-    size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are sharded over the
-    tensor-parallel ranks exactly when there are several. Collectives of all groups time out some minutes after
-    `timeout` seconds, with None practically never. Raises ConfigError when this process has no GPU to itself, and
-    NodeError when this node cannot find rank 0's.
+    The backend is NCCL with CUDA, otherwise gloo. Repeated calls keep the groups, or rebuild them if a size differs;
+    layouts returned before are then invalid. `sequence_parallel` defaults to whether there are several tensor-parallel
+    ranks. Collectives time out 10 minutes after `timeout` seconds; None disables the timeout.
 
-    The stages of a pipeline have consecutive ranks, tensor_model_parallel_size * context_parallel_size for each, so
-    that neighbours share a node or are on neighbouring ones.
+    Each pipeline stage has tensor_model_parallel_size * context_parallel_size consecutive ranks, so that neighboring
+    stages share a node or are on adjacent nodes.
+
+    Raises:
+        ConfigError: if there are more processes on this node than GPUs.
+        NodeError: if this node cannot resolve the address of rank 0.
     """
     sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
     _, world_size = launcher.rank_and_size()
@@ -169,43 +171,39 @@ def initialize_distributed(
     device = _own_device()
     limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():
-        _join_processes("nccl" if device.type == "cuda" else "gloo", limit)
+        _initialize_process_group("nccl" if device.type == "cuda" else "gloo", limit)
     groups = _megatron_groups(sizes)
-    # Megatron would give groups 30 minutes, torch 10 or 30; groups that are kept have those of an earlier call.
+    # Defaults are 30 minutes in Megatron and 10 or 30 in torch; reused groups still have the previous call's timeout.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(limit, group)
     return ParallelLayout.of(groups, device, sizes[0] > 1 if sequence_parallel is None else sequence_parallel)
 
 
 def prepare_cpu() -> None:
-    """Make megatron-core and DeepSpeed usable without CUDA; call once per process, before a model is built.
-
-    Changes nothing if CUDA is available.
-    """
+    """Patch Megatron-core and DeepSpeed to run without CUDA. Call it before a model is built; a no-op with CUDA."""
     if torch.cuda.is_available():
         return
     from megatron_tape.parallel import deepspeed_patches
 
     megatron_patches.run_without_cuda()
-    deepspeed_patches.compile_nothing()
+    deepspeed_patches.skip_inference_op_build()
     keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
-    """Make the C library, if it is glibc, reuse the memory of freed tensors instead of returning it to the system.
+    """Make glibc reuse the memory of freed tensors instead of returning it to the system; a no-op without glibc.
 
-    New memory must be mapped page by page when it is first touched, which takes about as long as computing what is
-    written to it. What is kept is freed when the process ends.
+    Fresh memory is mapped page by page on first access, which takes about as long as computing its contents.
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
-        # Before 2.35, glibc takes no more than 32 MiB. Either setting ends the automatic choice of both.
+        # Versions before 2.35 accept at most 32 MiB. Setting either option turns off glibc's dynamic thresholds.
         if any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25)):
             set_option(_TRIM_THRESHOLD, _LARGEST)
 
 
 def _own_device() -> torch.device:
-    """Return this process's GPU, made torch's current one, or the CPU where torch finds no GPU."""
+    """Make the GPU of this local rank torch's current device and return it; without GPUs return the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, devices = launcher.local_rank(), torch.cuda.device_count()
@@ -216,25 +214,25 @@ def _own_device() -> torch.device:
     return device
 
 
-def check_devices(wanted: str) -> None:
-    """Raise ConfigError if `train.device` cannot be had, or if GPUs that are there would not be used.
+def check_devices(requested: str) -> None:
+    """Raise ConfigError if `train.device` is not available, or if GPUs of this node would be idle.
 
-    That is, if torch is built for GPUs and finds none on a node that has some, or if this node's processes see more
+    GPUs would be idle if torch is built for GPUs but cannot use those of the node, or if the node's processes see more
     GPUs than there are processes.
     """
-    key, said = "train.device", f"is {wanted}, but torch {torch.__version__}"
-    if wanted == "cpu":
+    key, prefix = "train.device", f"is {requested}, but torch {torch.__version__}"
+    if requested == "cpu":
         return
     if torch.cuda.is_available():
         processes, devices = launcher.local_world_size(), torch.cuda.device_count()
-        problem = f"is {wanted}, but only {processes} of the {devices} GPUs that are visible here would be used"
-        fix = f"start {devices} processes, say in CUDA_VISIBLE_DEVICES which to use, or set it to cpu"
+        problem = f"is {requested}, but only {processes} of the {devices} visible GPUs would be used"
+        fix = f"start {devices} processes, select GPUs with CUDA_VISIBLE_DEVICES, or set it to cpu"
         refuse(processes < devices, key, problem, fix)
         return
-    fix = "see what nvidia-smi says, or set it to cpu"
-    refuse(wanted == "cuda", key, f"{said} finds no GPU here ({_cuda_error()})", fix)
+    fix = "check the output of nvidia-smi, or set it to cpu"
+    refuse(requested == "cuda", key, f"{prefix} finds no GPU here ({_cuda_error()})", fix)
     if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        refuse(torch.version.cuda is not None, key, f"{said} cannot use this node's GPUs ({_cuda_error()})", fix)
+        refuse(torch.version.cuda is not None, key, f"{prefix} cannot use this node's GPUs ({_cuda_error()})", fix)
         logger.warning("WARNING: training on the CPU, as this torch is built without CUDA; see requirements-gpu.txt")
 
 
@@ -243,19 +241,19 @@ def _cuda_error() -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
-    return "it counts none"
+    return "it finds 0 devices"
 
 
-def _join_processes(backend: str, timeout: timedelta) -> None:
+def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     """Initialize torch.distributed, and DeepSpeed on top of it."""
     import deepspeed
 
-    # DeepSpeed leaves RANK behind where groups were made before; only a launcher says where rank 0 is.
+    # RANK alone may be a leftover of DeepSpeed; only a launcher sets the address of rank 0 as well.
     launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
     if launched:
         launcher.check_master_address()
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
-    # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
+    # torchrun keeps its store across restarts, with the addresses of processes that have ended.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -264,7 +262,7 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
 
 
 def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
-    """Return Megatron's groups for these tensor, context and pipeline-parallel sizes; those there are, if they fit."""
+    """Return Megatron's groups for these tensor, context and pipeline-parallel sizes, existing ones if they match."""
     if parallel_state.model_parallel_is_initialized():
         found = ProcessGroupCollection.use_mpu_process_groups()
         if (found.tp.size(), found.cp.size(), found.pp.size()) != sizes:
@@ -275,7 +273,7 @@ def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
             pipeline_model_parallel_size=sizes[2],
             context_parallel_size=sizes[1],
             order="tp-cp-ep-pp-dp",
-            # There are no experts; with this size, Megatron's groups for them fit this order.
+            # There are no experts, but Megatron also builds their groups, which need this size with this order.
             expert_tensor_parallel_size=sizes[0] * sizes[1],
             create_gloo_process_groups=False,
         )
@@ -283,23 +281,23 @@ def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
 
 
 def _destroy_groups() -> None:
-    """Destroy Megatron's groups; its own `destroy_model_parallel` drops them, but their threads keep running."""
-    held = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
-    groups = {group for values in held for group in values if isinstance(group, dist.ProcessGroup)}
+    """Destroy Megatron's groups with their threads, which `destroy_model_parallel` leaves running."""
+    variables = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
+    groups = {group for values in variables for group in values if isinstance(group, dist.ProcessGroup)}
     parallel_state.destroy_model_parallel()
-    gc.collect()  # of models in cycles of references, which hold groups
-    names = distributed_c10d._world.pg_names  # NCCL wants the same order on all ranks
+    gc.collect()  # models in reference cycles hold groups
+    names = distributed_c10d._world.pg_names  # NCCL requires the same order on all ranks
     for group in sorted(groups - {dist.group.WORLD}, key=lambda group: names.get(group, "")):
-        with contextlib.suppress(ValueError):  # Megatron has destroyed some of them itself
+        with contextlib.suppress(ValueError):  # already destroyed by Megatron
             dist.destroy_process_group(group)
-    megatron_patches.forget_groups()
+    megatron_patches.clear_group_variables()
 
 
 def _end_process_groups() -> None:
-    """End all groups and their threads, unless they were aborted.
+    """Destroy all groups and their threads, unless they were aborted.
 
-    A thread of gloo's frees the tensors of a finished collective, for which it asks for Python's lock; if Python is
-    ending by then, the process aborts.
+    A gloo thread acquires the GIL to free the tensors of a finished collective. If the interpreter is shutting down by
+    then, the process aborts.
     """
     if dist.is_initialized():
         from megatron_tape.parallel import deepspeed_patches
@@ -309,9 +307,9 @@ def _end_process_groups() -> None:
 
 
 def abort_process_groups() -> None:
-    """Abort this rank's collectives: with NCCL, a process that ends because of an error could wait for them forever.
+    """Abort pending collectives, for which NCCL could otherwise block a failing process forever.
 
-    Gloo needs no abort; its connections close with the process. A later `initialize_distributed` makes new groups.
+    Gloo's connections close with the process. A later `initialize_distributed` builds new groups.
     """
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
@@ -320,10 +318,9 @@ def abort_process_groups() -> None:
 
 @contextlib.contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Let torch and our kernels compute the same bits every time while the block runs.
+    """Within the context, make torch and the project's kernels deterministic. Enter it before cuBLAS is used.
 
-    It must begin before cuBLAS is used. Inside it torch raises RuntimeError at an operation without a deterministic
-    kernel.
+    Torch then raises RuntimeError for an operation without a deterministic kernel.
     """
     if not enabled:
         yield
@@ -333,7 +330,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     flags = cudnn.deterministic, cudnn.benchmark
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
     torch.use_deterministic_algorithms(True)
-    # Nothing reads what was not written, and ZeRO's buffers are large: filling them would only cost time.
+    # Filling uninitialized memory only costs time, since it is never read, and ZeRO's buffers are large.
     torch.utils.deterministic.fill_uninitialized_memory = False
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
@@ -347,9 +344,9 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 def seed_everything(seed: int, layout: ParallelLayout) -> None:
-    """Seed Python, NumPy and torch alike on every rank, and Megatron's tensor-parallel stream by rank.
+    """Seed Python, NumPy and torch equally on all ranks, and Megatron's model-parallel generator by rank.
 
-    Weights do not depend on these streams (see `model.initialization`).
+    Weights do not depend on these generators (see `model.initialization`).
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -1,7 +1,7 @@
-"""Everything that is replaced in megatron-core 0.16.1, with the reason; no known release does without any of it.
+"""All patches of Megatron-core 0.16.1. Each docstring says why, and what in Megatron would make it unnecessary.
 
-Each patch lasts until the process ends, unless it is a context manager. Megatron is imported by the functions, so that
-a program pays only for the parts that it uses.
+A patch lasts until the process ends, unless it is a context manager. The functions import Megatron, so that a program
+loads only the parts it uses.
 """
 
 import contextlib
@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 
 def run_without_cuda() -> None:
-    """Let Megatron run on the CPU; call once per process, before a model is built.
+    """Make Megatron run on the CPU. Call it before a model is built.
 
-    Until Megatron asks for the current device instead of CUDA's: it allocates buffers of collectives on
-    `torch.cuda.current_device()`, activation recomputation saves CUDA's random states, and the pipeline schedules count
-    tokens on "cuda".
+    Megatron allocates collective buffers on `torch.cuda.current_device()`, activation recomputation saves CUDA's random
+    states, and pipeline schedules count tokens on "cuda". Unnecessary once Megatron uses the current device.
     """
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
@@ -34,7 +33,7 @@ def run_without_cuda() -> None:
 
 
 class _CpuRngTracker:
-    """Replaces Megatron's `CudaRNGStatesTracker`: named random streams of torch's CPU generator."""
+    """Megatron's `CudaRNGStatesTracker` for the CPU: named states of torch's CPU generator."""
 
     def __init__(self):
         self._states: dict[str, torch.Tensor] = {}
@@ -68,7 +67,7 @@ class _CpuRngTracker:
 
 
 class _TorchOnCpu:
-    """torch, which makes zeros on the CPU whatever device they are asked for."""
+    """The torch module, with a `zeros` that ignores the device and allocates on the CPU."""
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
@@ -78,11 +77,8 @@ class _TorchOnCpu:
         return torch.zeros(*args, **kwargs)
 
 
-def forget_groups() -> None:
-    """Drop the process groups that `parallel_state.destroy_model_parallel` leaves in its module.
-
-    Until that function drops all of them.
-    """
+def clear_group_variables() -> None:
+    """Clear the process groups that `parallel_state.destroy_model_parallel` leaves in its module variables."""
     from megatron.core import parallel_state
 
     for name, value in list(vars(parallel_state).items()):
@@ -90,21 +86,18 @@ def forget_groups() -> None:
             setattr(parallel_state, name, None)
 
 
-def split_with_torch() -> None:
-    """Let attention split queries, keys and values by torch where Transformer Engine is installed.
+def split_qkv_with_torch() -> None:
+    """Make attention split q, k and v with torch even if Transformer Engine is installed.
 
-    Until Megatron's local spec does so itself.
+    Unnecessary once Megatron's local spec does so.
     """
     from megatron.core.transformer import attention
 
     attention.SplitAlongDim = None
 
 
-def read_indices(load: Callable) -> None:
-    """Let Megatron's datasets read their cached indices with `load`.
-
-    Until Megatron reads no pickles from the cache.
-    """
+def load_cached_indices_with(load: Callable) -> None:
+    """Make Megatron's datasets load their cached indices with `load` instead of `numpy.load`, which allows pickles."""
     from megatron.core.datasets import blended_dataset, gpt_dataset
 
     class _NumPy:
@@ -117,10 +110,10 @@ def read_indices(load: Callable) -> None:
 
 
 @contextlib.contextmanager
-def without_barriers() -> Iterator[None]:
-    """Keep Megatron's builder of datasets on rank 0 from waiting for other ranks, which build nothing.
+def barriers_disabled() -> Iterator[None]:
+    """Within the context, disable `dist.barrier`: Megatron's dataset builder on rank 0 would wait for other ranks.
 
-    Until the builder takes a process group, or no barrier.
+    Unnecessary once the builder takes a process group.
     """
     barrier = dist.barrier
     dist.barrier = lambda *arguments, **options: None

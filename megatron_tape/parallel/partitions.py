@@ -1,4 +1,4 @@
-"""A rank's memory for parameters: its share under tensor parallelism and, under ZeRO 3, only its partition of that."""
+"""A rank's storage of a parameter: its tensor-parallel shard, or its partition of the shard under ZeRO 3."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 
 
-def share_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the tensor-parallel share, also where ZeRO 3 has left nothing of it in place."""
+def shard_shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the tensor-parallel shard, also if ZeRO 3 has partitioned it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def own_memory(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """Return this rank's memory for a parameter, flat, and which number of the flat tensor-parallel share comes first.
+def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
+    """Return this rank's flat storage of a parameter, and its offset in the flattened tensor-parallel shard.
 
-    Under ZeRO 3 that is the rank's partition without its padding, which may be empty; otherwise the whole share.
+    Under ZeRO 3 it is the rank's partition without padding, which may be empty; otherwise the whole shard.
     """
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach().view(-1), 0
@@ -24,19 +24,19 @@ def own_memory(parameter: nn.Parameter) -> tuple[Tensor, int]:
 
 
 @torch.no_grad()
-def write_share(parameter: nn.Parameter, share: Tensor) -> None:
-    """Write what this rank keeps of a tensor-parallel share."""
-    memory, first = own_memory(parameter)
-    memory.copy_(share.reshape(-1)[first : first + len(memory)])
+def write_shard(parameter: nn.Parameter, shard: Tensor) -> None:
+    """Copy this rank's part of a tensor-parallel shard into its storage."""
+    storage, offset = local_storage(parameter)
+    storage.copy_(shard.reshape(-1)[offset : offset + len(storage)])
 
 
 def allocate(
     model: nn.Module, device: torch.device | str, partition: Callable[[nn.Parameter], None] | None = None
 ) -> None:
-    """Give the parameters on torch's meta device memory on `device`, whose contents are undefined.
+    """Allocate uninitialized memory on `device` for the parameters on torch's meta device.
 
-    `partition` cuts each as soon as it is there, so that no two are whole at a time. The model gets new `Parameter`s
-    with the attributes of the old ones; no other object may hold them yet.
+    `partition` is called on each parameter after its allocation, so that at most one is whole at a time. The model gets
+    new `Parameter` objects with the attributes of the old ones; no other object may refer to the old ones.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

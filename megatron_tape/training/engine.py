@@ -153,7 +153,7 @@ class Engine:
             self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, self.deepspeed_engine.optimizer)
         self._tied = model.tied if layout.pipeline_size > 1 else None
         if self.zero_stage == 3:
-            deepspeed_patches.cut_and_join_at_once(self.clock.waiting)
+            deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
         else:
             late = None if self._tied is None else self.trained.get(TIED)
@@ -180,7 +180,7 @@ class Engine:
             self._norm_left_out = norm
             return True
 
-        deepspeed_patches.leave_out_updates(self.deepspeed_engine.optimizer, leaves_out)
+        deepspeed_patches.skip_updates(self.deepspeed_engine.optimizer, leaves_out)
 
     def close(self) -> None:
         """Let go of the model: DeepSpeed's hooks hold it in circles that Python cannot collect."""
@@ -249,7 +249,7 @@ class Engine:
 
     def _z_loss(self) -> float:
         of_stage = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
-        return self.layout.tokens.average(self.layout.from_last_stage(of_stage) / self.micro_batches).item()
+        return self.layout.tokens.average(self.layout.broadcast_from_last_stage(of_stage) / self.micro_batches).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> None:
         """Compute the gradients, adding up the losses, and update."""
@@ -280,7 +280,7 @@ class Engine:
         with self.clock.phase(COMMUNICATION):
             if tied_trains and (gradient := self._tied.gradient()) is not None:
                 self._scattered.add_to_late(gradient)
-            self._total = self.layout.from_last_stage(total)
+            self._total = self.layout.broadcast_from_last_stage(total)
             engine.allreduce_gradients()
             sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
         self._show_gradients()
@@ -315,15 +315,15 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of the batches over all data-parallel ranks."""
         losses = [self._forward(**batch) for batch in batches]
-        return self.layout.tokens.average(self.layout.from_last_stage(torch.stack(losses).mean())).item()
+        return self.layout.tokens.average(self.layout.broadcast_from_last_stage(torch.stack(losses).mean())).item()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits (B, S, V) of token ids (B, S), the same on all ranks."""
-        return self.layout.from_last_stage(self._forward(tokens))
+        return self.layout.broadcast_from_last_stage(self._forward(tokens))
 
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the losses (B, S) in nats of labels (B, S), each of which follows the token id (B, S) at its place."""
-        return self.layout.from_last_stage(self._forward(tokens, labels, by_token=True))
+        return self.layout.broadcast_from_last_stage(self._forward(tokens, labels, by_token=True))
 
     def training_state(self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True) -> dict[str, Tensor]:
         """Return a copy, on the CPU, of fp32 weights and Adam moments of this tensor-parallel rank.
@@ -410,7 +410,7 @@ class Engine:
 
     def _show_moments(self) -> None:
         if self.zero_stage < 3 and self.optimizer_steps:
-            deepspeed_patches.link_moments(self.deepspeed_engine.optimizer)
+            deepspeed_patches.link_optimizer_states(self.deepspeed_engine.optimizer)
 
 
 def _scaled(loss: Tensor) -> Tensor:

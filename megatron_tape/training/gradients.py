@@ -90,7 +90,7 @@ class ScatteredGradients:
         self._under_way: list[_Scattered] = []
         self._missing: list[set[int]] = []
         self._begin()
-        deepspeed_patches.average_with(zero, self._add, self._finish)
+        deepspeed_patches.replace_gradient_reduction(zero, self._add, self._finish)
 
     def _begin(self) -> None:
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]

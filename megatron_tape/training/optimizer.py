@@ -9,7 +9,7 @@ import torch
 from megatron_tape.config.schema import OptimizerConfig, RunConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.parallel.partitions import share_shape
+from megatron_tape.parallel.partitions import shard_shape
 from megatron_tape.training.muon import AdamWAndMuon, is_matrix
 
 
@@ -36,7 +36,7 @@ def parameter_groups(
         given, scale = _value_of(config.weight_decay_of, name), _value_of(config.lr_scale_of, name)
         decays = True if _own_name(name) in config.weight_decay_of else getattr(parameter, "decay", None)
         if decays is None:
-            decays = len(share_shape(parameter)) > 1 or given is not None
+            decays = len(shard_shape(parameter)) > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
         by_muon = config.kind == "muon" and is_matrix(name)
         values = not decays, weight_decay, 1.0 if scale is None else scale, by_muon
@@ -58,7 +58,7 @@ def _parts(parameters: list[torch.nn.Parameter], largest: float) -> list[list[to
     parts: list[list[torch.nn.Parameter]] = []
     room = 0.0
     for parameter in parameters:
-        size = share_shape(parameter).numel()
+        size = shard_shape(parameter).numel()
         if size > room:
             parts.append([])
             room = largest

@@ -9,7 +9,7 @@ from megatron_tape.model import initialization
 from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import shard
-from megatron_tape.parallel.partitions import own_memory, write_share
+from megatron_tape.parallel.partitions import local_storage, write_shard
 from megatron_tape.position import BUILT_IN
 
 LORA = ExtensionConfig(trains=["lora"], lora_rank=4)
@@ -44,7 +44,7 @@ def drawn(parameter, declared, rank, size):
     holder = torch.nn.Module()
     holder.register_parameter("x", parameter)
     initialize_weights(holder, {"x": declared}, 5, rank, size)
-    return own_memory(parameter)[0].clone()
+    return local_storage(parameter)[0].clone()
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_share_and_a_partition_of_it_have_the_numbers_of_the_whole(monkeypatch
                 parameter = share("x", declared, axis, stride, rank, size).partitioned(part, partitions)
                 parts.append(drawn(parameter, declared, rank, size))
                 again = share("x", declared, axis, stride, rank, size).partitioned(part, partitions)
-                write_share(again, expected)
-                assert torch.equal(own_memory(again)[0], parts[-1])
+                write_shard(again, expected)
+                assert torch.equal(local_storage(again)[0], parts[-1])
             assert torch.equal(torch.cat(parts), expected.flatten())
 
 

@@ -7,7 +7,7 @@ from launch import LAUNCHER
 
 from megatron_tape import command_line
 from megatron_tape.errors import UserError
-from megatron_tape.parallel.launcher import check_launched
+from megatron_tape.parallel.launcher import check_launcher_environment
 from pretrain import compare, evaluate, preflight, train
 
 
@@ -30,7 +30,7 @@ ALONE = [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0"
 @pytest.mark.parametrize("variables", [WHOLE, *ALONE])
 def test_a_launched_process_and_one_alone_may_start(launched, variables):
     launched(**variables)
-    check_launched()
+    check_launcher_environment()
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"])
@@ -39,7 +39,7 @@ def test_what_a_launcher_would_have_set_is_named(launched, missing, rank):
     ranks = {"RANK": rank, "LOCAL_RANK": rank}
     launched(**{name: value for name, value in (WHOLE | ranks).items() if name != missing})
     with pytest.raises(UserError, match=f"but {missing} is not set; .*unset") as caught:
-        check_launched()
+        check_launcher_environment()
     assert missing in caught.value.subjects
 
 
@@ -54,7 +54,7 @@ NO_NUMBERS = ["x", "-1", "²", "01", "9" * 5000]
 def test_a_variable_that_cannot_be_is_named_with_its_value(launched, name, value):
     launched(**WHOLE | {name: value})
     with pytest.raises(UserError, match=re.escape(value[:40])) as caught:
-        check_launched()
+        check_launcher_environment()
     assert caught.value.subject == name and len(str(caught.value)) < 300
 
 

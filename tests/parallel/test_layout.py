@@ -125,15 +125,15 @@ def machine(monkeypatch, tmp_path):
         ("auto", dict(gpus=0, seen=0), None),
         ("cpu", dict(gpus=8, seen=8), None),
         ("cpu", dict(gpus=8, seen=0), None),
-        ("auto", dict(gpus=8, seen=8, processes=2), "is auto, but only 2 of the 8 GPUs that are visible here would be"),
-        ("cuda", dict(gpus=8, seen=8, processes=2), "is cuda, but only 2 of the 8 GPUs"),
+        ("auto", dict(gpus=8, seen=8, processes=2), "is auto, but only 2 of the 8 visible GPUs would be"),
+        ("cuda", dict(gpus=8, seen=8, processes=2), "is cuda, but only 2 of the 8 visible GPUs"),
         ("auto", dict(gpus=8, seen=0), "cannot use this node's GPUs (Torch not compiled with CUDA enabled)"),
         ("cuda", dict(gpus=0, seen=0), "finds no GPU here"),
         ("cuda", dict(gpus=0, seen=0, cuda=None), "finds no GPU here"),
         ("auto", dict(gpus=8, seen=0, cuda=None), None),
     ],
 )
-def test_gpus_that_are_there_are_used_or_missed(machine, caplog, wanted, case, problem):
+def test_idle_or_unusable_gpus_are_refused(machine, caplog, wanted, case, problem):
     machine(**case)
     if problem is None:
         check_devices(wanted)
