@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import build, random_tokens, small_model
+from toy_encodings.jitter import JitterPosition
 
 from megatron_tape.position import ENCODINGS
 
@@ -34,7 +35,7 @@ def copy(tmp_path_factory):
     assert len(file[2].splitlines()) < 100
     registry = clone / "megatron_tape" / "position" / "__init__.py"
     imported, opened, listed = re.search(r"^    (from .*)\n\n    (BUILT_IN.*)\n        (\w+,)$", PAGE, re.M).groups()
-    text = registry.read_text(encoding="utf-8")
+    text = registry.read_text(encoding="utf-8").replace(f"{imported}\n", "").replace(f"    {listed}\n", "")
     assert text.count(opened) == 1
     text = text.replace(opened, f"{opened}\n    {listed}").replace(
         "from megatron_tape.position.nope", f"{imported}\nfrom megatron_tape.position.nope", 1
@@ -56,11 +57,8 @@ def run(clone, command):
     )
 
 
-def test_the_second_example_moves_positions_by_content(monkeypatch):
-    program, names = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[1], {"__name__": "page"}
-    exec(compile(program, "page", "exec"), names)
-    encoding = names["JitterPosition"]
-    monkeypatch.setitem(ENCODINGS, "jitter", encoding)
+def test_an_example_moves_positions_by_content(monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "jitter", JitterPosition)
     built, _ = build(small_model(position_encoding="jitter"))
     rope, _ = build(small_model(position_encoding="rope"))
     ids, moves = random_tokens(), {}
@@ -82,13 +80,13 @@ def test_the_second_example_moves_positions_by_content(monkeypatch):
 
 @pytest.mark.slow
 def test_every_command_of_the_page_works(copy):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    prepare = re.search(r"^(    python tools/train_tokenizer.py.*?)    export", readme, re.M | re.S)[1]
+    demo = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    prepare = re.search(r"^(    python tools/train_tokenizer.py.*?)\n\n", demo, re.M | re.S)[1]
     commands = re.search(r"^With the data.*?\n\n((?:    [^\n]*\n)+)", PAGE, re.M | re.S)[1]
     assert commands.count("--logging.directory runs/kerple") == 1
     recipe = re.search(r"^    sed .*\n.*$", PAGE, re.M)[0]
     few = commands.replace("--logging.directory runs/kerple", FEWER)
-    found = run(copy, f"{prepare}{recipe}\n{few}")
+    found = run(copy, f"{prepare}\n{recipe}\n{few}")
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     code = (copy / "runs" / "kerple-hf" / "position_kerple_tape.py").read_text()
     assert "class KerplePosition" in code and "megatron_tape" not in re.sub(r'""".*?"""', "", code, flags=re.S)
