@@ -1,4 +1,4 @@
-"""Weights that are made and written one at a time, so that no more than one of them is ever in memory."""
+"""Helpers to write weights one at a time, so that at most one of them is in memory."""
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ _MOST_ELEMENTS = 1 << 45
 
 
 def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors without memory, which announce a file's contents to `write_safetensors`.
+    """Return tensors on the meta device that describe a file's contents to `write_safetensors`.
 
-    Raises UserError for one that no machine can hold.
+    Raises UserError for a tensor that is too large for any machine.
     """
     for name, shape in shapes.items():
         if math.prod(shape) > _MOST_ELEMENTS:
-            problem = f"would have the shape {tuple(shape)!s:.100}, more numbers than any machine can hold"
-            raise UserError(name[:100], problem, "give settings that belong to the weights")
+            problem = f"would have the shape {tuple(shape)!s:.100}, which is too large for any machine"
+            raise UserError(name[:100], problem, "give the settings that belong to the weights")
     return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 
 def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Cut tensors, in their order, into parts of at most `max_bytes`; a larger tensor is a part of its own."""
+    """Split tensors, in order, into parts of at most `max_bytes`; a larger tensor gets its own part."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -38,7 +38,7 @@ def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Te
 
 
 def with_progress(tensors: Iterable[Tensor], announced: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-    """Yield the tensors, and show how many of the `announced` bytes are written. Close it when the last is written."""
+    """Yield the tensors and report how many of the `announced` bytes are written. Close it after the last write."""
     sizes = [tensor.nbytes for tensor in announced]
     progress, written = command_line.Progress(sum(sizes)), 0
     try:

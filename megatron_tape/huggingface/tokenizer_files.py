@@ -1,7 +1,7 @@
-"""Write the files from which `AutoTokenizer` makes the tokenizer that a model was trained with, with the same ids.
+"""Write tokenizer files that `AutoTokenizer` loads, with the same ids as in training.
 
-A Hugging Face tokenizer is copied. Of a SentencePiece model transformers makes a `tokenizer.json`; before it is
-written, it is checked on real text that both give the same ids.
+A Hugging Face tokenizer is copied. A SentencePiece model is converted to a `tokenizer.json` with transformers, and both
+must give the same ids for sample texts.
 """
 
 import json
@@ -30,33 +30,33 @@ from megatron_tape.io.records import parse_record, read_record
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_THE_FILE = "PreTrainedTokenizerFast"
-"""The class of transformers that reads a tokenizer.json as it is."""
+"""The class of transformers that uses a tokenizer.json unchanged."""
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 _SHOWN = 500
-"""Characters of a list of tokens in a message."""
+"""Maximum length of a list of tokens in a message."""
 _WITHOUT = "export the model without a tokenizer: --tokenizer none"
 _GIVE = f"give an exact tokenizer.json with --tokenizer, or {_WITHOUT}"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""SentencePiece's types of pieces."""
+"""Types of SentencePiece pieces."""
 _NEVER = -1e9
-"""Score of a piece that text does not become."""
+"""Score of a piece that must not match text."""
 
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """What the rest of an export needs to know about the tokenizer."""
+    """Facts about the tokenizer that the rest of an export needs."""
 
     vocab_size: int
     special_ids: dict[str, int | list[int] | None]
-    """`bos_token_id`, `eos_token_id` and `pad_token_id`; a model may stop at several tokens."""
+    """`bos_token_id`, `eos_token_id` (there may be several) and `pad_token_id`."""
     generation: dict[str, Any]
-    """What belongs in `generation_config.json`."""
+    """Contents of `generation_config.json`."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: str) -> ExportedTokenizer:
-    """Write the files of a tokenizer, of a model of `context` tokens, into the directory `output`.
+    """Write the files of a tokenizer to the directory `output`, for a model with a context of `context` tokens.
 
-    `source` names it in messages. Raises FileError if it cannot be converted exactly.
+    Messages refer to the tokenizer as `source`. Raises FileError if it cannot be converted exactly.
     """
     exported, warnings = _write(tokenizer, output, context, source)
     for warning in warnings:
@@ -65,18 +65,18 @@ def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: st
 
 
 def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
-    """Return why `write_tokenizer` would refuse a tokenizer, as a clause that follows its name, or None."""
+    """Return why `write_tokenizer` would refuse a tokenizer, as the predicate of a sentence, or None."""
     source = "the tokenizer"
     try:
         with tempfile.TemporaryDirectory() as directory:
             _write(tokenizer, Path(directory), context, source)
     except FileError as error:
-        return error.problem if error.subject == source else f"has a file {error.subject}, which {error.problem}"
+        return error.problem if error.subject == source else f"has a file {error.subject} that {error.problem}"
     return None
 
 
 def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tuple[ExportedTokenizer, list[str]]:
-    """Write the files; return also what the user must know."""
+    """Write the files; also return warnings for the user."""
     warnings: list[str] = []
     files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
     own = tokenizer.names.config
@@ -89,21 +89,21 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
         named, missing = tokenizer.names.existing(library.token_to_id)
     if missing:
         tokens = ", ".join(missing)[:_SHOWN]
-        warnings.append(f"{source} names special tokens that it does not have, which the export leaves out: {tokens}")
+        warnings.append(f"the export omits special tokens that {source} names but does not have: {tokens}")
     settings |= {key: value for key, value in named.items() if key not in ("eos_token", "bos_token")}
     special["pad"] = library.token_to_id(named["pad_token"]) if "pad_token" in named else special.get("pad")
     added = sorted(library.get_added_tokens_decoder().items())
     settings["added_tokens_decoder"] = {str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added}
     templates = "chat_template.jinja" in files or any(name.startswith(CHAT_TEMPLATES) for name in files)
     if not (templates or settings.get("chat_template")):
-        # No text that the model learned from encoded to a special token. A chat template consists of such text.
+        # In training, no text was encoded to a special token. Chat templates, however, are such text.
         settings["split_special_tokens"] = True
     files[CONFIG] = _json(settings)
     write_files(files, output)
     if TOKENIZER_JSON not in tokenizer.files:
         converted = load_tokenizer(output)
-        write_files(converted.files, output)  # which keep text from encoding to special tokens
-        _try_out(converted, tokenizer, source)
+        write_files(converted.files, output)  # they prevent text from encoding to special tokens
+        _check_same_ids(converted, tokenizer, source)
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
     generation = _generation(tokenizer, source, warnings)
     ids |= {key: generation[key] for key in ids if generation.get(key) is not None}
@@ -112,12 +112,12 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
 
 
 def _is_exported(name: str) -> bool:
-    """Return whether an export has this file. transformers would read further tokens from others."""
+    """Return whether an export includes this file. transformers would read additional tokens from others."""
     return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(CHAT_TEMPLATES)
 
 
 def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
-    """Return `generation_config.json` without ids that the tokenizer does not have."""
+    """Return the contents of `generation_config.json` without ids that the tokenizer does not have."""
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
     except ValueError as error:
@@ -136,7 +136,7 @@ def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[
             settings[key] = good
     if dropped:
         ids = ", ".join(dropped)[:_SHOWN]
-        warnings.append(f"{GENERATION} of {source} names ids that do not exist, which the export leaves out: {ids}")
+        warnings.append(f"the export omits ids in {GENERATION} of {source} that do not exist: {ids}")
     return settings
 
 
@@ -145,9 +145,9 @@ def _json(settings: dict[str, Any]) -> bytes:
 
 
 def read_tokenizer(directory: str | Path, **options: Any) -> Any:
-    """Return the tokenizer of an export, or of another model, as transformers loads it with these `options`.
+    """Load the tokenizer of an export, or of another model, with transformers; `options` are for `from_pretrained`.
 
-    AutoTokenizer would replace that of every Qwen2 model by Qwen's.
+    AutoTokenizer would replace the tokenizer of every Qwen2 model by Qwen's.
     """
     import transformers
 
@@ -161,7 +161,7 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
 def _of_hugging_face(
     tokenizer: Tokenizer, own: dict[str, Any], context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
-    """Return the library's tokenizer, the ids of special tokens, and `tokenizer_config.json`."""
+    """Return a tokenizer of the `tokenizers` library, the ids of special tokens, and `tokenizer_config.json`."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_buffer(tokenizer.files[TOKENIZER_JSON])
@@ -170,18 +170,18 @@ def _of_hugging_face(
     if not own:
         unknown = getattr(library.model, "unk_token", None)
         return library, special, _new_settings(context, named | ({"unk_token": unknown} if unknown else {}))
-    # Classes such as GPT2Tokenizer make another tokenizer from the vocabulary, without the file's own steps.
+    # Classes such as GPT2Tokenizer build another tokenizer from the vocabulary and ignore the file's other steps.
     padding = {"padding_side": "left"} if str(own.get("tokenizer_class")).startswith("Llama") else {}
     others = {key: value for key, value in own.items() if not names_tokens(key)}
     settings = padding | others | named | {"tokenizer_class": FROM_THE_FILE}
-    settings.pop("auto_map", None)  # of code that is not copied
+    settings.pop("auto_map", None)  # the code is not copied
     return library, special, settings
 
 
 def _of_sentencepiece(
     tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
-    """Return the library's tokenizer, the ids of special tokens, and `tokenizer_config.json`."""
+    """Return a tokenizer of the `tokenizers` library, the ids of special tokens, and `tokenizer_config.json`."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import processors
 
@@ -189,7 +189,7 @@ def _of_sentencepiece(
     try:
         converted = _converted(model)
     except ImportError:
-        problem = "is a SentencePiece model, which takes the package transformers to convert"
+        problem = "is a SentencePiece model, and its conversion needs the package transformers"
         raise FileError(source, problem, f"run: pip install transformers; or {_WITHOUT}") from None
     ids = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
@@ -206,9 +206,9 @@ def _of_sentencepiece(
 
 
 def _converted(model: Any) -> Any:
-    """Return what transformers makes of a SentencePiece model, as a tokenizer of the `tokenizers` library.
+    """Convert a SentencePiece model to a tokenizer of the `tokenizers` library with transformers' converter.
 
-    Names of control tokens and bytes, which transformers would find in text, are not found.
+    Unlike transformers' own result, it does not match the names of control tokens and bytes in text.
     """
     from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
@@ -217,7 +217,7 @@ def _converted(model: Any) -> Any:
     if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
         scores = [(piece.piece, piece.score if piece.type == _NORMAL else _NEVER) for piece in model.pieces]
         result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
-        # Where text has characters that no piece has, even the worst piece is better.
+        # For characters that no piece contains, even a piece with the lowest score would match.
         cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in never)
         split = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
     else:
@@ -227,10 +227,10 @@ def _converted(model: Any) -> Any:
         result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
         split = None
     rules, steps = model.normalizer_spec, []
-    if rules.precompiled_charsmap:  # all of SentencePiece's rules for sequences of characters consist of NFKC
+    if rules.precompiled_charsmap:  # SentencePiece's rules for character sequences are all NFKC
         steps += [normalizers.NFKC(), normalizers.Precompiled(rules.precompiled_charsmap)]
     if rules.remove_extra_whitespaces:
-        # SentencePiece removes its own sign for a space at the end, but not at the beginning.
+        # SentencePiece removes its space symbol at the end, but not at the beginning.
         steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     set_spaces(result, rules.add_dummy_prefix, steps)
@@ -241,9 +241,10 @@ def _converted(model: Any) -> Any:
 
 
 def set_spaces(library: Any, prefix: bool, rules: Sequence[Any] = ()) -> None:
-    """Let a tokenizer of the `tokenizers` library treat spaces as SentencePiece does, after normalization by `rules`.
+    """Make a tokenizer of the `tokenizers` library handle spaces as SentencePiece does, after normalization by `rules`.
 
-    transformers puts a space before all texts without one; SentencePiece before every text or, without `prefix`, none.
+    transformers prepends a space to texts without one. SentencePiece prepends one to every text if `prefix` is set, and
+    to no text otherwise.
     """
     from tokenizers import decoders, normalizers
 
@@ -256,15 +257,15 @@ def set_spaces(library: Any, prefix: bool, rules: Sequence[Any] = ()) -> None:
     library.decoder = decoders.Sequence(back)
 
 
-def _try_out(converted: Tokenizer, tokenizer: Any, source: str) -> None:
-    """Raise FileError if the converted tokenizer gives other ids than `tokenizer`."""
+def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
+    """Raise FileError if the converted tokenizer gives different ids than `tokenizer` for sample texts."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
     symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
     texts = [*trial_texts(), "a <0x41> b", *(f"a{symbol}b" for symbol in symbols)]
     if (text := find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)) is not None:
-        problem = f"cannot be converted: its tokenizer.json would give other ids for the text {ascii(text):.100}"
+        problem = f"cannot be converted: its tokenizer.json would give different ids for the text {ascii(text):.100}"
         raise FileError(source, problem, _GIVE)
 
 

@@ -158,7 +158,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
     before = (tmp_path / "out" / "results.json").read_bytes()
     capsys.readouterr()
     assert run("--model", other, "--output", tmp_path / "out") == 2
-    assert "holds results of another model" in capsys.readouterr().err
+    assert "contains results of another model" in capsys.readouterr().err
     assert (tmp_path / "out" / "results.json").read_bytes() == before
 
 
@@ -411,4 +411,4 @@ def test_a_checkpoint_is_evaluated_with_the_ids_of_its_training(tmp_path, capsys
     assert seen and all(any(window == ids[i:][: len(window)] for i in range(len(ids))) for window in seen)
     assert evaluate.main(["passkey", *map(str, command), "--check"]) == 2
     said = capsys.readouterr().err
-    assert "would give other ids" in said and "--tokenizer" not in said
+    assert "would give different ids" in said and "--tokenizer" not in said

@@ -104,7 +104,7 @@ def test_the_cards_say_what_was_trained(exported):
         assert "| LoRA layers | rank 3, alpha 7.5, for q, k, v, o |" in card
     assert "| Training loss |" in card
     card = (exported / "tape_tp2_zero3" / "base" / "README.md").read_text()
-    assert "This is the model that an adapter adds to" in card and "| Trained |" not in card
+    assert "This is the base model of an adapter" in card and "| Trained |" not in card
     card = (exported / "extended_merged" / "README.md").read_text()
     assert "| Extends | matrices, step 3 |" in card and "norms (" not in card and "output (2,048)" in card
     assert "Pre-trained on text only" not in card
@@ -130,7 +130,7 @@ def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected
 
 def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):
     to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
-    refused(tmp_path, "leave out --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
+    refused(tmp_path, "omit --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
     inside = ["--adapter", "--base", tmp_path / "out" / "b"]
     refused(tmp_path, "own directory", *to_hf, "--checkpoint", trained / "rope_tied", *inside)
     refused(tmp_path, "add --adapter", *to_hf, "--checkpoint", trained / "rope_tied", "--base", tmp_path / "base")
@@ -140,4 +140,4 @@ def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):
 def test_settings_that_do_not_fit_the_lora_layers_are_refused(trained, tmp_path, key, value):
     with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (step, state):
         state["config"]["extension"][key] = value
-    refused(tmp_path, "is of another architecture", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
+    refused(tmp_path, "does not match its settings", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")

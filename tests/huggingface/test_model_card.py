@@ -134,7 +134,7 @@ def test_the_card_shows_the_evaluation_of_this_model_alone(evaluated, exports, t
     other = exports["rope"].checkpoint
     command = ["to-hf", "--checkpoint", other, "--output", tmp_path / "no", "--tokenizer", "none", "--results"]
     refused(tmp_path, "results of another model", *command, evaluated)
-    refused(tmp_path, "holds no results", *command, tmp_path / "nowhere")
+    refused(tmp_path, "contains no results", *command, tmp_path / "nowhere")
     shutil.copytree(other, tmp_path / "other" / "checkpoints" / step.name)
     shutil.copytree(evaluated, tmp_path / "other" / "evaluation" / step.name)
     export(tmp_path / "other" / "checkpoints" / step.name, tmp_path / "rope", tokenizer="none")

@@ -56,7 +56,7 @@ def test_a_model_with_other_ids_is_refused_with_the_text(tmp_path):
     symbols = dict(model_type="bpe", user_defined_symbols=["<sep>"])
     (tmp_path / "t.model").write_bytes(sentencepiece_model(**symbols, **NO_RULES))
     problem = export_problem(load_tokenizer(tmp_path / "t.model"), 128)
-    assert "would give other ids for the text '" in problem
+    assert "would give different ids for the text '" in problem
     with pytest.raises(FileError, match="--tokenizer none"):
         exported(tmp_path / "t.model", tmp_path / "out")
 
@@ -196,7 +196,7 @@ def test_an_export_has_no_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_pa
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "special_tokens_map.json").write_text(json.dumps({"cls_token": "[CLS]", "sep_token": other}))
     found = exported(source, tmp_path / "out")
-    assert f"{source} names special tokens that it does not have" in (said := capsys.readouterr().err)
+    assert f"omits special tokens that {source} names but does not have" in (said := capsys.readouterr().err)
     assert said.count("\n") == 1 and all(token in said for token in ("'[PAD]'", "'[CLS]'", "'<|x|>'"))
     ours, theirs = load_tokenizer(source), read_tokenizer(tmp_path / "out")
     text = f"import [PAD] [CLS] <|x|> {other}"

@@ -1,19 +1,19 @@
-"""Text from elsewhere in a Markdown file, where it must not become HTML, a link or a table's structure."""
+"""Escape untrusted text for Markdown, so that it does not become HTML, a link or table structure."""
 
 import re
 
 _JOINERS = "\u200c\u200d"
-"""Of Persian letters and of emoji."""
+"""Zero-width characters that join Persian letters and emoji; they are not printable, but must be kept."""
 # HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no emphasis.
 _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 _LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
 
 
 def plain(value: object, longest: int = 1000) -> str:
-    """Return a value as one line of Markdown that a reader sees as plain text, cut after `longest` characters.
+    """Return a value as one line of Markdown that renders as plain text, truncated to `longest` characters.
 
-    Special characters become character references, which are never structure. Line breaks, and characters that are
-    not printable, become spaces.
+    Special characters become character references, which Markdown never interprets. Line breaks and characters that
+    are not printable become spaces.
     """
     text = str(value)
     text = text if len(text) <= longest else f"{text[:longest]}..."

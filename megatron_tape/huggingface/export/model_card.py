@@ -1,6 +1,6 @@
-"""README.md of an exported model: what it is, how it was trained and evaluated, how to load it and to adapt it.
+"""Write the model card (README.md) of an exported model or adapter: facts, training, evaluation and usage.
 
-The texts are model_card.md and adapter_card.md; huggingface_hub writes the metadata by which the Hub sorts models.
+The templates are model_card.md and adapter_card.md. huggingface_hub writes the metadata for the Hub.
 """
 
 import json
@@ -36,31 +36,31 @@ _HERE = Path(__file__).parent
 _PAPER = "https://arxiv.org/abs/2501.00712"
 _METRICS = "metrics.jsonl"
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
-_BASE = "This is the model that an adapter adds to, without LoRA layers; the adapter's card says how it was trained."
-_SHOWN = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
+_BASE = "This is the base model of an adapter, without LoRA layers. The adapter's card describes the training."
+_SHOWN_VERSIONS = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
 _FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/]+/)+")
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a whole model is exported; see `to_transformers.export`."""
+    """Options of the export of a whole model; see `to_transformers.export`."""
 
     name: str
     dtype: str
     tokenizer: str | None
     max_shard_size: int = 5_000_000_000
     with_lora: bool = True
-    """Merge LoRA layers into the matrices; without them, the model is the one that an adapter adds to."""
+    """Merge LoRA layers into the matrices; otherwise export the base model of an adapter."""
     results: Sequence[Results] = ()
-    """Of the model's evaluation."""
+    """Evaluation results to show in the model card."""
 
 
 def write_card(
     directory: Path, kind: str, saved: SavedWeights, options: ExportOptions, rows: int, loader: str | None
 ) -> None:
-    """Write README.md of a model of `rows` tokens whose `model_type` in transformers is `kind`.
+    """Write README.md of a model with a vocabulary of `rows` tokens and the `model_type` `kind` of transformers.
 
-    `loader` is the class that loads its tokenizer, if it has one.
+    `loader` is the class that loads its tokenizer, or None without one.
     """
     model, encoding = saved.model, encoding_of(saved.model)
     tape, is_plain = encoding.exports_to == "tape", encoding.exports_to == "plain"
@@ -78,7 +78,7 @@ def write_card(
         data,
         _HERE / "model_card.md",
         name=plain(options.name),
-        positions_in_short={"tape": "TAPE", "plain": "RoPE"}.get(
+        short_positions={"tape": "TAPE", "plain": "RoPE"}.get(
             encoding.exports_to, f"the positional encoding {plain(encoding.name)}"
         ),
         facts=_facts(saved, rows, options.dtype),
@@ -116,14 +116,14 @@ def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:
 
 
 def _described(encoding: PositionEncoding) -> str:
-    """Return what the file of an encoding says that it is, in its first line."""
+    """Return the name of an encoding and the first line of its file's docstring."""
     text = sys.modules[type(encoding).__module__].__doc__ or type(encoding).__doc__ or ""
     return f"{encoding.name}: {text.strip().partition(chr(10))[0].rstrip('.')}" if text.strip() else encoding.name
 
 
 def write_adapter_card(directory: Path, name: str, saved: SavedWeights, dtype: str, base: str) -> None:
-    """Write README.md of an adapter in peft's format for the model in the directory `base`."""
-    data = _card_data(saved, library_name="peft", base_model=None)  # which has no name on the Hub
+    """Write README.md of an adapter in peft's format for the base model in the directory `base`."""
+    data = _card_data(saved, library_name="peft", base_model=None)  # the base has no name on the Hub
     card = ModelCard.from_template(
         data,
         _HERE / "adapter_card.md",
@@ -137,7 +137,7 @@ def write_adapter_card(directory: Path, name: str, saved: SavedWeights, dtype: s
 
 
 def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
-    """Return the metadata; licence, languages and the original model are those known when it was imported."""
+    """Return the metadata; license, languages and the original model come from the import, if known."""
     known = saved.state["progress"].get("card", {})
     imported = {key: known[key] for key in CardFacts.__annotations__ if key in known}
     try:
@@ -152,7 +152,7 @@ def _save(card: ModelCard, directory: Path) -> None:
 
 
 def _was_pretrained_here(state: dict) -> bool:
-    """Return whether the weights were trained from random ones, and so by this project alone."""
+    """Return whether training started from random weights."""
     config = state["config"]
     return (
         "train" in config
@@ -162,9 +162,9 @@ def _was_pretrained_here(state: dict) -> bool:
 
 
 def _training(saved: SavedWeights) -> str:
-    """Return a table of what was trained, from what, how, and to which losses.
+    """Return a table of the run's starting point, trained parameters, settings and final losses.
 
-    Raises CheckpointError if the settings are not those of a run.
+    Raises CheckpointError if the settings are invalid.
     """
     state, origin = saved.state, saved.state["progress"].get("origin")
     config = state["config"]
@@ -177,7 +177,7 @@ def _training(saved: SavedWeights) -> str:
             facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
         facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        problem = f"holds settings that no run can have had ({type(error).__name__}: {str(error):.200})"
+        problem = f"contains settings that no run can have ({type(error).__name__}: {str(error):.200})"
         raise CheckpointError(str(saved.path / STATE), problem, "choose another step") from None
     rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
@@ -196,7 +196,7 @@ def _extension(extension: dict) -> dict[str, object]:
 
 
 def _trained(saved: SavedWeights) -> dict[str, object]:
-    """Return how many parameters of each kind were trained, if some were not."""
+    """Return the number of trained parameters of each kind; nothing if all were trained."""
     shapes, extension = parameter_shapes(saved.model, saved.extension), saved.extension
     if len(saved.trained) == len(shapes):
         return {}
@@ -213,10 +213,10 @@ def _trained(saved: SavedWeights) -> dict[str, object]:
 def _settings(state: dict, config: dict) -> dict[str, object]:
     train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
-    begins = f"{ramp['from']} to " if (ramp := train.get("batch_ramp")) else ""
+    ramp_start = f"{ramp['from']} to " if (ramp := train.get("batch_ramp")) else ""
     return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
-        "Tokens": f"{samples * length:,} ({begins}{train['global_batch_size']} sequences of {length:,} a step)",
+        "Tokens": f"{samples * length:,} ({ramp_start}{train['global_batch_size']} sequences of {length:,} per step)",
         "Data": _data(config["data"]),
         "Optimizer": f"{_OPTIMIZERS[optimizer['kind']]}, weight decay {optimizer['weight_decay']:g}, "
         f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
@@ -227,7 +227,7 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
 
 
 def _data(data: dict) -> str:
-    """Describe what the model was trained on, by the names of datasets alone: their paths concern nobody else."""
+    """Describe the training data by the names of datasets, without their paths."""
     if data["prefix"] is None and data.get("examples") is not None:
         return f"examples of {Path(data['examples']['path']).name}"
     if data["prefix"] is None:
@@ -246,13 +246,13 @@ def _names(prefix: dict | list | str) -> str:
 
 
 def _final_losses(saved: SavedWeights) -> dict[str, object]:
-    """Return the last finite losses that the run logged up to this checkpoint; those of averaged weights are others."""
+    """Return the last finite losses that the run logged up to this checkpoint, of averaged weights if exported."""
     names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
     if saved.average:
         names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
     path, found = saved.path.parent.parent / _METRICS, {}
     for line in read_lines(path):
-        with suppress(ValueError):  # a line that a killed process left unfinished
+        with suppress(ValueError):  # a killed process may leave an incomplete line
             row = parse_record(line, dict[str, Any])
             losses = {names[key]: row[key] for key in names if isinstance(row.get(key), float) and isfinite(row[key])}
             if row.get("step", inf) <= saved.state["step"]:
@@ -261,23 +261,22 @@ def _final_losses(saved: SavedWeights) -> dict[str, object]:
 
 
 def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bool = False) -> list[Results]:
-    """Return the results of a checkpoint in the directories or files `given`, or where its evaluation writes them.
+    """Return the evaluation results of a checkpoint, with `average` those of its averaged weights.
 
-    With `average` those of its averaged weights.
-
-    Raises FileError if those given cannot be read or are of another model.
+    They are read from the directories or files `given` or, by default, from where `pretrain.evaluate` writes them.
+    Raises FileError if given results cannot be read or belong to another model.
     """
-    of_model = model_digest(checkpoint, average)
+    digest = model_digest(checkpoint, average)
     found = []
     for place in map(Path, given):
         if not results_file(place).is_file():
-            raise FileError(str(place), "holds no results", "give the output directory of pretrain.evaluate")
+            raise FileError(str(place), "contains no results", "give the output directory of pretrain.evaluate")
         results = read_results(place)
-        if results.model.digest != of_model:
-            problem = f"holds results of another model than {checkpoint}"
+        if results.model.digest != digest:
+            problem = f"contains results of another model than {checkpoint}"
             raise FileError(str(place), problem, f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}")
         found.append(results)
-    # As in evaluation.model_source: of a run, `evaluation/STEP` beside its checkpoints.
+    # As in evaluation.model_source: the run's `evaluation/STEP`.
     step = f"{checkpoint.name}-{AVERAGE}" if average else checkpoint.name
     own = results_file(checkpoint.parent.parent / "evaluation" / step)
     if given or not own.is_file():
@@ -287,11 +286,11 @@ def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bo
     except (ValueError, OSError) as error:
         command_line.say(f"the model card has no evaluation results: {error}")
         return []
-    return [results] if results.model.digest == of_model else []
+    return [results] if results.model.digest == digest else []
 
 
 def _rows_of(several: Sequence[Results]) -> list[list[str]]:
-    """Return the cells of a card's table as Markdown, a row for each score."""
+    """Return the rows of the card's table of scores; cells are Markdown."""
     rows = []
     for score in (score for results in several for task in results.tasks.values() for score in task.scores):
         length = f"{score.length:,}" if score.length else ""
@@ -302,10 +301,10 @@ def _rows_of(several: Sequence[Results]) -> list[list[str]]:
 
 
 def _notes_of(several: Sequence[Results]) -> list[str]:
-    """Return what a reader of the scores has to know, in Markdown, without the paths of the machine that evaluated."""
+    """Return notes on the scores in Markdown, without paths of the machine that ran the evaluation."""
     notes: dict[str, None] = {}
     for name, task in (item for results in several for item in results.tasks.items()):
-        versions = ", ".join(f"{key} {task.versions[key]}" for key in _SHOWN if key in task.versions)
+        versions = ", ".join(f"{key} {task.versions[key]}" for key in _SHOWN_VERSIONS if key in task.versions)
         data = "".join(f", on {Path(path).name}" for path in task.data)
         notes[f"{name}: measured in {task.dtype} on {task.hardware}{data} ({versions})."] = None
         notes |= {f"{name}: {_FOLDERS.sub('', note)}": None for note in task.notes}
@@ -313,7 +312,7 @@ def _notes_of(several: Sequence[Results]) -> list[str]:
 
 
 def _scores_for_hub(several: Sequence[Results]) -> list[EvalResult]:
-    """Return every score as the Hub's metadata has it."""
+    """Return all scores in the format of the Hub's metadata."""
     return [
         EvalResult(
             task_type="text-generation",

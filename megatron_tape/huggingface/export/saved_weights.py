@@ -1,4 +1,4 @@
-"""Open a complete checkpoint of this project, and read its whole weights one parameter at a time."""
+"""Open a complete checkpoint of this project, and read its unsharded weights one parameter at a time."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from megatron_tape.model.validation import validate_model
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
 from megatron_tape.position import model_config
 
-_ANOTHER = "choose another step"
+_CHOOSE_ANOTHER = "choose another step"
 _WEIGHT, _AVERAGE = f"weight/{WRAPPED}", f"{AVERAGE}/{WRAPPED}"
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """A complete checkpoint: its `state.json`, its model, and where each parameter's shares are stored."""
+    """A complete checkpoint: its `state.json`, its model, and the places of each parameter's shards."""
 
     path: Path
     state: dict
     model: ModelConfig
     files: list[dict[str, tuple[Path, str]]]
-    """For each tensor-parallel rank, the file that holds a parameter, and its key in that file."""
+    """For each tensor-parallel rank, the file and key of each parameter by name."""
     source: SavedWeights | None = None
-    """The checkpoint that holds the frozen parameters, if this one does not."""
+    """The checkpoint with the frozen parameters, if they are not in this one."""
     extension: ExtensionConfig = field(default_factory=ExtensionConfig)
     """The run's settings of LoRA layers."""
     average: bool = False
-    """Whether the weights are averages of those of many steps."""
+    """Whether to read averaged weights."""
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -49,6 +49,7 @@ class SavedWeights:
 
     @cached_property
     def trained(self) -> list[str]:
+        """Megatron's names of the trained parameters."""
         frozen = {name.removeprefix(WRAPPED) for name in self.state.get("frozen", ())}
         return [name for name in self._shapes if name not in frozen]
 
@@ -57,9 +58,9 @@ class SavedWeights:
         return lora_pairs(self.model, self.extension)
 
     def parts(self, name: str, with_lora: bool) -> dict[str, Tensor]:
-        """Return the whole fp32 parameter that Megatron calls `name` by Hugging Face's names.
+        """Return the unsharded fp32 weights, by Hugging Face's names, of the Megatron parameter `name`.
 
-        The products of LoRA layers are added to the matrices if `with_lora`.
+        `with_lora` merges LoRA layers into the matrices.
         """
         parts = from_megatron(name, self.read(name), self.model)
         for matrix in parts.keys() & self._lora.keys() if with_lora else ():
@@ -68,10 +69,10 @@ class SavedWeights:
         return parts
 
     def read(self, name: str) -> Tensor:
-        """Return the whole fp32 parameter that Megatron calls `name`.
+        """Return the unsharded fp32 tensor of the Megatron parameter `name`.
 
-        Raises CheckpointError if its file does not hold it. Files are opened for one parameter and closed again, since
-        pages of a file that stays open stay in memory.
+        Raises CheckpointError if its file does not contain it. The file is closed after each parameter, since the pages
+        of an open file stay in memory.
         """
         if self.source is not None and name not in self.files[0]:
             return self.source.read(name)
@@ -82,17 +83,18 @@ class SavedWeights:
                 with safe_open(path, "pt") as file:
                     parts.append(file.get_tensor(key))
             except SafetensorError as error:
-                raise CheckpointError(str(path), f"holds no {key} that can be read: {error!s:.200}", _ANOTHER) from None
+                problem = f"has no readable {key}: {error!s:.200}"
+                raise CheckpointError(str(path), problem, _CHOOSE_ANOTHER) from None
         if (cut := self.state["sharded"].get(WRAPPED + name)) is None:
             return parts[0]
-        how = SimpleNamespace(tensor_model_parallel=True, partition_dim=cut["dim"], partition_stride=cut["stride"])
-        return unshard(parts, how)
+        attributes = {"partition_dim": cut["dim"], "partition_stride": cut["stride"]}
+        return unshard(parts, SimpleNamespace(tensor_model_parallel=True, **attributes))
 
 
 def open_weights(path: Path, average: bool = False) -> SavedWeights:
-    """Open the step directory `path`, which `find_checkpoint` returned; with `average`, for its averaged weights.
+    """Open the step directory `path` of `find_checkpoint`; with `average`, to read its averaged weights.
 
-    Raises CheckpointError if its parameters do not fit the model that its settings describe, or are not averaged.
+    Raises CheckpointError if the parameters do not match the model's settings, or if there are no averaged weights.
     """
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
@@ -101,15 +103,15 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
         validate_model(model)
         extension = build(ExtensionConfig, state["config"].get("extension", {}), "config.extension")
     except (TypeError, ValueError) as error:
-        raise CheckpointError(str(path), f"is of another architecture or version: {error}") from error
+        raise CheckpointError(str(path), f"has another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
     shapes: list[dict[str, list[int]]] = [{} for _ in range(size)]
     index = read_index(path, size)
-    held = [(key, file, place) for file, places in index.items() for key, place in places.items()]
+    entries = [(key, file, place) for file, places in index.items() for key, place in places.items()]
     if average:
         check_average(path, index)
     for kind in (_WEIGHT, _AVERAGE) if average else (_WEIGHT,):  # frozen parameters have no average
-        for key, file, place in held:
+        for key, file, place in entries:
             if key.startswith(kind):
                 rank, name = shard_of(file), key.removeprefix(kind)
                 files[rank][name], shapes[rank][name] = (path / file, key), place["shape"]
@@ -124,18 +126,18 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
 def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> None:
     expected = parameter_shapes(saved.model, saved.extension)
     for rank, found in enumerate(shapes):
-        left_out = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
-        for name in [*(name for name in expected if name not in left_out), *found]:
-            where = f"is of another architecture than its settings say: parameter {name:.100}"
+        elsewhere = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
+        for name in [*(name for name in expected if name not in elsewhere), *found]:
+            where = f"does not match its settings: parameter {name:.100}"
             if name not in found:
                 raise CheckpointError(str(saved.path), f"{where} is missing (tensor-parallel rank {rank})")
             if name not in expected:
-                raise CheckpointError(str(saved.path), f"{where} is not one that this model has")
+                raise CheckpointError(str(saved.path), f"{where} is not a parameter of the model")
             shape = list(found[name])
             cut = saved.state["sharded"].get(WRAPPED + name)
             if cut:
                 if not 0 <= cut["dim"] < len(shape) or cut["stride"] < 1 or shape[cut["dim"]] % cut["stride"]:
-                    raise CheckpointError(str(saved.path), f"{where} is cut in a way that it cannot be: {cut!s:.100}")
+                    raise CheckpointError(str(saved.path), f"{where} cannot be sharded as {cut!s:.100}")
                 shape[cut["dim"]] *= len(shapes)
             if tuple(shape) != expected[name]:
                 problem = f"{where} has shape {tuple(shape)!s:.100} instead of {expected[name]}"

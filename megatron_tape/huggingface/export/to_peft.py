@@ -1,7 +1,7 @@
-"""Write what a run trained as an adapter in peft's format, and the model that it adds to.
+"""Export the trained parameters of a run as an adapter in peft's format, together with its base model.
 
-LoRA layers become peft's, and everything else that was trained `modules_to_save`. An adapter says nothing about how
-positions are scaled, so the model that it adds to has the run's settings, and TAPE's code if the run has TAPE.
+LoRA layers become peft's; other trained parameters become `modules_to_save`. An adapter has no settings of positions,
+so the base model has the run's settings, and TAPE's code if the run uses TAPE.
 """
 
 import os
@@ -33,11 +33,12 @@ from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import from_megatron
 
 BASE = "base"
-"""Where the model that an adapter adds to is written, in the adapter's directory, unless another is named."""
-HELD = ("lora", "embeddings", "output", "norms", "position")
+"""Default directory of the base model, within the adapter's directory."""
+SUPPORTED_KINDS = ("lora", "embeddings", "output", "norms", "position")
+"""Kinds of trained parameters that an adapter can contain."""
 _PREFIX = "base_model.model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# peft's own word for an adapter without LoRA layers.
+# peft's value for an adapter without LoRA layers.
 _NO_TARGETS = "dummy-target-modules"
 _WITHOUT_EFFECT = (
     "seq_length",
@@ -57,25 +58,25 @@ def export_adapter(
     base: str | Path | None = None,
     average: bool = False,
 ) -> None:
-    """Write what a run trained into the new directory `output`, for `PeftModel.from_pretrained`.
+    """Export the trained parameters of a run to the new directory `output`, for `PeftModel.from_pretrained`.
 
-    The model that it adds to is `base`, a directory in the format of transformers, which is written if it does not
-    exist; None means `output`/base. The adapter names it by the path given here, as peft does. The other arguments are
-    those of `export.export`. Raises UserError or OSError if the run trained what an adapter cannot hold, or if an
+    `base` is the directory of the base model in the format of transformers, by default `output`/base; it is written if
+    it does not exist. As in peft, the adapter refers to it by the path given here. The other arguments are those of
+    `to_transformers.export`. Raises UserError or OSError if an adapter cannot contain a trained parameter, or if an
     existing `base` is another model.
     """
     if base is not None and Path(os.path.abspath(base)).is_relative_to(os.path.abspath(output)):
-        raise UserError("--base", f"is {base}, in the adapter's own directory", "name one elsewhere, or leave it out")
+        raise UserError("--base", f"is {base}, in the adapter's own directory", "give one elsewhere, or omit it")
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint, average)
-        if other := [name for name in saved.trained if kind_of(name) not in HELD]:
-            held = "LoRA layers, embeddings, norms and TAPE's matrices"
-            problem = f"trained {other[0]}, and an adapter can hold only {held}"
-            raise CheckpointError(str(saved.path), problem, "leave out --adapter")
+        if other := [name for name in saved.trained if kind_of(name) not in SUPPORTED_KINDS]:
+            supported = "LoRA layers, embeddings, norms and TAPE's matrices"
+            problem = f"trained {other[0]}, but an adapter can contain only {supported}"
+            raise CheckpointError(str(saved.path), problem, "omit --adapter")
         place = Path(output) / BASE if base is None else Path(base)
         if base is not None and place.exists():
             if tokenizer not in (None, NO_TOKENIZER):
-                raise UserError("--tokenizer", f"is for a new base, and {base} exists", "leave it out")
+                raise UserError("--tokenizer", f"is for a new base, but {base} exists", "omit it")
             rows = _check_base(saved, place)
         else:
             new = directory / BASE if base is None else place
@@ -86,47 +87,46 @@ def export_adapter(
         write_adapter_card(directory, Path(output).resolve().name, saved, dtype, where)
         for file in directory.iterdir():
             sync_directory(file)
-    command_line.say(f"exported what {saved.path} trained to {output}, an adapter of {place}")
+    command_line.say(f"exported the trained parameters of {saved.path} to {output}, an adapter of {place}")
 
 
 def _write_base(saved: SavedWeights, place: Path, dtype: str, tokenizer: str | None) -> int:
-    """Write the model without its LoRA layers, and return the rows of its vocabulary."""
+    """Export the model without LoRA layers, and return its number of vocabulary rows."""
     with atomic_directory(place) as directory:
         write_model(saved, directory, ExportOptions(place.name, dtype, tokenizer, with_lora=False))
     return read_settings(place / "config.json")["vocab_size"]
 
 
 def _check_base(saved: SavedWeights, base: Path) -> int:
-    """Return the rows of the vocabulary of `base`; UserError unless it computes what the run's model did at first.
+    """Check that `base` is the model that the run started from, and return its number of vocabulary rows.
 
-    The weights that were frozen may differ by what bf16 rounds off.
+    Frozen weights may differ by rounding to bf16. Raises UserError if it is another model.
     """
     path, model = base / "config.json", saved.model
     settings = read_settings(path)
     mixing = getattr(model.position, "token_mixing", "full")
     with errors_of_settings(path):
         found = model_settings(settings, path, Changes(token_mixing=mixing))
-    ours, theirs = (as_dict(either) for either in (model, found))
-    fix = "leave out --base to export the model that the adapter adds to"
-    if differences := model_differences(ours, theirs, _WITHOUT_EFFECT, ("run", "base")):
+    fix = "omit --base to export the base model as well"
+    if differences := model_differences(as_dict(model), as_dict(found), _WITHOUT_EFFECT, ("run", "base")):
         raise FileError(str(base), f"is another model than that of {saved.path} ({'; '.join(differences)})", fix)
     rows, trained = found.vocab_size, set(saved.trained)
     if rows > model.vocab_size:
-        problem = f"has {rows} rows in its vocabulary, more than the {model.vocab_size} of the run"
+        problem = f"has {rows} vocabulary rows, more than the {model.vocab_size} of the run"
         raise FileError(str(base), problem, fix)
     weights = open_directory(base, allow_pickle=False)
     with command_line.step(f"comparing the frozen weights with those of {base}"):
         for name in parameter_shapes(model):
             for key, part in from_megatron(name, saved.read(name), model).items() if name not in trained else ():
                 part = part[:rows] if key in (_EMBEDDING, _HEAD) else part
-                there = weights[key].float() if key in weights else None
-                if there is None or there.shape != part.shape or not torch.allclose(part, there, 2**-7, 1e-6):
+                other = weights[key].float() if key in weights else None
+                if other is None or other.shape != part.shape or not torch.allclose(part, other, 2**-7, 1e-6):
                     raise FileError(str(base), f"has another {key} than {saved.path}, where it was frozen", fix)
     return rows
 
 
 def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtype) -> None:
-    """Write every trained parameter by peft's names; a matrix that both embeddings share is written for each."""
+    """Write all trained parameters with peft's names; a tied embedding is written under both of its names."""
     shapes = parameter_shapes(saved.model, saved.extension)
     shared = saved.model.tie_embeddings
 
@@ -152,7 +152,7 @@ def _adapter_config(saved: SavedWeights, base: Path) -> dict:
     for name in saved.trained:
         if kind_of(name) != "lora":
             for key in from_megatron(name, torch.empty(parameter_shapes(model)[name], device="meta"), model):
-                # A TAPE layer's matrices are saved together: another module is called up_proj, too.
+                # Save all of a layer's TAPE matrices as one module, since the MLP also has a module up_proj.
                 modules.append("position" if kind_of(name) == "position" else key.split(".")[-2])
     shared = model.tie_embeddings and "embed_tokens" in modules
     modules += ["lm_head"] if shared else []

@@ -1,8 +1,8 @@
-"""Turn a checkpoint of this project into a directory that transformers loads without this project.
+"""Export a checkpoint of this project to a directory that transformers loads without this project.
 
-TAPE models include their modelling code; `rope` models become plain Llama, Mistral, Qwen2 or Qwen3 models; models with
-any other positional encoding include modelling code that they share, and the encoding's own file. The weights are read,
-joined over the tensor-parallel ranks, split as Hugging Face does, and written one parameter at a time.
+TAPE models include their modeling code. Models with `rope` become Llama, Mistral, Qwen2 or Qwen3 models. Models with
+another positional encoding include shared modeling code and the encoding's file. Weights are read, unsharded, split as
+in Hugging Face's models, and written one parameter at a time.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from megatron_tape.position import encoding_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
-# The architecture of a model with rope, by model.qkv_bias and model.qk_norm.
+# Architecture and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
 _PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -52,13 +52,15 @@ def export(
     results: Sequence[str | Path] = (),
     average: bool = False,
 ) -> None:
-    """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
+    """Export the model of a run, a checkpoints directory or one step to the new directory `output`.
 
-    LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. The model card
-    shows the evaluation `results` in these directories (default: those beside the run's checkpoints). With `average`
-    the weights are the averaged ones. Raises UserError or OSError and leaves nothing behind, if the checkpoint is
-    damaged, has no average or an architecture that transformers does not have, if the tokenizer is missing, or if
-    `output` exists.
+    Merges LoRA layers into the matrices. Raises UserError or OSError and leaves nothing behind if the checkpoint is
+    damaged, cannot be exported or has no averaged weights, if the tokenizer is missing, or if `output` exists.
+
+    Args:
+        tokenizer: replaces the run's tokenizer; `none` exports without one.
+        results: directories of evaluation results for the model card (default: the run's own).
+        average: export the averaged weights.
     """
     name = Path(output).resolve().name
     with atomic_directory(output) as directory:
@@ -69,25 +71,25 @@ def export(
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
-    """Check and open the newest complete checkpoint; ValueError or OSError if it is damaged or cannot be exported."""
+    """Check and open the newest complete checkpoint. Raises UserError or OSError if it cannot be exported."""
     with command_line.step("checking the checkpoint"):
         path = find_checkpoint(checkpoint, command_line.say)
         saved = open_weights(path, average)
     model, encoding = saved.model, encoding_of(saved.model)
     kind = encoding.exports_to
     if kind is None:
-        problem = f"has model.position_encoding {encoding.name}, which says that it cannot be exported (exports_to)"
+        problem = f"has model.position_encoding {encoding.name}, which does not support export (exports_to is None)"
         raise CheckpointError(str(path), problem)
     if kind == "code":
         code_files(type(encoding))
     if kind == "plain" and model.qkv_bias and model.qk_norm:
-        problem = "has model.qkv_bias and model.qk_norm, which no model of transformers combines with plain rope"
+        problem = "has model.qkv_bias and model.qk_norm, which no architecture of transformers combines with rope"
         raise CheckpointError(str(path), problem, "import or train it as tape to export both")
     return saved
 
 
 def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) -> None:
-    """Write a whole model into an empty directory, and flush it to disk; see `export`."""
+    """Write a whole model to an empty directory, and flush it to disk; see `export`."""
     model, encoding = saved.model, encoding_of(saved.model)
     pieces = _write_tokenizer(saved, options.tokenizer, directory)
     rows = vocabulary_rows(model, pieces)
@@ -97,8 +99,8 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     if pieces is not None and config["model_type"] == "qwen2":
         loader = FROM_THE_FILE
         command_line.say(
-            "with model.qkv_bias this export is a Qwen2, and AutoTokenizer of transformers replaces the tokenizer of "
-            f"every Qwen2 by Qwen's own; load it with {FROM_THE_FILE}.from_pretrained"
+            "with model.qkv_bias this export is a Qwen2 model, whose tokenizer AutoTokenizer always replaces by "
+            f"Qwen's; load the tokenizer with {FROM_THE_FILE}.from_pretrained"
         )
     write_json(directory / "config.json", config | ids)
     write_json(directory / GENERATION, {} if pieces is None else pieces.generation)
@@ -111,7 +113,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
 
 
 def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
-    """Return `config.json` for a vocabulary of `rows` tokens, without the ids of special tokens."""
+    """Return the contents of `config.json` for a vocabulary of `rows` tokens, without special token ids."""
     encoding = encoding_of(model)
     tape = encoding.exports_to == "tape"
     if encoding.exports_to == "code":
@@ -127,12 +129,12 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     if model.layers_without_positions is not None:
         name, kind = "SmolLM3", "smollm3"
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
-        # The same model; only Llama requires that the number of heads divides the width.
+        # Mistral is the same model, but does not require that the number of heads divides the hidden size.
         name, kind = "Mistral", "mistral"
     rope = _rope_parameters(model.position)
     config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
     if not tape:
-        # Before transformers 5, Llama's rotary settings were outside rope_parameters; it still reads them there, too.
+        # Before transformers 5, Llama's rotary settings were outside rope_parameters. It still reads them there, too.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         older = {"rope_theta": model.position.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
         window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
@@ -151,7 +153,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
 
 
 def _rope_parameters(position: Any) -> dict:
-    """Return rotary settings as transformers has them since version 5."""
+    """Return rotary settings in the format of transformers 5."""
     rope: dict = {"rope_type": "default", "rope_theta": position.rope_theta}
     if position.rope_scaling_type == "llama3":
         rope |= {
@@ -205,26 +207,27 @@ def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> d
 
 def _position_settings(model: ModelConfig) -> dict:
     settings = dict(sorted(dataclasses.asdict(model.position).items()))
-    # Weights hold the scales of heads as a matrix.
+    # Exported weights store the scales of heads as a matrix.
     return settings | ({"token_mixing": "full"} if "token_mixing" in settings else {})
 
 
 def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
-    """Return how many rows of the embedding belong to tokens; further rows are padding for tensor parallelism.
+    """Return the number of embedding rows without the padding for tensor parallelism.
 
-    An imported model keeps its original number; another model has as many as its tokenizer has ids.
+    An imported model keeps its original number. Other models have one row for each of the tokenizer's ids.
     """
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
         problem = f"has {tokenizer.vocab_size} ids, but the model's vocabulary only {rows} rows"
-        raise UserError("the tokenizer", problem, f"give one that fits with --tokenizer, or --tokenizer {NO_TOKENIZER}")
+        fix = f"give a matching one with --tokenizer, or --tokenizer {NO_TOKENIZER}"
+        raise UserError("the tokenizer", problem, fix)
     return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
 
 
 def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: ExportOptions) -> None:
-    """Write `model.safetensors`, or several with their index where one would exceed `max_shard_size` bytes.
+    """Write `model.safetensors`, or several shards of at most `max_shard_size` bytes with their index.
 
-    In addition to one whole fp32 parameter, at most twice its size is held in memory.
+    Peak memory is one whole fp32 parameter plus at most twice its size.
     """
     names = parameter_shapes(saved.model)
     shapes = {key: shape for name in names for key, shape in part_shapes(saved.model, name, names[name], rows).items()}
@@ -239,10 +242,9 @@ def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: Exp
         write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})
     tensors.close()
     if count > 1:
-        numbers = sum(math.prod(shape) for shape in shapes.values())
         index = {
             "metadata": {
-                "total_parameters": numbers,
+                "total_parameters": sum(math.prod(shape) for shape in shapes.values()),
                 "total_size": sum(tensor.nbytes for tensor in announced.values()),
             },
             "weight_map": {key: name for name, shard in zip(file_names, shards, strict=True) for key in shard},
@@ -251,7 +253,7 @@ def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: Exp
 
 
 def part_shapes(model: ModelConfig, name: str, shape: tuple[int, ...], rows: int) -> dict[str, tuple[int, ...]]:
-    """Return the exported shapes of the Hugging Face parts of a parameter by Megatron's name and whole shape."""
+    """Return the exported shapes, by Hugging Face's names, of the Megatron parameter `name` of this whole shape."""
     parts = from_megatron(name, torch.empty(shape, device="meta"), model)
     shapes = {key: tuple(part.shape) for key, part in parts.items()}
     return {key: (rows, *shape[1:]) if key in VOCABULARY_ROWS else shape for key, shape in shapes.items()}
@@ -264,11 +266,11 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
     if given is not None:
         own, source, tokenizer = tokenizer, given, load_tokenizer(given)
         if own is not None and TOKENIZER_MODEL in own.files:
-            # A tokenizer.json of a SentencePiece model is compared with it by the ids of texts.
+            # To compare a tokenizer.json made from a SentencePiece model with it, by the ids of texts.
             tokenizer.files.setdefault(TOKENIZER_MODEL, own.files[TOKENIZER_MODEL])
         recorded = saved.state["progress"].get("tokenizer") if own is None else record_of(own)
         if recorded and (different := difference(record_of(tokenizer), recorded, "the one that trained the model")):
-            fix = f"leave out --tokenizer, or give {NO_TOKENIZER} and put its files into the export yourself"
+            fix = f"omit --tokenizer, or give {NO_TOKENIZER} and put its files into the export yourself"
             raise FileError(given, different, fix)
     if tokenizer is None:
         fix = f"give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"

@@ -1,6 +1,6 @@
-"""Translate the `config.json` of models that others wrote, and of our own exports; torch is not imported.
+"""Convert the `config.json` of other programs' models, and of this project's exports, to settings. Imports no torch.
 
-A setting that would change what the model computes and has no counterpart here is rejected by name.
+A setting that affects the model but is not supported here is rejected by name.
 """
 
 import math
@@ -18,16 +18,16 @@ from megatron_tape.position import ENCODINGS, model_config
 from megatron_tape.position.rope import yarn_attention_factor
 
 _CONFIG_BYTES = 8 << 20
-"""The largest config.json that is read; those of models have some kilobytes."""
-_MOST_ADDED = 1 << 16
-"""The largest multiple that a vocabulary is padded to; more would take gigabytes."""
+"""Maximum size of a config.json; models have a few kilobytes."""
+_LARGEST_MULTIPLE = 1 << 16
+"""Largest multiple to pad a vocabulary to; more would take gigabytes."""
 ENCODED = "encoded_tape"
-"""The kind of exports whose positional encoding lies in files of its own."""
+"""`model_type` of exports with the positional encoding in its own files."""
 
 _LLAMA = {"attention_bias": False, "rms_norm_eps": 1e-6}
 _QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
 _OURS = {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5}
-# Defaults of transformers for keys that config.json lacks, if they are needed and do not follow from other keys.
+# transformers' defaults for required keys that may be missing in config.json.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8},
@@ -39,8 +39,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ENCODED: _OURS | {"attention_output_gate": False},
 }
 _THETAS = {"smollm3": 2e6}
-"""Defaults of `rope_theta` that are not 10,000."""
-# Settings that an architecture has regardless of config.json.
+"""Defaults of `rope_theta` other than 10,000."""
+# Fixed settings of an architecture, which override config.json.
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "use_sliding_window": False},
     "mistral": {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
@@ -50,20 +50,20 @@ _FIXED: dict[str, dict[str, Any]] = {
     "tape": {"use_sliding_window": False},
     ENCODED: {"use_sliding_window": False},
 }
-_ONLY = {
+_SUPPORTED = {
     "hidden_act": "silu",
     "mlp_bias": False,
     "is_causal": True,
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
-_OF_TAPE = {
+_TAPE_KEYS = {
     "gate_input": "gate_input",
     "position_mlp_size": "mlp_size",
     "position_state_precision": "state_precision",
 }
-"""Settings of TAPE in config.json, and in `model.position`."""
-# What each kind of scaling reads, in addition to what all of them do.
+"""TAPE's keys in config.json, and the corresponding settings in `model.position`."""
+# Keys of each kind of scaling, in addition to the shared ones.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -71,7 +71,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "proportional": ("factor",),
 }
-# The last one says how a model was trained.
+# `finetuned` records only whether the model was trained with the scaling.
 _ROPE_SHARED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
 
 
@@ -82,7 +82,7 @@ _SIZES = (
 
 @contextmanager
 def errors_of_settings(path: Path) -> Iterator[None]:
-    """Turn errors caused by the settings in `path` into one that names the file."""
+    """Convert errors caused by the settings in `path` to a FileError that names the file."""
     try:
         yield
     except KeyError as error:
@@ -92,20 +92,20 @@ def errors_of_settings(path: Path) -> Iterator[None]:
         problem = f"describes a model that cannot be built: {error.subject} {error.problem}"
         raise FileError(str(path), problem, error.fix) from None
     except (TypeError, AttributeError) as error:
-        raise FileError(str(path), f"holds a setting of the wrong type: {error}") from None
+        raise FileError(str(path), f"contains a setting of the wrong type: {error}") from None
     except ArithmeticError as error:
-        raise FileError(str(path), f"holds a number that no model can have: {error}") from None
+        raise FileError(str(path), f"contains an impossible number: {error}") from None
 
 
 def check_sizes(settings: dict, path: Path) -> None:
-    """Raise UserError if one of the sizes that every `config.json` must give is not a whole number above 0."""
+    """Raise UserError if a required size in `config.json` is not a positive integer."""
     for key in _SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
-            raise UserError(key, f"is {settings.get(key)!r:.200} in {path}, but must be a whole number above 0")
+            raise UserError(key, f"is {settings.get(key)!r:.200} in {path}, but must be a positive integer")
 
 
 def read_settings(path: Path) -> dict:
-    """Return the JSON object of a `config.json`; raises FileError."""
+    """Read a `config.json`. Raises FileError."""
     if not path.is_file():
         raise FileError(str(path), "is not a file", "the model's config.json is needed")
     try:
@@ -115,14 +115,14 @@ def read_settings(path: Path) -> dict:
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that holds `rows`; raises UserError if `multiple` is out of range."""
-    if not 1 <= multiple <= _MOST_ADDED:
-        raise UserError("--vocab-multiple", f"is {multiple}", f"give 1 to {_MOST_ADDED:,}")
+    """Return `rows` rounded up to a multiple of `multiple`. Raises UserError if `multiple` is out of range."""
+    if not 1 <= multiple <= _LARGEST_MULTIPLE:
+        raise UserError("--vocab-multiple", f"is {multiple}", f"give 1 to {_LARGEST_MULTIPLE:,}")
     return -(-rows // multiple) * multiple
 
 
 def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, Any]:
-    """Translate what every `config.json` says by the same keys."""
+    """Convert the keys that all architectures share."""
     return {
         "num_layers": settings["num_hidden_layers"],
         "hidden_size": settings["hidden_size"],
@@ -138,10 +138,10 @@ def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Changes:
-    """What an import makes of a model beside translating it; see the options of `convert_checkpoint.py from-hf`."""
+    """Changes that an import makes to a model; see the options of `convert_checkpoint.py from-hf`."""
 
     position_encoding: str | None = None
-    """None keeps the model's own."""
+    """The new positional encoding; None keeps the model's."""
     rope_scaling_factor: float = 1.0
     vocab_multiple: int = 1
     token_mixing: str = "full"
@@ -149,15 +149,16 @@ class Changes:
     position_mlp_size: int | None = None
 
     @property
-    def of_tape(self) -> dict[str, Any]:
+    def tape_settings(self) -> dict[str, Any]:
+        """The given settings of TAPE, by their keys in config.json."""
         both = {"gate_input": self.gate_input, "position_mlp_size": self.position_mlp_size}
         return {key: value for key, value in both.items() if value is not None}
 
 
 def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Changes()) -> ModelConfig:
-    """Translate the contents of the `config.json` at `path`.
+    """Convert the contents of the `config.json` at `path`.
 
-    Raises UserError, KeyError, TypeError or AttributeError for settings that have no counterpart here.
+    Raises UserError, KeyError, TypeError or AttributeError for unsupported settings.
     """
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
@@ -165,15 +166,15 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     own = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
     encoding = changes.position_encoding or own
     _check_changes(settings, path, encoding, changes)
-    # null means that a key is not given, except that it turns a window off.
+    # null is the same as a missing key, except that it disables a sliding window.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
     settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
-    _check_counterparts(settings, path)
-    translate = _encoded if kind == ENCODED else _rope
-    position = translate(settings, path, changes.rope_scaling_factor)
-    given = changes.of_tape | ({key: settings[key] for key in _OF_TAPE if key in settings} if kind == "tape" else {})
-    position |= {_OF_TAPE[key]: value for key, value in given.items()}
+    _check_supported(settings, path)
+    convert = _encoded if kind == ENCODED else _rope
+    position = convert(settings, path, changes.rope_scaling_factor)
+    own_tape = {key: settings[key] for key in _TAPE_KEYS if key in settings} if kind == "tape" else {}
+    position |= {_TAPE_KEYS[key]: value for key, value in (changes.tape_settings | own_tape).items()}
     if encoding == "tape":
         position |= {"token_mixing": changes.token_mixing}
     model = model_config(
@@ -195,7 +196,7 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
 
 
 def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str) -> UserError:
-    """Return the error that a setting has no counterpart here, and which ones have."""
+    """Return an error that a setting cannot be imported, which lists the `accepted` values."""
     return UserError(key, f"is {settings.get(key)!r:.200} in {path}, which cannot be imported", f"{accepted} can")
 
 
@@ -206,38 +207,38 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
         raise FileError(str(path), problem, "import it as tape")
     if kind == ENCODED and encoding != settings["position_encoding"]:
         problem = f"describes a model with {settings['position_encoding']!s:.100}, which cannot become {encoding}"
-        raise FileError(str(path), problem, "leave out --position-encoding")
-    if changes.of_tape and (encoding != "tape" or kind == ENCODED):
-        fix = f"leave it out with {'this export' if encoding == 'tape' else encoding}"
-        raise UserError(tuple(changes.of_tape), "is a setting of TAPE", fix)
-    for key, value in changes.of_tape.items() if kind == "tape" else ():
+        raise FileError(str(path), problem, "omit --position-encoding")
+    if changes.tape_settings and (encoding != "tape" or kind == ENCODED):
+        fix = f"omit it with {'this export' if encoding == 'tape' else encoding}"
+        raise UserError(tuple(changes.tape_settings), "is a setting of TAPE", fix)
+    for key, value in changes.tape_settings.items() if kind == "tape" else ():
         if value != settings.get(key):
             problem = f"has {key} {settings.get(key)!r:.100}, which cannot become {value!r}"
-            raise FileError(str(path), problem, "leave it out")
+            raise FileError(str(path), problem, "omit it")
 
 
-def _check_counterparts(settings: dict[str, Any], path: Path) -> None:
-    """Raise UserError if a setting would change what the model computes, and has no counterpart here."""
+def _check_supported(settings: dict[str, Any], path: Path) -> None:
+    """Raise UserError if a setting that affects the model is not supported."""
 
     def refuse(refused: bool, key: str, accepted: object) -> None:
         if refused:
             raise cannot_import(settings, path, key, str(accepted))
 
-    for key, accepted in _ONLY.items():
+    for key, accepted in _SUPPORTED.items():
         refuse(settings.get(key, accepted) != accepted, key, accepted)
-    # These have a bias after attention as well with this setting, which Qwen2 and TAPE do not.
+    # In these architectures, but not in Qwen2 and TAPE, this setting also adds a bias to the output projection.
     biased = settings["model_type"] in ("llama", "qwen3", "smollm3") and settings["attention_bias"]
     refuse(biased, "attention_bias", False)
-    # Qwen's settings give the size of a window even if no window is used.
+    # Qwen's settings have the size of a window even if it is disabled.
     refuse(settings.get("sliding_window") is not None and settings["use_sliding_window"], "sliding_window", None)
     layers, types = settings["num_hidden_layers"], settings.get("layer_types")
     if types is not None:
         refuse(set(types) != {"full_attention"}, "layer_types", "full_attention alone")
-        refuse(len(types) != layers, "layer_types", f"one for each of {layers} layers")
+        refuse(len(types) != layers, "layer_types", f"one entry for each of {layers} layers")
 
 
 def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | None:
-    """Return every how many layers one has no positions; raises UserError if they do not follow each other so."""
+    """Return the interval of layers without positions, or None. Raises UserError if they are not evenly spaced."""
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
     layers, every = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
@@ -247,40 +248,40 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
         if len(rotates) != layers or any(rotate != (layer % every > 0) for layer, rotate in enumerate(rotates, 1)):
             every = 0
     if every < 2:
-        raise cannot_import(settings, path, key, f"no positions in every second, third or so on of {layers} layers")
+        raise cannot_import(settings, path, key, "layers without positions at a fixed interval of at least 2")
     return every if every <= layers else None
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return the settings of the encoding of an export, after checking that they are its own, and of their types."""
+    """Return the settings of an exported encoding."""
     name, given = settings["position_encoding"], settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
-        problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}, nor was it registered"
+        problem = f"is {name!r:.200} in {path}, which is not registered; known are {', '.join(ENCODINGS)}"
         raise UserError("position_encoding", problem)
     if scaling_factor != 1.0:
         problem = f"{scaling_factor:g} is for RoPE and TAPE, not for {name}"
-        raise UserError("--rope-scaling-factor", problem, "leave it out")
+        raise UserError("--rope-scaling-factor", problem, "omit it")
     check_shape(given, dict[str, Any], f"position_settings in {path}")
     return dict(given)
 
 
 def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Translate the rotary settings, which transformers keeps in one place since version 5, and kept in two before."""
+    """Convert the rotary settings, which were in two places before transformers 5."""
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope, current = (_rotary(settings, name, path) for name in (key, "rope_parameters"))
-    # transformers would use the older of the two and silently ignore the other.
+    # transformers would use the older key and silently ignore the other.
     if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
         raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
     kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     if share != 1.0 and kind != "proportional":
         accepted = f"1 can, or another share with the rope_type proportional instead of {kind}"
         raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", accepted)
-    # The place that transformers reads comes first; any other must agree with it.
+    # transformers reads the first place; the others must agree with it.
     default = _THETAS.get(settings["model_type"], 10000.0)
     theta = rope.get("rope_theta", settings.get("rope_theta", default))
     for place in (current, settings):
         if (other := place.get("rope_theta", theta)) != theta:
-            problem = f"has different values in {path}: {other}, and {theta}, which transformers takes"
+            problem = f"has different values in {path}: {other}, and {theta}, which transformers uses"
             raise UserError("rope_theta", problem, "remove the wrong one")
     if kind in ("default", "linear", "proportional"):
         factor = rope["factor"] if kind == "linear" else 1.0 if kind == "default" else rope.get("factor", 1.0)
@@ -292,7 +293,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
         return shared | _yarn(rope, length, original_length, path, scaling_factor)
     if scaling_factor != 1.0:
         problem = f"{scaling_factor:g} cannot be combined with llama3 in {path}, which scales only slow frequencies"
-        raise UserError("--rope-scaling-factor", problem, "leave it out")
+        raise UserError("--rope-scaling-factor", problem, "omit it")
     return shared | {
         "rope_scaling_factor": rope["factor"],
         "rope_low_freq_factor": rope["low_freq_factor"],
@@ -301,7 +302,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
 
 
 def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Translate yarn's settings, given the lengths of the context after and before scaling."""
+    """Convert yarn's settings, given the context lengths after and before scaling."""
     factor = length / original_length if rope["factor"] is None else rope["factor"]
     mscales = rope.get("mscale"), rope.get("mscale_all_dim")
     attention = rope.get("attention_factor")
@@ -312,9 +313,9 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
     if attention is not None and scaling_factor != 1.0:
         problem = (
             f"{scaling_factor:g} cannot be combined with the attention factor {attention:g} in "
-            f"{path}, which does not follow from yarn's factor"
+            f"{path}, which differs from the default for yarn's factor"
         )
-        raise UserError("--rope-scaling-factor", problem, "leave it out")
+        raise UserError("--rope-scaling-factor", problem, "omit it")
     return {
         "rope_scaling_factor": factor * scaling_factor,
         "rope_beta_fast": rope.get("beta_fast") or 32.0,
@@ -325,9 +326,9 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
 
 
 def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Return the rotary settings under `key` without those that are not given, and the kind as `rope_type`.
+    """Return the given rotary settings under `key`, with their kind as `rope_type`; empty if there are none.
 
-    Returns nothing if there are none. Raises UserError for a setting that is not read here.
+    Raises UserError for an unsupported setting.
     """
     rope = settings.get(key, {})
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
@@ -344,5 +345,5 @@ def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     for name, value in found.items():
         if name not in known and (name, value) != ("factor", 1):
             problem = f"is not a setting of {kind} in {path}, which cannot be imported"
-            raise UserError(f"{key}.{name[:40]}", problem, f"{kind} has {', '.join(known)}")
+            raise UserError(f"{key}.{name[:40]}", problem, f"{kind} supports {', '.join(known)}")
     return found | {"rope_type": kind} if rope else {}

@@ -1,7 +1,6 @@
-"""Read a model in a GGUF file, as llama.cpp uses them, with transformers' own loader.
+"""Read a model from a GGUF file, the format of llama.cpp, with transformers' loader.
 
-transformers ignores settings and tensors that it does not know. A file with such ones is refused before any weights are
-read.
+transformers ignores unknown settings and tensors. Files that contain any are refused before weights are read.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _NEEDED = "block_count embedding_length feed_forward_length context_length attention.head_count".split()
 _NEEDED += ["attention.head_count_kv", "attention.layer_norm_rms_epsilon"]
 _WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length")
-_ONLY = {
+_SUPPORTED = {
     "rope.scaling.type": "none",
     "rope.scaling.factor": 1.0,
     "rope.scaling.attn_factor": 1.0,
@@ -33,14 +32,14 @@ _ONLY = {
     "expert_count": 0,
     "expert_used_count": 0,
 }
-"""What else a file may say of its model, and the only values that transformers' loader computes with."""
+"""Other settings that a file may have, with the only values that transformers' loader supports."""
 _FIX = "import the model from its safetensors files"
 
 
 class GgufFile:
-    """A GGUF file. transformers reads it through a link in the empty `directory`, without other files next to it.
+    """A GGUF file. transformers reads it through a link in the empty `directory`, to ignore files next to it.
 
-    Raises FileError if a package that reads it is missing, or the file is not one that can be imported.
+    Raises FileError if a required package is missing, or if the file cannot be imported.
     """
 
     def __init__(self, path: Path, directory: Path):
@@ -55,7 +54,7 @@ class GgufFile:
         (directory / f"model{SUFFIX}").symlink_to(path.resolve())
         self._loaded = {"pretrained_model_name_or_path": directory, "gguf_file": f"model{SUFFIX}"}
         with self._readable():
-            reader = gguf.GGUFReader(path)  # maps the file, and fails for a tensor that is not wholly in it
+            reader = gguf.GGUFReader(path)  # maps the file, and fails if a tensor is incomplete
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {tensor.name for tensor in reader.tensors}
             kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
@@ -69,7 +68,7 @@ class GgufFile:
     def settings(self) -> dict[str, Any]:
         """Return the contents of a `config.json` for the model in the file.
 
-        Raises UserError or KeyError if the file has other settings or more tensors than those that transformers reads.
+        Raises UserError or KeyError if the file has settings or tensors that transformers does not read.
         """
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -78,26 +77,26 @@ class GgufFile:
         given = {name.removeprefix(prefix): x for name, x in self._fields.items() if name.startswith(prefix)}
         head_dim = given["embedding_length"] // given["attention.head_count"]
         head_dim = given.get("attention.key_length", given.get("rope.dimension_count", head_dim))
-        only = _ONLY | {"attention.key_length": head_dim, "attention.value_length": head_dim}
-        only["rope.dimension_count"] = head_dim
+        supported = _SUPPORTED | {"attention.key_length": head_dim, "attention.value_length": head_dim}
+        supported["rope.dimension_count"] = head_dim
         for name, value in ({key: given[key] for key in _NEEDED} | given).items():
             known = name in (*_NEEDED, *_WITHOUT_EFFECT, "rope.freq_base")
-            if not known and (name not in only or value != only[name]):
+            if not known and (name not in supported or value != supported[name]):
                 problem = f"is {value!r:.100} in {self.path}, which cannot be imported"
                 raise UserError(f"{prefix}{name:.100}", problem, _FIX)
         with self._readable():
             config = AutoConfig.from_pretrained(**self._loaded)
             if (layers := config.num_hidden_layers) > len(self._tensors):
-                raise FileError(str(self.path), f"holds {len(self._tensors)} tensors for {layers} layers", _FIX)
+                raise FileError(str(self.path), f"contains {len(self._tensors)} tensors for {layers} layers", _FIX)
             with torch.device("meta"):
                 parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
         if "rope_freqs.weight" in self._tensors or len(self._tensors) > len(parameters):
-            problem = f"holds {len(self._tensors)} tensors, of which transformers reads {len(parameters)}"
-            raise FileError(str(self.path), f"{problem}: the others, such as scaled positions, would be lost", _FIX)
+            problem = f"contains {len(self._tensors)} tensors, but transformers reads only {len(parameters)}"
+            raise FileError(str(self.path), f"{problem}; others, such as scaled positions, would be lost", _FIX)
         return config.to_dict()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all weights in fp32, by Hugging Face's names."""
+        """Return all weights in fp32 by Hugging Face's names."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -110,9 +109,10 @@ class GgufFile:
         return model.state_dict()
 
     def write_tokenizer(self, directory: Path) -> bool:
-        """Write the tokenizer into `directory` as transformers converts it; False, with a message, if it cannot.
+        """Convert the tokenizer with transformers and write it to `directory`; print a message if not possible.
 
-        transformers drops how some tokenizers split text, which would change their tokens; these are not converted.
+        Returns whether it was written. Tokenizers whose rules of splitting text transformers would drop are not
+        converted, since their tokens would change.
         """
         from transformers import AutoTokenizer
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -120,8 +120,8 @@ class GgufFile:
         kind, split = (self._fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if not (kind == "llama" or (kind == "gpt2" and split in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"))):
             command_line.say(
-                f"the tokenizer in {self.path} is not imported (of the kind {kind!s:.100}, {split!s:.100}, which "
-                f"transformers cannot convert without changing tokens); put the model's {TOKENIZER_JSON} next to it"
+                f"the tokenizer in {self.path} is not imported: transformers cannot convert its kind "
+                f"({kind!s:.100}, {split!s:.100}) without changing tokens; put the model's {TOKENIZER_JSON} next to it"
             )
             return False
         with self._readable("the tokenizer"):
@@ -134,12 +134,12 @@ class GgufFile:
 
     @contextmanager
     def _readable(self, part: str = "") -> Iterator[None]:
-        """Turn whatever is raised for a damaged file into a FileError."""
+        """Convert any exception caused by a damaged file to a FileError."""
         try:
             yield
         except UserError:
             raise
-        except Exception as error:  # damaged files lead to wrong indices, types and sizes
+        except Exception as error:  # damaged files cause wrong indices, types and sizes
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            problem = f"{f'holds {part}, which ' if part else ''}cannot be read ({reason})"
+            problem = f"{f'contains {part}, which ' if part else ''}cannot be read ({reason})"
             raise FileError(str(self.path), problem, "download the GGUF file again, or give another") from None

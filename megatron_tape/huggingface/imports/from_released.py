@@ -1,4 +1,4 @@
-"""Read checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE) as checkpoints of this project."""
+"""Import checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -51,9 +51,9 @@ def import_released(
     token_mixing: str = "full",
     allow_pickle: bool = False,
 ) -> None:
-    """Write the released checkpoint `weights`, whose settings are the JSON file `config`, as the checkpoint `output`.
+    """Import the released checkpoint `weights`, with settings in the JSON file `config`, as the checkpoint `output`.
 
-    Raises UserError or OSError if they do not fit together or this project has no such model.
+    Raises UserError or OSError if the two do not match, or if this project does not support the model.
     """
     refuse_existing(output, fix="choose another output, or move it away")
     settings = read_settings(Path(config))
@@ -66,7 +66,7 @@ def import_released(
             problem = f"has FIRE's init_L {', '.join(f'{value:g}' for value in found)}, which cannot be imported"
             raise FileError(str(weights), problem, f"{FireSettings.fire_threshold:g} can")
     source = _renamed(released)
-    # Nothing reads the position state after the last layer, so its update is left out.
+    # Nothing reads the position state after the last layer, so the last layer has no update.
     unread = f"model.layers.{model.num_layers - 1}.position."
     write_imported(
         output,
@@ -79,12 +79,12 @@ def import_released(
 
 
 def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
-    """Return released weights by this project's names."""
+    """Return released weights under this project's names."""
     sources = {}
     for key in released:
         try:
             names = from_released({key: torch.empty(1, 1, device="meta")})
-        except (KeyError, ValueError):  # which is not a name of that code
+        except (KeyError, ValueError):  # not a name of the released code
             names = [key]
         sources |= dict.fromkeys(names, key)
 
@@ -93,7 +93,7 @@ def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
         try:
             return from_released({key: tensor})[name]
         except (IndexError, RuntimeError):
-            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which it has in no model"
+            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which is not possible"
             raise FileError(key[:100], problem, "give the config.json that belongs to the weights") from None
 
     return LazyTensors(sources, read)
@@ -127,7 +127,7 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
 
 
 def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Translate the settings of the encoding, and how it scales positions."""
+    """Convert the settings of the encoding and of its position scaling."""
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
     kind = "yarn" if settings["rpe_type"] == "yarn" else "linear"
     if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != kind:
@@ -135,9 +135,9 @@ def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
     needed = _OWN_SETTINGS.get(settings["rpe_type"], ())
     if missing := [key for key in needed if type(settings.get(key)) is not int or settings[key] < 1]:
-        raise cannot_import(settings, path, missing[0], "a whole number above 0")
+        raise cannot_import(settings, path, missing[0], "a positive integer")
     if kind == "yarn":
-        # That code reads no factor, but divides the context by the original one, and rounds up.
+        # The released code ignores the factor. It divides the context by the original one and rounds up.
         original = settings["original_max_position_embeddings"]
         factor = -(-settings["max_position_embeddings"] // original)
         own = {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}

@@ -1,6 +1,6 @@
-"""Import a model of transformers, or a GGUF file, as a checkpoint of this project; see config_json for its settings.
+"""Import a model of transformers or a GGUF file as a checkpoint of this project; config_json converts its settings.
 
-The `transformers` package is needed for a GGUF file alone.
+Only GGUF files need the package `transformers`.
 """
 
 from pathlib import Path
@@ -32,13 +32,17 @@ def import_model(
     base_model: str | None = None,
     **changes: Any,
 ) -> None:
-    """Write the model of transformers in the directory `source`, or a GGUF file, as the new checkpoint `output`.
+    """Import the model of transformers in the directory `source`, or a GGUF file, as the new checkpoint `output`.
 
-    With `tape`, the default for plain RoPE, a model without TAPE gets TAPE's initial parameters, drawn with `seed`,
-    which do not change its logits. Our own exports keep their encoding, whose code is not read. `changes` are other
-    fields of `Changes`: positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's
-    factor is multiplied), and the context grows by the same factor. `base_model` is the model's name on the Hub, for
-    model cards. Raises UserError or OSError if the model is incomplete or has no counterpart here.
+    Raises UserError or OSError if the model is incomplete or not supported.
+
+    Args:
+        position_encoding: `tape` (the default for plain RoPE) adds TAPE's parameters to a model without them; drawn
+            with `seed`, they do not change the logits. This project's exports keep their encoding; their code is not
+            read.
+        base_model: the model's name on the Hub, for model cards.
+        changes: other fields of `Changes`. `rope_scaling_factor` divides positions in addition to the model's own
+            scaling (and multiplies yarn's factor), and extends the context by the same factor.
     """
     source = Path(source)
     refuse_existing(output, fix="choose another output, or move it away")
@@ -63,7 +67,7 @@ def import_model(
             weights = open_directory(source, allow_pickle)
         else:
             origin = f"{origin} (GGUF, {gguf.quantization})"
-            command_line.say(f"{source} holds {gguf.quantization}; the checkpoint gets the fp32 numbers they stand for")
+            command_line.say(f"{source} contains {gguf.quantization} weights; the checkpoint stores them in fp32")
             if tokenizer is None and gguf.write_tokenizer(Path(converted)):
                 tokenizer = find_tokenizer(Path(converted), model.unpadded_vocab_size)
             weights = gguf.weights()

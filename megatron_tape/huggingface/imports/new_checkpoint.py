@@ -1,4 +1,4 @@
-"""Write weights from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
+"""Write imported weights as a checkpoint of this project, from which a run can start at step 0."""
 
 import json
 import re
@@ -38,7 +38,7 @@ _VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
 def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
     """Return the weights of `model` with its padded vocabulary; added rows are the mean of all rows.
 
-    Reading one raises FileError if its shape or type is not the model's, or if numbers are not finite.
+    Reading a weight raises FileError if its shape or dtype is wrong, or if it contains NaN or infinity.
     """
     shapes, rows = whole_shapes(model), model.vocab_size
 
@@ -50,9 +50,9 @@ def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> L
             problem = f"gives {name} the shape {tuple(tensor.shape)!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem)
         if tensor.dtype not in _TYPES:
-            raise FileError(origin, f"holds {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")
+            raise FileError(origin, f"contains {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")
         if not torch.isfinite(tensor).all():
-            problem = f"holds {name} with numbers that are not finite (NaN or infinite), so it cannot be trained"
+            problem = f"contains NaN or infinity in {name}, so it cannot be trained"
             raise FileError(origin, problem, "choose an earlier checkpoint of that model")
         if name not in _VOCABULARY or len(tensor) == rows:
             return tensor
@@ -63,7 +63,7 @@ def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> L
 
 
 def with_new_tape(weights: Mapping[str, Tensor], model: ModelConfig, seed: int) -> LazyTensors:
-    """Return weights of a model without TAPE, by Hugging Face's names, together with TAPE's own as in a new model."""
+    """Return the weights of a model without TAPE by Hugging Face's names, with newly initialized TAPE parameters."""
     initials, encoding = weight_initializations(model), encoding_of(model)
 
     def read(name: str) -> Tensor:
@@ -84,19 +84,21 @@ def write_imported(
     origin: str,
     tokenizer: Tokenizer | None = None,
     unread: tuple[str, ...] = (),
-    **kept: object,
+    **progress: object,
 ) -> None:
     """Write whole weights by Hugging Face's names (see `megatron_tape.model.weights`) as the new checkpoint `output`.
 
-    The weights have `model.unpadded_vocab_size` rows; rows up to `model.vocab_size` are added here, and an export
-    removes them again. `weights` may read each parameter only when it is accessed, one at a time. `origin` describes
-    where they come from. The files of the `tokenizer`, if there is one, are written to `OUTPUT/tokenizer`.
-    Raises FileError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
-    model (unless its name starts with one of `unread`). What else is `kept` (`identity`, `card`) becomes part of the
-    state's progress.
+    The checkpoint has no optimizer state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
+    from `OUTPUT/model.yaml`. Raises FileError and leaves nothing behind if a weight is missing, has another shape or
+    does not belong to the model.
 
-    The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
-    from `OUTPUT/model.yaml`.
+    Args:
+        weights: with `model.unpadded_vocab_size` vocabulary rows; rows up to `model.vocab_size` are added here, and
+            exports remove them again. They are read one at a time.
+        origin: description of the source.
+        tokenizer: its files are written to `OUTPUT/tokenizer`.
+        unread: prefixes of names to ignore in `weights`.
+        progress: additional entries of the state's `progress` (`identity`, `card`).
     """
     output = Path(output)
     shapes = parameter_shapes(model)
@@ -107,16 +109,17 @@ def write_imported(
         tensors = with_progress((to_megatron(padded, name, model) for name in shapes), announced.values())
         entries, index = {}, {}
         for number, part in enumerate(in_parts(announced, FILE_BYTES)):
-            file, of_file = tensor_file(0, number), {f"weight/{WRAPPED}{name}": part[name] for name in part}
-            entries[file], index[file] = write_safetensors(directory / file, of_file, tensors, {"format": "pt"})
+            file, contents = tensor_file(0, number), {f"weight/{WRAPPED}{name}": part[name] for name in part}
+            entries[file], index[file] = write_safetensors(directory / file, contents, tensors, {"format": "pt"})
         tensors.close()
         write_record(directory / INDEX, {"files": index})
-        kept = {"origin": origin} | kept | ({} if tokenizer is None else {"tokenizer": record_of(tokenizer)})
+        progress = {"origin": origin} | progress
+        progress |= {} if tokenizer is None else {"tokenizer": record_of(tokenizer)}
         state = {
             "step": 0,
             "optimizer_steps": 0,
             "consumed_samples": 0,
-            "progress": {"bad_steps": 0, **{key: value for key, value in kept.items() if value}},
+            "progress": {"bad_steps": 0, **{key: value for key, value in progress.items() if value}},
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
@@ -132,7 +135,7 @@ def write_imported(
 
 
 def advise(output: str | Path) -> None:
-    """Print how to train from the checkpoint that `write_imported` wrote."""
+    """Print how to train from the checkpoint written by `write_imported`."""
     output = Path(output)
     copied = (output / TOKENIZER).is_dir()
     tokenizer_of_run = output / TOKENIZER if copied else "TOKENIZER"
@@ -142,22 +145,22 @@ def advise(output: str | Path) -> None:
         f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
     )
     if not copied:
-        command_line.say(f"{output} has no tokenizer: pass the model's own as TOKENIZER, and to an export")
+        command_line.say(f"{output} has no tokenizer: give the model's tokenizer as TOKENIZER, and for an export")
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
-    """Raise FileError if names or known shapes are not the model's, or tied embeddings are there twice and differ."""
+    """Raise FileError if names or known shapes do not match the model, or if tied embeddings differ."""
     check_weights(weights, model, origin, unread)
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in weights and not torch.equal(weights[embedding], weights[head]):
-        raise FileError(origin, f"holds a separate {head}, but its settings say tie_word_embeddings")
+        raise FileError(origin, f"contains a separate {head}, but its settings have tie_word_embeddings")
 
 
 def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
-    """Load the tokenizer in the directory of a model of `rows` ids; None, with a message, if there is none to be used.
+    """Load the tokenizer in a model directory, for an embedding of `rows` rows; None if there is none.
 
-    The ids at which the model stops, which older models have in their config.json alone, are kept with it. Raises
-    FileError for a file that is a link to somewhere else.
+    If it cannot be used, this prints a warning and returns None. Stop ids, which older models have only in config.json,
+    are added to its generation settings. Raises FileError for a link to a file elsewhere.
     """
     if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
         return None
@@ -165,7 +168,8 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     try:
         tokenizer = load_tokenizer(source)
         if tokenizer.vocab_size > rows:
-            raise FileError(str(source), f"has a tokenizer of {tokenizer.vocab_size} ids for {rows} rows of embeddings")
+            problem = f"has a tokenizer of {tokenizer.vocab_size} ids for only {rows} embedding rows"
+            raise FileError(str(source), problem)
         settings = read_settings(source / "config.json") if (source / "config.json").is_file() else {}
     except (ValueError, OSError) as error:
         command_line.say(f"warning: the model is imported without its tokenizer: {error}")

@@ -1,4 +1,4 @@
-"""What the model card of an imported model says of its licence and languages, for the cards of later exports."""
+"""Read license and languages from the model card of an imported model, for the cards of later exports."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megatron_tape.io.records import parse_yaml, read_small
 CARD = "README.md"
 _BYTES = 4 << 20
 _METADATA = 100_000
-"""The most characters of metadata that are read, since YAML takes seconds for more."""
+"""Maximum number of characters of metadata; parsing more YAML would take seconds."""
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -22,7 +22,7 @@ _LONGEST = 200
 
 
 class CardFacts(TypedDict, total=False):
-    """What the model card of an export says of the model that was imported, by the keys of the Hub's metadata."""
+    """Facts about the imported model for the card of an export, with the keys of the Hub's metadata."""
 
     base_model: str
     license: str
@@ -32,11 +32,11 @@ class CardFacts(TypedDict, total=False):
 
 
 def source_card(directory: Path, base_model: str | None = None, is_tape: bool = False) -> CardFacts:
-    """Return the licence, languages and Hub name of the model in `directory`, as far as they are known.
+    """Return the known facts of license, languages and Hub name of the model in `directory`.
 
-    Licence and languages are those in the metadata of its README.md. The name is `base_model`, or that of the Hub's
-    cache if `directory` lies there, or, for an exported TAPE model (`is_tape`), the one that its card gives. Raises
-    UserError if `base_model` is not a name of the Hub.
+    License and languages come from the metadata of its README.md. The name is `base_model`, the one in the path if
+    `directory` is in the Hub's cache or, for an exported TAPE model (`is_tape`), the one in its card. Raises UserError
+    if `base_model` is not a valid Hub name.
     """
     if base_model is not None and not _NAME.fullmatch(base_model):
         raise UserError("--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME")
@@ -47,23 +47,23 @@ def source_card(directory: Path, base_model: str | None = None, is_tape: bool = 
         if text := _text(given.get(key)):
             facts[key] = text
     if "://" not in facts.get("license_link", "://"):
-        del facts["license_link"]  # a file beside the source's card, which an export does not have
+        del facts["license_link"]  # a relative link to a file that the export does not have
     if languages := list(_languages(given.get("language"))):
         facts["language"] = languages
     return facts
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata at the top of a model card; nothing, with a message, if it cannot be read."""
+    """Return the metadata at the top of a model card. If it cannot be read, print a message and return nothing."""
     if not path.is_file():
         return {}
     try:
         found = _FRONT_MATTER.match(read_small(path, _BYTES).decode("utf-8"))
         if found and len(found[1]) > _METADATA:
-            raise ValueError(f"it has {len(found[1]):,} characters of metadata, and at most {_METADATA:,} are read")
+            raise ValueError(f"it has {len(found[1]):,} characters of metadata, more than {_METADATA:,}")
         return parse_yaml(found[1], dict[str, Any] | None) or {} if found else {}
     except (ValueError, OSError) as error:
-        command_line.say(f"the licence and languages in {path} are not kept: {error}")
+        command_line.say(f"the license and languages in {path} are not imported: {error}")
         return {}
 
 
@@ -82,6 +82,6 @@ def _languages(value: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str | None:
-    """Return a text of one line; None for anything else."""
+    """Return `value` if it is a short, printable text; None otherwise."""
     is_text = isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
     return value.strip() or None if is_text else None

@@ -1,4 +1,4 @@
-"""Open weights that others wrote: one or several safetensors files, and pickles only if the user allows it.
+"""Open weights of other programs: safetensors files, and pickles only if the user allows it.
 
 torch is imported only when a tensor is read.
 """
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PICKLES = (".bin", ".pt", ".pth")
-# In the order in which transformers looks for them.
+# In the order of transformers' lookup.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FILE = re.compile(r"[\w.-]{1,200}")
 _INDEX_BYTES = 32 << 20
-"""The largest index of several files that is read: that of about 200,000 tensors."""
-_MISMATCH = "give the config.json that belongs to the weights, or fetch them again"
+"""Maximum size of an index file, enough for about 200,000 tensors."""
+_MISMATCH = "give the config.json that belongs to the weights, or download them again"
 
 
 class _Index(TypedDict):
@@ -38,7 +38,7 @@ class _Index(TypedDict):
 
 
 class LazyTensors(Mapping):
-    """Tensors by name, each of which `read` makes when it is accessed; `shapes` are those known without reading one."""
+    """Tensors by name, which `read` loads on access. `shapes` has the shapes known without reading a tensor."""
 
     def __init__(
         self, names: Iterable[str], read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
@@ -59,7 +59,7 @@ class LazyTensors(Mapping):
 
 
 class _Safetensors(LazyTensors):
-    """Tensors of several safetensors files, each of which is open only while a tensor is read."""
+    """Tensors of several safetensors files. A file is open only while one of its tensors is read."""
 
     def __init__(self, paths: list[Path]):
         self._files: dict[str, Path] = {}
@@ -80,16 +80,15 @@ class _Safetensors(LazyTensors):
             with safe_open(self._files[name], "pt") as file:
                 return file.get_tensor(name)
         except SafetensorError as error:
-            raise FileError(
-                str(self._files[name]), f"holds {name:.100}, which cannot be read: {error!s:.200}"
-            ) from None
+            problem = f"contains {name:.100}, which cannot be read: {error!s:.200}"
+            raise FileError(str(self._files[name]), problem) from None
 
 
 def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Return the tensors of all files; raises FileError."""
+    """Return the tensors of all files. Raises FileError."""
     for path in paths:
         if not path.is_file():
-            raise FileError(str(path), "is not a file of weights", "give a safetensors file")
+            raise FileError(str(path), "is not a file", "give a safetensors file of weights")
     if not any(path.suffix in PICKLES for path in paths):
         return _Safetensors(paths)
     if not allow_pickle:
@@ -99,12 +98,12 @@ def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
 
 
 def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Return the weights of a model of transformers; raises FileError."""
+    """Return the weights of a model directory in the format of transformers. Raises FileError."""
     names = [*_SAFETENSORS, *_PICKLED]
     first = next((directory / name for name in names if (directory / name).is_file()), None)
     if first is None:
         fix = "give a directory with a complete model"
-        raise FileError(str(directory), f"holds none of {', '.join(names)}", fix)
+        raise FileError(str(directory), f"contains none of {', '.join(names)}", fix)
     if first.suffix != ".json":
         return open_files([first], allow_pickle)
     places = read_record(first, _Index, _INDEX_BYTES)["weight_map"]
@@ -114,25 +113,25 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         raise FileError(str(first), problem)
     for name in files:
         if not (directory / name).is_file():
-            raise FileError(str(directory), f"is incomplete: {name}, which its index names, is missing")
+            raise FileError(str(directory), f"is incomplete: {name} is in its index, but missing")
     weights = open_files([directory / name for name in files], allow_pickle)
     if missing := sorted(set(places) - set(weights)):
-        problem = f"is incomplete: {missing[0]:.100}, which its index names, is in none of its files"
+        problem = f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"
         raise FileError(str(directory), problem)
     return weights
 
 
 def check_weights(weights: Mapping[str, Any], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()) -> None:
-    """Raise FileError if weights have other names or shapes than those of `model`, unpadded, as far as they are known.
+    """Raise FileError if the names or known shapes of weights do not match those of `model` without vocabulary padding.
 
-    Names may also start with one of `unread`. If the embeddings are tied, the output layer may be there as well.
+    Names that start with one of `unread` are allowed, and an output layer if the embeddings are tied.
     """
     expected = whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
     for name in sorted(weights):
-        # Older programs also saved rotary frequencies, which follow from the settings.
+        # Older programs also saved rotary frequencies, which the settings determine.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == OUTPUT):
-            raise FileError(origin, f"holds {name:.100}, which a model with its settings does not have", _MISMATCH)
+            raise FileError(origin, f"contains {name:.100}, which a model with its settings does not have", _MISMATCH)
     shapes = getattr(weights, "shapes", {})
     for name, shape in expected.items():
         if name not in weights:
@@ -147,10 +146,8 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # unpickling may raise anything, and torch advises reading it unsafely
-        problem = (
-            "cannot be read as a pickle of only tensors: it is damaged or holds other objects, which are never loaded"
-        )
+    except Exception:  # unpickling may raise anything, and torch's message recommends unsafe loading
+        problem = "is not a pickle of tensors alone: it is damaged or contains other objects, which are never loaded"
         raise FileError(str(path), problem, "save the model again as safetensors") from None
     if not isinstance(weights, dict) or not all(
         isinstance(name, str)
@@ -159,5 +156,5 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         and value.device.type == "cpu"
         for name, value in weights.items()
     ):
-        raise FileError(str(path), "holds more than a model's plain tensors by name", "save its state_dict alone")
+        raise FileError(str(path), "contains more than a model's tensors by name", "save only its state_dict")
     return weights
