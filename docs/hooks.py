@@ -54,7 +54,7 @@ PROGRAMS = {
 }
 """Modules of the programs, by heading."""
 PYTHON = {
-    "Models and modules": ("megatron_tape.model.reference",),
+    "Models and modules": ("megatron_tape.model.modules", "megatron_tape.model.reference"),
     "Positional encodings": ("megatron_tape.position.encoding", "megatron_tape.position.registry"),
     "Attention": ("megatron_tape.ops.attention", "megatron_tape.ops.positions"),
     "Evaluation": ("megatron_tape.evaluation.task", "megatron_tape.evaluation.results"),
@@ -84,8 +84,15 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
 
 def command_of(module: str) -> str:
-    """Return what starts a program."""
+    """Return what starts a program in a clone."""
     return f"python {module.replace('.', '/')}.py" if module.startswith("tools.") else f"python -m {module}"
+
+
+def installed_commands() -> dict[str, str]:
+    """Map each module of a program to the command that `pip install` provides for it."""
+    text = (ROOT / "pretrain" / "console_scripts.py").read_text(encoding="utf-8")
+    found = re.findall(r'_script\("([\w-]+)", "([\w.]+)"\)', text)
+    return {module.removeprefix("pretrain.") if ".tools." in module else module: name for name, module in found}
 
 
 def _cell(text: str) -> str:
@@ -164,8 +171,8 @@ def programs_page() -> str:
     lines = [
         "# Programs",
         "",
-        "This page is generated from the programs' `--help`. Programs that take settings accept every key of "
-        "[the settings](settings.md) as `--section.key value`.",
+        "Generated from `--help`. Programs that take settings accept every key of [the settings](settings.md) as "
+        "`--section.key value`. `pip install` provides each program as a command, named in brackets.",
         "",
     ]
     for heading, modules in PROGRAMS.items():
@@ -179,12 +186,15 @@ def _program(module: str) -> Iterator[str]:
     parser = parser_of(module)
     parser.prog = command_of(module)
     description, _, example = (parser.description or "").partition("\n")
-    yield from (f"### {module.rpartition('.')[2]}", "", description, "")
+    installed = installed_commands().get(module)
+    in_brackets = f" (`{installed}`)" if installed else ""
+    name = module.rpartition(".")[2]
+    yield from (f"### {name}{in_brackets} {{#{name}}}", "", description, "")
     yield from ("```text", *parser.format_usage().removeprefix("usage: ").rstrip().splitlines(), *example.splitlines())
     yield from ("```", "")
     for title, one in subparsers_of(parser):
         if title:
-            yield from (f"#### {module.rpartition('.')[2]} {title}", "", one.description or "", "")
+            yield from (f"#### {name} {title}", "", one.description or "", "")
         rows = [_option_row(action) for action in one._actions if _is_option(action)]
         if rows:
             yield from (*_table(("option", "meaning"), rows), "")
@@ -221,7 +231,7 @@ def python_page() -> str:
     for heading, modules in PYTHON.items():
         lines.extend([f"## {heading}", ""])
         for module in modules:
-            lines.extend([f"::: {module}", ""])
+            lines.extend([f"::: {module}", ""] if (ROOT / f"{module.replace('.', '/')}.py").exists() else [])
     return "\n".join(lines)
 
 

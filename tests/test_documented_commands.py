@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from functools import cache
 
 import pytest
@@ -20,7 +19,7 @@ JOBS = {
 }
 """Job scripts that pass their options on to a program."""
 SETTINGS = {setting.key for setting in settings_of(RunConfig)}
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("scripts", {})
+SCRIPTS = {command: module for module, command in hooks.installed_commands().items()}
 SECTIONS = "|".join(sorted({key.partition(".")[0] for key in SETTINGS}))
 
 
@@ -80,8 +79,7 @@ def program_of(words):
         job = next((i for i, word in enumerate(rest) if word in JOBS), None)
         return None if job is None else (JOBS[rest[job]], rest[job + 1 :])
     if first.startswith("tape-"):
-        assert first in SCRIPTS, f"{first} is no console script"
-        return SCRIPTS[first].partition(":")[0], rest
+        return SCRIPTS[first], rest
     return None
 
 
@@ -123,6 +121,12 @@ def exists(path):
 def test_commands_and_their_options_exist(page):
     found = list(commands(page.read_text(encoding="utf-8")))
     assert [problem for words in found for problem in problems(words)] == []
+
+
+def test_every_program_is_in_the_reference():
+    listed = {module for group in hooks.PROGRAMS.values() for module in group}
+    assert set(SCRIPTS.values()) <= listed
+    assert {f"tools.{path.stem}" for path in (ROOT / "tools").glob("[a-z]*.py")} <= listed
 
 
 def test_there_are_commands():
