@@ -1,4 +1,4 @@
-"""What a GPU sends and receives in a step, by arithmetic from the configuration alone. Imports no torch."""
+"""Bytes that a GPU sends and receives in a step, calculated from the settings. Imports no torch."""
 
 from collections import Counter
 
@@ -8,22 +8,22 @@ from megatron_tape.planning.plan import Plan
 TENSOR, CONTEXT, SEQUENCE = "tensor parallel", "context parallel", "tensor and context parallel"
 PIPELINE = "pipeline parallel"
 DATA = "data parallel"
-"""All ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
+"""All ranks with the same weights, context-parallel ranks included, over which ZeRO partitions."""
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 SEND, BROADCAST = "send", "broadcast"
 
 PERSISTENCE_THRESHOLD = 100_000
-"""DeepSpeed's default of stage3_param_persistence_threshold: smaller parameters stay whole on every rank."""
+"""DeepSpeed's default of stage3_param_persistence_threshold: smaller parameters are not partitioned."""
 REUSE_DISTANCE = 1_000_000_000
 """DeepSpeed's default of stage3_max_reuse_distance: elements between two uses of a parameter that is kept gathered."""
 
 
 def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tuple[str, str]]:
-    """Return the bytes of a step's collectives on one GPU by group and kind; those of single numbers are left out.
+    """Return the bytes of a step's collectives on one GPU by group and kind, without collectives of single numbers.
 
-    Bytes are those of whole tensors: what an all-gather returns, and what a reduce-scatter is given.
-    `replicated_share` says how many elements this GPU's share of the optimizer has of parameters that every
-    tensor-parallel rank holds whole. None takes the mean over the GPUs; ZeRO 1 and 2 cut the parameters anywhere.
+    Bytes are those of the whole tensor: the output of an all-gather, the input of a reduce-scatter. `replicated_share`
+    is the number of elements in this GPU's partition of the optimizer that are replicated over tensor-parallel ranks;
+    None takes the mean over the GPUs, because ZeRO 1 and 2 partition at arbitrary elements.
     """
     found = Counter()
     if plan.tensor_size > 1:
@@ -31,7 +31,7 @@ def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tu
     found.update(_between_tokens_and_heads(plan))
     if plan.tensor_size > 1 and plan.config.parallel.uses_sequence_parallel:
         if replicated_share is None:
-            replicated_share = -(-replicated_count(plan.model, plan.extension, plan.held) // plan.replicas)
+            replicated_share = -(-replicated_count(plan.model, plan.extension, plan.contents) // plan.replicas)
         found[TENSOR, ALL_REDUCE] += 4 * replicated_share  # the sum of their gradients, in fp32
     found.update(_between_stages(plan))
     if plan.replicas > 1:
@@ -40,25 +40,25 @@ def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tu
 
 
 def _of_layers(plan: Plan) -> dict[str, int]:
-    """Count what Megatron's layers send among the tensor-parallel ranks."""
-    model, layers, recomputes = plan.model, len(plan.held.layers), plan.recomputes
+    """Return the bytes that Megatron's layers exchange among the tensor-parallel ranks."""
+    model, layers, recomputes = plan.model, len(plan.contents.layers), plan.recomputes
     tokens = plan.matrix_tokens * plan.micro_batches
     hidden_states = tokens * model.hidden_size * plan.width
-    # Attention and MLP each add up their output, and backward the gradient of their input; the embedding and the output
-    # layer do one of the two. The gate of attention's output has the same input as attention, and gathers it again.
+    # Attention and MLP each reduce their output and, backward, the gradient of their input; the embedding and the
+    # output layer do one of the two. The gate of attention's output gathers attention's input a second time.
     gate = layers * model.attention_output_gate
-    summed = hidden_states * (layers * (4 + 2 * recomputes) + gate + plan.held.first + plan.held.last)
-    # Of the loss, first the softmax's maximum over the vocabulary, then its sum and the label's share, in fp32.
-    softmax = tokens * plan.held.last * 3 * 4
+    summed = hidden_states * (layers * (4 + 2 * recomputes) + gate + plan.contents.first + plan.contents.last)
+    # The loss reduces the maximum over the vocabulary, the sum of exponentials and the label's logit, in fp32.
+    softmax = tokens * plan.contents.last * 3 * 4
     if not plan.config.parallel.uses_sequence_parallel:
         return {ALL_REDUCE: summed + softmax}
-    # They scatter these sums, and gather their input, for the gradient of weights that are trained a second time.
+    # Sequence parallelism scatters these sums and gathers inputs, a second time for the gradient of trained weights.
     for_weights = (layers * 2 + gate) * plan.trains_matrices
-    embedding = plan.held.first and "embeddings" in plan.trained_kinds
+    embedding = plan.contents.first and "embeddings" in plan.trained_kinds
     gathered = hidden_states * (
-        layers * (4 + 2 * recomputes) + gate * plan.forward_passes + plan.held.last + embedding + for_weights
+        layers * (4 + 2 * recomputes) + gate * plan.forward_passes + plan.contents.last + embedding + for_weights
     )
-    # LoRA does the same with its narrow tensors: gathers those of q, k and v together, and scatters that of o.
+    # LoRA gathers its low-rank tensors of q, k and v together and scatters that of o.
     of_qkv, of_o = len(plan.lora_targets & {*"qkv"}), len(plan.lora_targets & {"o"})
     narrow = tokens * plan.extension.lora_rank * plan.width * layers
     gathered += narrow * (of_qkv * plan.forward_passes + of_o)
@@ -67,22 +67,22 @@ def _of_layers(plan: Plan) -> dict[str, int]:
 
 
 def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
-    """Count the all-to-alls of attention and of the positional encoding.
+    """Return the bytes of the all-to-alls of attention and of the positional encoding.
 
-    Attention sends queries, keys and values together, and its output back, among the context ranks; the encoding sends
-    what it has among all ranks that compute the same sequences.
+    Attention exchanges q, k and v together, and its output, among the context ranks; the encoding exchanges its state
+    among all ranks that compute the same sequences.
     """
     model, batch = plan.model, plan.batch
     if plan.context_size == 1 and not plan.config.parallel.uses_sequence_parallel:
         return {}
     exchanged = 0
-    for layer in plan.held.layers:
+    for layer in plan.contents.layers:
         costs = plan.costs[layer]
         exchanged += plan.micro_batches * (costs.sent_forward * plan.forward_passes + costs.sent_backward)
     if plan.context_size == 1:
         return {(TENSOR, ALL_TO_ALL): exchanged}
     heads = 2 * (model.num_attention_heads // batch.head_shards + batch.groups(model.query_groups))
-    passes = plan.micro_batches * len(plan.held.layers) * (plan.forward_passes + 1)
+    passes = plan.micro_batches * len(plan.contents.layers) * (plan.forward_passes + 1)
     of_attention = passes * batch.tokens * heads * model.head_dim * plan.width
     if plan.tensor_size > 1:
         return {(CONTEXT, ALL_TO_ALL): of_attention, (SEQUENCE, ALL_TO_ALL): exchanged}
@@ -90,27 +90,27 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def _between_stages(plan: Plan) -> dict[tuple[str, str], int]:
-    """Count what a pipeline stage sends: the outputs of its model chunks, gradients, and a tied embedding."""
+    """Return the bytes that a pipeline stage sends: outputs of its model chunks, gradients, and a tied embedding."""
     if plan.stages == 1:
         return {}
     last = plan.model.num_layers
     sends = sum((chunk.stop < last) + (chunk.start > 0) for chunk in plan.model_chunks) * plan.micro_batches
     found = {(PIPELINE, SEND): sends * plan.sent_bytes}
-    if plan.model.tie_embeddings and (plan.held.first or plan.held.last) and plan.trains_output:
+    if plan.model.tie_embeddings and (plan.contents.first or plan.contents.last) and plan.trains_output:
         elements = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
         found[PIPELINE, BROADCAST] = (4 + plan.width) * elements
     return found
 
 
 def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
-    """Count what is sent among the ranks that hold different sequences."""
+    """Return the bytes that ZeRO exchanges among the ranks with the same weights."""
     trained, stage = plan.trained_elements, plan.zero_stage
     if stage == 3:
-        # Large parameters are gathered for each forward pass, and for the backward pass those that were let go before
-        # it; small ones after each step.
+        # Large parameters are gathered for each forward pass, and for the backward pass if they were released in
+        # between; small ones after each step.
         sizes = (
             (parameter.shape.elements(plan.tensor_size), count)
-            for parameter, count in parameters(plan.model, plan.extension, plan.held).items()
+            for parameter, count in parameters(plan.model, plan.extension, plan.contents).items()
         )
         large = sum(size * count for size, count in sizes if size > PERSISTENCE_THRESHOLD)
         again = (plan.micro_batches - 1) * large + plan.micro_batches * max(0, large - REUSE_DISTANCE // 2)

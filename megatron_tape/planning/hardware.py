@@ -1,4 +1,4 @@
-"""Peaks, memory and links of GPUs by their data sheets. Imports no torch."""
+"""Peak FLOP/s, memory and bandwidths of GPUs, from their data sheets. Imports no torch."""
 
 import re
 from typing import NamedTuple
@@ -6,17 +6,17 @@ from typing import NamedTuple
 from megatron_tape.ops.backends.table import BLACKWELL, HOPPER, OTHER_GPU
 
 NODE_SIZE = 8
-"""GPUs of a node."""
+"""GPUs per node."""
 
 
 class Hardware(NamedTuple):
-    """A kind of GPU. Bandwidths are those of one GPU in one direction, in bytes/s."""
+    """A GPU model. Bandwidths are per GPU and direction, in bytes/s."""
 
     name: str
     generation: str
-    """As the table of attention backends names it."""
+    """The name in the table of attention backends."""
     memory: float
-    """GiB that a process can use."""
+    """GiB available to a process."""
     peak: float
     """Dense bf16 FLOP/s."""
     intra_node_bandwidth: float
@@ -25,8 +25,8 @@ class Hardware(NamedTuple):
     """To GPUs of other nodes."""
 
 
-# NVIDIA's data sheets of the SXM modules (a direction of NVLink is half of what is stated). Between nodes: one 400 Gb/s
-# adapter for each GPU, as in DGX H100, and 200 Gb/s, as in DGX A100.
+# From NVIDIA's data sheets of the SXM modules; NVLink's stated bandwidth is for both directions. Between nodes: one
+# 400 Gb/s adapter per GPU as in DGX H100, and 200 Gb/s as in DGX A100.
 KINDS = {
     kind.name: kind
     for kind in (
@@ -37,9 +37,9 @@ KINDS = {
         Hardware("A100-40GB", OTHER_GPU, 40, 312e12, 300e9, 25e9),
     )
 }
-"""Kinds of GPUs by name, for estimates."""
-# Half of what is stated with sparsity: NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs), GB200 NVL72 and
-# GB300 NVL72 (360 PFLOP/s, 72 GPUs); AMD's of MI300X, without sparsity.
+"""GPU models for estimates, by name."""
+# Half of the figures with sparsity in NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs), GB200 NVL72 and
+# GB300 NVL72 (360 PFLOP/s, 72 GPUs); the dense figure in AMD's data sheet of MI300X.
 PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
     "GH200": 989.4e12,
     "B300": 2250e12,
@@ -47,12 +47,12 @@ PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
     "GB300": 2500e12,
     "MI300X": 1307.4e12,
 }
-"""Dense bf16 FLOP/s by the part of a GPU's name that states its kind."""
+"""Dense bf16 FLOP/s by a word in the name that CUDA reports."""
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU, given its name as CUDA states it; None if its kind is not known."""
-    if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower kind of the same name
+    """Return the dense bf16 FLOP/s of a GPU by the name that CUDA reports, or None if it is unknown."""
+    if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower variant with the same name
         return None
-    # Whole words, as a GB200 is no B200.
+    # Whole words, so that a GB200 is not taken for a B200.
     return next((peak for kind, peak in PEAKS.items() if re.search(rf"\b{kind}\b", gpu)), None)

@@ -1,8 +1,8 @@
-"""Memory of a GPU and disk space for checkpoints, by arithmetic from the settings alone. Imports no torch.
+"""GPU memory and disk space for checkpoints, calculated from the settings. Imports no torch.
 
-Memory consists of what stays (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed 0.19.8 hold them)
-and what one micro-batch adds, or those that a pipeline stage has in flight (`activations`). The CUDA context, NCCL's
-buffers and fragmentation, which take some per cent more, are not included.
+Memory consists of the model state (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed 0.19.8 store
+them) and the activations of the micro-batches in flight. The CUDA context, NCCL's buffers and fragmentation, a few per
+cent more, are not included.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -17,32 +17,32 @@ LIVE_PARAMETERS = 1_000_000_000
 
 @dataclass(frozen=True)
 class State:
-    """Bytes on one GPU that ZeRO holds during the whole step, and in parts of it."""
+    """Bytes of model state and of ZeRO's buffers on one GPU."""
 
     weights: int
-    """Weights in the precision of the run."""
+    """Weights in the run's precision."""
     gradients: int
-    """Gradients of the trained parameters, summed over the micro-batches."""
+    """Accumulated gradients of the trained parameters."""
     optimizer: int
-    """The moments of the trained parameters, their average and a copy, all in fp32."""
+    """Master weights, moments and averaged weights of the trained parameters, in fp32."""
     buffers: int = 0
-    """Buckets of gradients and, at stage 3, the weights gathered at any one time."""
+    """Gradient buckets and, with ZeRO 3, gathered weights."""
     bucket_copy: int = 0
-    """While a bucket is averaged: what is there beside it and the gradients."""
+    """Additional memory while a bucket is averaged."""
     update: int = 0
-    """While the optimizer updates the weights."""
+    """Additional memory during the optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(State):
-    """Bytes on the GPU that needs most: what ZeRO holds during the whole step, and these, add up to `peak`."""
+    """Bytes on the GPU that needs most. State, activations, buffers and `working` add up to `peak`."""
 
     layer_activations: int
-    """What the layers keep for the backward pass of one micro-batch."""
+    """Activations that the layers keep for the backward pass."""
     logits: int
-    """What the loss keeps."""
+    """Memory that the loss keeps for the backward pass."""
     working: int
-    """Additional at the peak, in the backward pass or in the optimizer's step."""
+    """Additional memory at the peak, in the backward pass or in the optimizer step."""
 
     @property
     def peak(self) -> int:
@@ -51,27 +51,27 @@ class Memory(State):
 
 
 def memory(plan: Plan) -> Memory:
-    """Count the memory of the GPU that needs most: of pipeline stages, as a rule the first or the last."""
+    """Return the memory of the pipeline stage that needs most, usually the first or the last."""
     return max((memory_of_stage(stage) for stage in plan.of_stages()), key=lambda found: found.peak)
 
 
 def memory_of_stage(plan: Plan) -> Memory:
-    """Count the memory of a GPU of the plan's pipeline stage."""
+    """Return the memory of a GPU of the plan's pipeline stage."""
     state, kept, buffers = zero_state(plan), activations(plan), 0
     if plan.copies_embedding:
         copied = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
         gradients = state.gradients + 4 * copied * plan.trains_output
         state = replace(state, weights=state.weights + plan.width * copied, gradients=gradients)
     if plan.config.parallel.uses_sequence_parallel and (plan.trains_matrices or "output" in plan.trained_kinds):
-        # Megatron gathers the input of every trained matrix into one buffer, which it keeps.
+        # Megatron gathers the input of trained matrices into one permanent buffer.
         buffers = plan.matrix_tokens * plan.model.hidden_size * plan.width
     buffers += state.buffers
-    # ZeRO 2 takes its buckets at the first gradient, when the logits are gone.
+    # ZeRO 2 allocates its buckets at the first gradient, after the logits are freed.
     loss = kept.loss - (state.buffers if plan.zero_stage == 2 else 0)
-    # When the first bucket is full, what the layers above have kept is gone, and other micro-batches are, too.
+    # When the first bucket is full, activations of the last layers and of other micro-batches are already freed.
     left = 1 - min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
     reducing = state.bucket_copy + int(left * (kept.layers / plan.in_flight + max(0, kept.backward))) - kept.saved
-    # The update begins when all activations and most buffers are gone.
+    # The update begins after all activations and most buffers are freed.
     updating = state.update - kept.saved - buffers
     return Memory(
         **asdict(state) | {"buffers": buffers},
@@ -82,44 +82,43 @@ def memory_of_stage(plan: Plan) -> Memory:
 
 
 def zero_state(plan: Plan) -> State:
-    """Count what DeepSpeed holds of the weights, their gradients and Adam's state."""
+    """Return the bytes of weights, gradients, optimizer state and buffers in DeepSpeed."""
     settings, stage, width, trained = plan.config.deepspeed, plan.zero_stage, plan.width, plan.trained_elements
     weights = width * (-(-plan.elements // plan.replicas) if stage == 3 else plan.elements)
     share = -(-trained // plan.replicas)
     state = _moments(plan, plan.replicas) + 4 * share
-    gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32
+    gradients = 4 * (trained if stage == 1 else share)  # accumulated in fp32, also those in bf16
     if stage < 3:
-        # ZeRO copies the weights even if they already are fp32. Norms are taken of each matrix in float64.
-        held = parameters(plan.model, plan.extension, plan.held)
-        sizes = (one.shape.elements(plan.tensor_size) for one in held if one.kind in plan.trained_kinds)
+        # ZeRO copies the weights even if they are in fp32. The norm of each matrix is computed in float64.
+        contents = parameters(plan.model, plan.extension, plan.contents)
+        sizes = (one.shape.elements(plan.tensor_size) for one in contents if one.kind in plan.trained_kinds)
         largest = min(share, max(sizes, default=0))
         return State(weights, gradients, state, *_scattering(plan), update=4 * share - gradients + 8 * largest)
-    # The bucket is filled in the precision in which it is sent. The update takes an fp32 copy of the gradients.
+    # A bucket has the communication precision. The update makes an fp32 copy of the gradients.
     bucket = plan.gradient_width * settings.reduce_bucket_size
     gathered = width * min(plan.elements, LIVE_PARAMETERS) if plan.replicas > 1 else 0
     return State(weights, gradients, state, bucket + gathered, update=4 * share + bucket)
 
 
 def _moments(plan: Plan, ranks: int) -> int:
-    """Return the bytes of a rank's moments, and of what `train.average` keeps, if they are divided over `ranks`."""
+    """Return the bytes of a rank's moments and averaged weights, divided over `ranks`."""
     of_weight = 8 if plan.config.train.average is None else 12
     return of_weight * -(-plan.trained_elements // ranks) - 4 * -(-plan.muon_elements // ranks)
 
 
 def _scattering(plan: Plan) -> tuple[int, int]:
-    """Return the bucket that ZeRO 1 or 2 fills, and what is there beside it and the gradients while one is averaged."""
+    """Return the bytes of the bucket of ZeRO 1 or 2, and the additional bytes while a bucket is averaged."""
     trained, width = plan.trained_elements, plan.gradient_width
     bucket = min(plan.config.deepspeed.reduce_bucket_size, trained)
     if plan.zero_stage == 1:
-        # The gradients of all micro-batches are the buckets. Until one is averaged, there are its copy, if it is sent
-        # in bf16, and this rank's part of the average.
+        # Buckets are views of the gradients. Averaging needs a copy, if it is sent in bf16, and this rank's partition.
         return 0, (width if width != 4 else 0) * bucket + 4 * -(-bucket // plan.replicas)
-    # The next bucket fills meanwhile.
+    # The next bucket is filled at the same time.
     return width * bucket, width * min(bucket, trained - bucket)
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the size of one checkpoint: fp32 weights (without frozen ones, if they are left out) and state."""
+    """Return the bytes of one checkpoint: fp32 weights, frozen ones only if they are saved, and optimizer state."""
     stages = plan.of_stages()
     trained = sum(stage.trained_elements for stage in stages)
     frozen = 4 * (sum(stage.elements for stage in stages) - trained) * plan.config.checkpoint.frozen
@@ -127,9 +126,9 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def checkpoints_bytes(plan: Plan) -> int:
-    """Return the disk space for the checkpoints kept and one more, as the oldest is removed only after a save.
+    """Return the disk space for all checkpoints, and one more: the oldest is only deleted after the next save.
 
-    Those kept for good are counted although the newest may be among them.
+    Permanent checkpoints are counted in addition to the newest ones.
     """
     settings = plan.config.checkpoint
     return checkpoint_bytes(plan) * (settings.keep + 1 + settings.milestones(plan.config.train.steps))

@@ -1,4 +1,4 @@
-"""How many parameters a model has and which of them are trained, from its settings alone. Imports no torch."""
+"""The number of a model's parameters and which of them are trained, from its settings. Imports no torch."""
 
 import functools
 from collections import Counter
@@ -11,7 +11,7 @@ from megatron_tape.model.shapes import ParameterShape, cut_shapes, lora_factors
 
 
 class Parameter(NamedTuple):
-    """What the counts ask about a parameter."""
+    """The kind and shape of a parameter."""
 
     kind: str
     shape: ParameterShape
@@ -23,26 +23,26 @@ def trained_kinds(extension: ExtensionConfig | None) -> Collection[str]:
 
 
 def trains_matrices(extension: ExtensionConfig | None) -> bool:
-    """Return whether the matrices of attention and the MLP are trained, which only all together can be."""
+    """Return whether the matrices of attention and the MLP are trained, which is possible only for all of them."""
     return not set(MATRICES).isdisjoint(trained_kinds(extension))
 
 
 def trains_output(model: ModelConfig, extension: ExtensionConfig | None) -> bool:
-    """Return whether the matrix of the output layer is trained, be it the input embedding's or its own."""
+    """Return whether the matrix of the output layer, which may be the embedding's, is trained."""
     return ("embeddings" if model.tie_embeddings else "output") in trained_kinds(extension)
 
 
-class Held(NamedTuple):
-    """What a pipeline stage holds of a model."""
+class StageContents(NamedTuple):
+    """The part of a model on a pipeline stage."""
 
     layers: tuple[int, ...]
     first: bool
-    """Whether it begins with the embedding."""
+    """Whether the stage has the embedding."""
     last: bool
-    """Whether it ends with the output layer."""
+    """Whether the stage has the output layer."""
 
     def includes(self, name: str) -> bool:
-        """Return whether it holds this parameter."""
+        """Return whether the stage has the parameter of this name."""
         prefix, _, _ = split_layer(name)
         if prefix:
             return int(prefix.split(".")[2]) in self.layers
@@ -50,22 +50,26 @@ class Held(NamedTuple):
 
 
 def parameters(
-    model: ModelConfig, extension: ExtensionConfig | None = None, held: Held | None = None
+    model: ModelConfig, extension: ExtensionConfig | None = None, contents: StageContents | None = None
 ) -> Counter[Parameter]:
-    """Count the parameters that are alike, those of LoRA layers included if `extension` adds them.
+    """Count the parameters by kind and shape, including LoRA layers if `extension` adds them.
 
-    With `held`, they are those of a pipeline stage.
+    `contents` restricts the count to a pipeline stage.
     """
     factors = lora_factors(model, extension).values()
     lora = [Parameter("lora", ParameterShape(factor.shape, factor.cut)) for factor in factors]
-    return _without_lora(model, held) + Counter(lora * (model.num_layers if held is None else len(held.layers)))
+    return _without_lora(model, contents) + Counter(
+        lora * (model.num_layers if contents is None else len(contents.layers))
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _without_lora(model: ModelConfig, held: Held | None) -> Counter[Parameter]:
-    # A search for layouts asks thousands of times.
+def _without_lora(model: ModelConfig, contents: StageContents | None) -> Counter[Parameter]:
+    # Cached because a search for layouts calls it thousands of times.
     shapes = cut_shapes(model).items()
-    return Counter(Parameter(kind_of(name), shape) for name, shape in shapes if held is None or held.includes(name))
+    return Counter(
+        Parameter(kind_of(name), shape) for name, shape in shapes if contents is None or contents.includes(name)
+    )
 
 
 def parameter_count(
@@ -73,14 +77,16 @@ def parameter_count(
     extension: ExtensionConfig | None = None,
     kinds: Collection[str] = KINDS,
     tensor_size: int = 1,
-    held: Held | None = None,
+    contents: StageContents | None = None,
 ) -> int:
-    """Return the number of elements that one of `tensor_size` tensor-parallel ranks holds of these kinds."""
-    found = parameters(model, extension, held).items()
+    """Return the number of elements of these kinds on one of `tensor_size` tensor-parallel ranks."""
+    found = parameters(model, extension, contents).items()
     return sum(count * parameter.shape.elements(tensor_size) for parameter, count in found if parameter.kind in kinds)
 
 
-def replicated_count(model: ModelConfig, extension: ExtensionConfig | None = None, held: Held | None = None) -> int:
-    """Return the number of trained elements that every tensor-parallel rank holds: norms and what else is not cut."""
-    found, trained = parameters(model, extension, held).items(), trained_kinds(extension)
+def replicated_count(
+    model: ModelConfig, extension: ExtensionConfig | None = None, contents: StageContents | None = None
+) -> int:
+    """Return the number of trained elements that are replicated over the tensor-parallel ranks, such as norms."""
+    found, trained = parameters(model, extension, contents).items(), trained_kinds(extension)
     return sum(n * p.shape.elements() for p, n in found if p.kind in trained and p.shape.cut is None)

@@ -1,4 +1,4 @@
-"""A run on a number of GPUs: what everything in this package is calculated from. Imports no torch."""
+"""The input of all estimates: a run's settings and its number of GPUs. Imports no torch."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -7,27 +7,32 @@ from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.model.names import MATRICES
 from megatron_tape.ops.backends import BACKENDS, unsupported_heads
 from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
-from megatron_tape.planning.parameters import Held, parameter_count, trained_kinds, trains_matrices, trains_output
+from megatron_tape.planning.parameters import (
+    StageContents,
+    parameter_count,
+    trained_kinds,
+    trains_matrices,
+    trains_output,
+)
 from megatron_tape.position import Costs, MicroBatch, PositionEncoding, encoding_of
 
 NOT_ASSUMED = frozenset({"flash_attn", "fla"})
-"""Backends of packages that torch does not bring along."""
+"""Backends that need packages other than torch."""
 CALLED_TWICE = frozenset({"torch", "flash_attn"})
-"""Backends that are called once for the values and once for the position state. FlashAttention-4 may be called once for
-both, but is not assumed."""
+"""Backends that are called once for the values and once for the position state. FlashAttention-4 can take both at once,
+but is not assumed to be installed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run and its GPUs, with what follows from both for one GPU.
+    """The settings of a run and the quantities that follow for one GPU of a pipeline stage.
 
-    The settings must have been accepted for so many processes. Tensors of one rank are those of every rank of its
-    pipeline stage.
+    The settings must be valid for this number of processes. All ranks of a stage have tensors of the same sizes.
     """
 
     config: RunConfig
     processes: int
-    """One for each GPU."""
+    """The number of processes, one per GPU."""
     stage: int = 0
     """The pipeline stage of this GPU."""
     generation: str = HOPPER
@@ -39,7 +44,7 @@ class Plan:
 
     @property
     def extension(self) -> ExtensionConfig:
-        """What is trained, and which LoRA layers there are."""
+        """The settings of the extension: trained parameters and LoRA layers."""
         return self.config.extension
 
     @cached_property
@@ -48,12 +53,12 @@ class Plan:
 
     @cached_property
     def costs(self) -> tuple[Costs, ...]:
-        """What the encoding takes in each layer of the model."""
+        """The encoding's costs in each layer."""
         return _costs(self.model, self.batch)
 
     @cached_property
     def attention(self) -> Row:
-        """The backend that computes attention, and why: for `auto`, the first row that runs without other packages."""
+        """The attention backend with its reason; for `auto`, the first that needs no package other than torch."""
         model, train = self.model, self.config.train
         case = Case(
             self.generation,
@@ -79,17 +84,17 @@ class Plan:
 
     @property
     def tensor_size(self) -> int:
-        """GPUs that share every layer's matrices."""
+        """The tensor-parallel size."""
         return self.config.parallel.tensor_model_parallel_size
 
     @property
     def context_size(self) -> int:
-        """Groups of such GPUs that share the tokens of every sequence."""
+        """The context-parallel size."""
         return self.config.parallel.context_parallel_size
 
     @property
     def stages(self) -> int:
-        """Groups of such GPUs that hold different layers."""
+        """The pipeline-parallel size."""
         return self.config.parallel.pipeline_model_parallel_size
 
     @property
@@ -100,20 +105,20 @@ class Plan:
 
     @cached_property
     def model_chunks(self) -> list[range]:
-        """The layers of each model chunk of this stage: one chunk, or several with virtual stages."""
+        """The layers of each model chunk of this stage; with virtual stages there are several chunks."""
         return self.config.parallel.model_chunks(self.model.num_layers)[self.stage :: self.stages]
 
     @cached_property
-    def held(self) -> Held:
-        """What this stage holds of the model."""
+    def contents(self) -> StageContents:
+        """The part of the model on this stage."""
         layers = tuple(layer for chunk in self.model_chunks for layer in chunk)
-        return Held(layers, self.stage == 0, self.stage == self.stages - 1)
+        return StageContents(layers, self.stage == 0, self.stage == self.stages - 1)
 
     @property
     def in_flight(self) -> float:
-        """How many micro-batches this stage has run forward, and not yet backward, at the most.
+        """The largest number of micro-batches between their forward and backward passes on this stage.
 
-        With virtual stages, one model chunk is only a part of it.
+        With virtual stages, a micro-batch of one model chunk counts as a fraction.
         """
         if self.stages == 1:
             return 1
@@ -124,7 +129,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that a stage sends the next one of each micro-batch: hidden states and, if need be, the state."""
+        """Bytes sent to the next stage per micro-batch: hidden states and, for some encodings, the position state."""
         if self.stages == 1:
             return 0
         state = self.costs[1].state_bytes(self.width) if self.encoding.sends_state(1) else 0
@@ -132,8 +137,8 @@ class Plan:
 
     @property
     def copies_embedding(self) -> bool:
-        """Whether this is the last of several stages, with a copy of the embedding's matrix as its output layer's."""
-        return self.stages > 1 and self.held.last and self.model.tie_embeddings
+        """Whether this is the last of several stages and holds a copy of the tied embedding for its output layer."""
+        return self.stages > 1 and self.contents.last and self.model.tie_embeddings
 
     def of_stages(self) -> "list[Plan]":
         """Return this plan for a GPU of each stage."""
@@ -141,7 +146,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
+        """Ranks with the same weights, over which ZeRO partitions: all data-parallel and context-parallel ranks."""
         return self.processes // (self.tensor_size * self.stages)
 
     @property
@@ -155,7 +160,7 @@ class Plan:
 
     @property
     def gradient_width(self) -> int:
-        """Bytes of an element of a gradient that is averaged over data-parallel ranks."""
+        """Bytes per element of the gradients that data-parallel ranks exchange."""
         return 2 if self.config.deepspeed.communication_precision == "bf16" else 4
 
     @property
@@ -164,12 +169,12 @@ class Plan:
 
     @property
     def forward_passes(self) -> int:
-        """How often a layer runs forward in a step, for one micro-batch."""
+        """Forward passes of a layer per micro-batch, recomputation included."""
         return 1 + self.recomputes
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on each GPU."""
+        """Micro-batches per step on each GPU."""
         ranks = self.processes // self.config.parallel.ranks_per_sequence
         return self.config.train.global_batch_size // (self.config.train.micro_batch_size * ranks)
 
@@ -190,7 +195,7 @@ class Plan:
 
     @property
     def matrix_tokens(self) -> int:
-        """Tokens of a micro-batch that a rank multiplies by its part of the matrices: those of its context rank."""
+        """Tokens of a micro-batch that a rank multiplies by its shard of the matrices."""
         return self.batch.tokens // self.context_size
 
     @cached_property
@@ -207,28 +212,28 @@ class Plan:
 
     @property
     def lora_targets(self) -> frozenset[str]:
-        """The projections that have LoRA layers."""
+        """The projections with LoRA layers."""
         return frozenset(self.extension.lora_targets if self.extension.adds_lora else ())
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the parameters that a tensor-parallel rank of this stage has, before ZeRO 3 shards them."""
-        return parameter_count(self.model, self.extension, tensor_size=self.tensor_size, held=self.held)
+        """Elements of a tensor-parallel rank's parameters on this stage, before ZeRO 3 partitions them."""
+        return parameter_count(self.model, self.extension, tensor_size=self.tensor_size, contents=self.contents)
 
     @cached_property
     def trained_elements(self) -> int:
-        """Elements of those that are trained."""
-        return parameter_count(self.model, self.extension, self.trained_kinds, self.tensor_size, self.held)
+        """Elements of the trained parameters among them."""
+        return parameter_count(self.model, self.extension, self.trained_kinds, self.tensor_size, self.contents)
 
     @cached_property
     def muon_elements(self) -> int:
-        """Elements of those that Muon updates, which have one moment."""
+        """Elements of the parameters that Muon updates, which have one moment instead of two."""
         kinds = MATRICES if self.config.optimizer.kind == "muon" else ()
-        return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.held)
+        return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.contents)
 
 
 @lru_cache(maxsize=256)
 def _costs(model: ModelConfig, batch: MicroBatch) -> tuple[Costs, ...]:
-    """Return the costs of each layer's encoding, once for all layouts of a search with this part of a micro-batch."""
+    """Return the encoding's costs in each layer, cached for the layouts of a search."""
     encoding = encoding_of(model)
     return tuple(encoding.costs(layer, batch) for layer in range(model.num_layers))

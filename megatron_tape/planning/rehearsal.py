@@ -1,14 +1,14 @@
-"""A rehearsal: steps of the project's own Trainer as one rank of many, on fake tensors and in a fake process group.
+"""Run steps of the Trainer as one rank of many, on fake tensors and with a fake process group.
 
-It counts memory and collectives of one rank, and finds what a GPU or NCCL would refuse and where the host would wait
-for a GPU. The fake GPU is torch's device `meta:0`, on which autograd works on any machine. `FakeTensorMode` refuses
-operations that mix it with the CPU, collectives of the fake process group return at once, and `MemTracker` follows
-storages. `CommDebugMode` counts neither groups nor bytes, so `Tracker` does.
+A rehearsal measures memory and collectives of one rank, and finds operations that a GPU or NCCL would refuse and places
+where the host would synchronize with the GPU. The fake GPU is torch's device `meta:0`, on which autograd works on any
+machine. `FakeTensorMode` refuses operations that mix it with the CPU, collectives of the fake process group return
+immediately, and `MemTracker` follows storages. `Tracker` counts bytes by group, which `CommDebugMode` does not.
 
-Since code that asks for CUDA takes its way for CPUs, attention runs as SDPA or in tiles, and norms keep what a fused
-kernel keeps. Not rehearsed: kernels of our own and of other libraries, pinned memory, streams, evaluation, logging and
-saves. Not counted: FLOPs, launches, calls of collectives, the allocator's rounding, and memory before the measured
-step. torch, Megatron and DeepSpeed remain patched, so a process rehearses one layout.
+Code that checks for CUDA takes its CPU branch: attention runs as SDPA or in tiles, and norms keep what a fused kernel
+keeps. Not rehearsed: Triton kernels and those of other libraries, pinned memory, streams, evaluation, logging and
+checkpoints. Not counted: FLOPs, kernel launches, the number of collectives, the allocator's rounding, and memory before
+the measured step. torch, Megatron and DeepSpeed remain patched, so a process can rehearse only one layout.
 """
 
 import contextlib
@@ -59,10 +59,10 @@ from megatron_tape.training.gradients import replicated_parameters
 
 GPU, FAKE = torch.device("meta", 0), "cpu:fake,meta:fake"
 STEPS, MEASURED = 5, 4
-"""The first steps create what later ones find, such as Adam's moments; the fourth is measured, and ends the run."""
+"""The first steps allocate persistent tensors such as Adam's moments. The fourth step is measured and ends the run."""
 MICRO_BATCHES = 2
-"""The most micro-batches in a step, for each pipeline stage; any further ones would only repeat these. The first stage
-keeps most, gradients of all its layers included, from twice as many as there are stages on."""
+"""Micro-batches per step and pipeline stage; more would only repeat these. With twice as many micro-batches as stages,
+the first stage reaches its peak, with the gradients of all its layers."""
 TOLERANCE, PEAK_TOLERANCE, ANY = 0.05, 0.10, 1.0
 KINDS = (sent.ALL_GATHER, sent.REDUCE_SCATTER, sent.ALL_TO_ALL, sent.ALL_REDUCE, sent.BROADCAST, sent.SEND)
 aten = torch.ops.aten
@@ -70,13 +70,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Row:
-    """A rehearsed number of bytes and its estimate."""
+    """Measured and estimated bytes of one quantity."""
 
     name: str
     rehearsed: int
     estimated: int
     tolerance: float
-    """The relative difference that is allowed."""
+    """The allowed relative difference."""
 
     @property
     def agrees(self) -> bool:
@@ -89,26 +89,26 @@ class Row:
 
 @dataclass
 class Rehearsal:
-    """What the rank did in the measured step. Sizes are in bytes."""
+    """Measurements of one rank in the measured step, in bytes."""
 
     config: RunConfig
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By group and kind of collective; those of single numbers are left out."""
+    """Bytes by group and kind of collective, without collectives of single numbers."""
     waits: Counter[str] = field(default_factory=Counter)
-    """How often the host waits for the GPU, by pass, reason and place."""
+    """The number of synchronizations of the host with the GPU, by pass, reason and place."""
     faults: Counter[str] = field(default_factory=Counter)
-    """What would fail or stall on a GPU, and how often it occurred, in all steps."""
+    """The number of operations in all steps that would fail or stall on a GPU, by description."""
     weights: int = 0
     optimizer: int = 0
-    """Adam's moments and the weights that it updates."""
+    """Adam's moments and master weights."""
     activations: int = 0
-    """What the last forward pass keeps for its backward pass."""
+    """Memory that the last forward pass keeps for its backward pass."""
     peak: int = 0
     replicated_share: int = 0
-    """How many elements of parameters that every tensor-parallel rank holds whole this rank's optimizer updates."""
+    """Elements that this rank's optimizer updates and that are replicated over the tensor-parallel ranks."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield what both the rehearsal and the arithmetic say about the short run."""
+        """Yield the measurements of the shortened run with their estimates."""
         parallel = self.config.parallel
         stage = dist.get_rank() // parallel.ranks_per_stage % parallel.pipeline_model_parallel_size
         plan = Plan(self.config, dist.get_world_size(), stage)
@@ -119,18 +119,18 @@ class Rehearsal:
         yield Row("kept by a forward pass", self.activations, kept, TOLERANCE)
         yield Row("peak", self.peak, expected.peak, PEAK_TOLERANCE)
         planned = sent.communication(plan, self.replicated_share)
-        least = 0.001 * max(planned.values(), default=0)  # smaller ones are shown but not compared
+        least = 0.001 * max(planned.values(), default=0)  # smaller ones are not compared
         for group, kind in sorted({*self.traffic, *planned}):
             here, there = self.traffic[group, kind], planned[group, kind]
-            by_muon = plan.muon_elements > 0 and kind == sent.ALL_GATHER  # what it gathers is not counted
+            by_muon = plan.muon_elements > 0 and kind == sent.ALL_GATHER  # Muon's are not estimated
             yield Row(f"{group}: {kind}", here, there, ANY if max(here, there) <= least or by_muon else TOLERANCE)
 
 
 def rehearse(config: RunConfig) -> Rehearsal:
-    """Run short steps of `config` as the rank that `install_fake_world`, called before, has made of this process.
+    """Run short steps of a valid `config` as the rank set by `install_fake_world`, which must be called first.
 
-    `validate` has accepted `config`. No data and no checkpoint is read, and only a temporary directory is written. An
-    error that ends the run becomes a fault.
+    No data and no checkpoint is read, and only a temporary directory is written. An error that ends the run becomes a
+    fault.
     """
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
         outcome, watch = Rehearsal(_shortened(config, home)), Watch(None)
@@ -157,7 +157,7 @@ def rehearse(config: RunConfig) -> Rehearsal:
 
 
 def install_fake_world(world_size: int, rank: int) -> None:
-    """Make this process, until it ends, rank `rank` of `world_size` on a fake GPU."""
+    """Turn this process, until it ends, into rank `rank` of `world_size` on a fake GPU."""
     import deepspeed
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
     from deepspeed.runtime import torch_autocast
@@ -172,7 +172,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
         gathered[:] = [own] * len(gathered)
 
     nothing = lambda *_, **__: None  # noqa: E731
-    prepare_cpu()  # before DeepSpeed would compile something for CPUs
+    prepare_cpu()  # before DeepSpeed compiles its operators for CPUs
     parallel_layout._own_device = own_device
     zeros = lambda *sizes, device=None, **others: torch.zeros(*sizes, device=GPU, **others)  # noqa: E731
     megatron_patches._TorchOnCpu.zeros = staticmethod(zeros)
@@ -189,7 +189,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]
     deepspeed.accelerator.set_accelerator(_Accelerator())
-    linear.get_accelerator = torch_autocast.get_accelerator = CPU_Accelerator  # for which autocast is asked
+    linear.get_accelerator = torch_autocast.get_accelerator = CPU_Accelerator  # autocast does not support meta
     os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     dist.init_process_group(FAKE, rank=rank, world_size=world_size, store=FakeStore())
@@ -197,7 +197,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
 
 
 class _Accelerator(CPU_Accelerator):
-    """Tells DeepSpeed to put tensors on the fake GPU."""
+    """Accelerator with which DeepSpeed places tensors on the fake GPU."""
 
     def device_name(self, device_index: int | None = None) -> str:
         return str(GPU)
@@ -206,7 +206,7 @@ class _Accelerator(CPU_Accelerator):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What a GPU's kernel keeps; on a fake device torch computes it from other operators, which keep copies in fp32."""
+    """RMSNorm that saves the tensors of a GPU's fused kernel; torch's fallback for meta saves fp32 copies instead."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-    """Apply `function` in place: torch would swap fake parameters, which others hold."""
+    """Apply `function` in place; torch would replace fake parameters, to which other objects refer."""
     for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
         with torch.no_grad():
             tensor.data = function(tensor)
@@ -228,8 +228,8 @@ def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) ->
 
 
 def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Call the operator that a GPU would choose, whose saved tensors differ from those of a fake one."""
-    if v.shape[-1] != q.shape[-1]:  # cuDNN's kernels alone take wider values
+    """Call the SDPA operator that a GPU would select; the saved tensors depend on it."""
+    if v.shape[-1] != q.shape[-1]:  # only cuDNN supports wider values
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
     if attn_mask is None and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
@@ -239,7 +239,7 @@ def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=No
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
-    """Return `config` with few steps of few micro-batches; it reads nothing and writes only into `home`."""
+    """Return `config` with few steps and micro-batches, without inputs, writing only into `home`."""
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
     train, schedule, assumed = config.train, config.schedule, Plan(config, dist.get_world_size())
     micro_batches = MICRO_BATCHES * config.parallel.pipeline_model_parallel_size
@@ -249,7 +249,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
         "train.device": "cpu",
         "train.global_batch_size": min(train.global_batch_size, micro_batches * train.micro_batch_size * data_size),
         "train.batch_ramp": None,
-        "train.average": None if train.average is None else AverageSettings(kind="ema"),  # of the same size as any
+        "train.average": None if train.average is None else AverageSettings(kind="ema"),  # all kinds have its size
         "train.steps": STEPS,
         "train.eval_interval": None,
         "train.evaluations": [],
@@ -269,7 +269,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
 
 
 class _RandomTokens(Dataset):
-    """As many samples as anyone asks for."""
+    """A practically unlimited dataset of random tokens."""
 
     def __init__(self, config: RunConfig):
         self._model = config.model
@@ -287,32 +287,32 @@ def _random_batches(config: RunConfig, layout: ParallelLayout, *_: object) -> Ba
 
 
 class _Measured(Exception):
-    """Ends the run after the measured step."""
+    """Raised after the measured step to end the run."""
 
 
 class Tracker(MemTracker):
-    """Sees every operator and fills `outcome`; the caller says which step is measured and when a forward pass runs."""
+    """Records collectives, synchronizations and memory; the caller marks the measured step and forward passes."""
 
     def __init__(self, outcome: Rehearsal):
         super().__init__()
         self.outcome = outcome
         self.steady = False
-        """Whether this is the measured step: a wait for the GPU in its forward and backward passes is a fault."""
+        """Whether this is the measured step, in which a synchronization in a forward or backward pass is a fault."""
         self.names: dict[object, str] = {}
-        """Of groups, by their own names and by their ranks."""
+        """Labels of groups, by the group's name and by its ranks."""
         self._in_opt = True
-        # Figures of single modules, which MemTracker has of one micro-batch only, would keep tensors of a pipeline.
+        # MemTracker's hooks for per-module figures support one micro-batch only, and would keep a pipeline's tensors.
         self._mod_tracker._fw_pre_hook = self._mod_tracker._fw_post_hook = lambda *_: None
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Count what the block makes, outside of backward passes, as activations."""
+        """Within the context, count tensors created outside of backward passes as activations."""
         self._in_opt = False
         yield
         self._in_opt = True
 
     def activations(self, others: list[Tensor]) -> int:
-        """Return the bytes of activations, without those of `others`."""
+        """Return the bytes of activations, excluding `others`."""
         known = (self._WINFO.get(storage) for storage in {x.untyped_storage() for x in others})
         of_others = sum(found[0].mem_consumed for found in known if found and found[0].reftype == _MemRefType.ACT)
         return self.get_tracker_snapshot("current")[GPU][_MemRefType.ACT] - of_others
@@ -321,8 +321,8 @@ class Tracker(MemTracker):
         """Leave `_in_opt` to `forward`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run `func` on fake tensors, and note collectives and waits."""
-        if func is aten._local_scalar_dense.default:  # which has no value: 1.0 is finite, and 0 is a valid index
+        """Run `func` on fake tensors, and record collectives and synchronizations."""
+        if func is aten._local_scalar_dense.default:  # fake tensors have no value: 1.0 is finite, 0 a valid index
             if args[0].device == GPU:
                 self._note_wait("item")
             return 1.0 if args[0].is_floating_point() else 0
@@ -355,12 +355,12 @@ class Tracker(MemTracker):
         if self.steady and not name.startswith("recv") and any(x.numel() > 1 for x in inputs):
             ranks = tuple(dist.get_process_group_ranks(group))
             named = self.names.get(group.group_name) or self.names.get(ranks, f"{len(ranks)} other ranks")
-            # Two stages send each other some tensors in the group of all ranks.
+            # Some tensors between two stages are sent in the group of all ranks.
             self.outcome.traffic[sent.PIPELINE if kind == sent.SEND else named, kind] += max(x.nbytes for x in inputs)
 
 
 def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: ParallelLayout) -> Engine:
-    """Return an engine whose measured step fills the tracker's outcome."""
+    """Return an engine that fills the tracker's outcome in the measured step."""
     groups, outcome = layout.groups, tracker.outcome
     for group, name in (
         (dist.group.WORLD, "all ranks"),
@@ -372,8 +372,8 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
         (groups.tp, sent.TENSOR),
         (groups.dp_cp, sent.DATA),
     ):
-        if group is not None:  # as the embedding's is between the first and the last stage
-            tracker.names[tuple(dist.get_process_group_ranks(group))] = name  # of WORLD, the last one with its ranks
+        if group is not None:  # inner stages have no group for the embedding
+            tracker.names[tuple(dist.get_process_group_ranks(group))] = name  # later groups override WORLD's label
             tracker.names |= {} if group is dist.group.WORLD else {group.group_name: name}
     engine = Engine(model, config, layout)
     train_step, steps = engine.train_step, itertools.count(1)
@@ -383,7 +383,7 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
             return train_step(*arguments)
         weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
         tied = model.tied if isinstance(model, Pipeline) else None
-        if tied is not None and tied.weight is not None:  # only in the first and the last stage
+        if tied is not None and tied.weight is not None:  # on the first and the last stage
             weights.append(tied.weight)
         adam = [x for p, state in engine.adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
         outcome.weights = _bytes_of(weights)
@@ -401,8 +401,8 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
 
     def end_forward(*_: Any) -> None:
         if tracker.steady:
-            # Not activations: weights that ZeRO 3 has gathered, the output layer's gradient of the micro-batch before,
-            # and Megatron's permanent buffer for gathered inputs.
+            # Not activations: weights gathered by ZeRO 3, the output layer's gradient of the previous micro-batch, and
+            # Megatron's permanent buffer for gathered inputs.
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             others = [*model.parameters(), *gradients, *get_global_memory_buffer().buffer.values()]
             outcome.activations = tracker.activations(others)
@@ -410,7 +410,7 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
     engine.train_step = observed_step
     for chunk in model.model_chunks if isinstance(model, Pipeline) else [model]:
         chunk.register_forward_hook(end_forward)
-    # In a pipeline's schedule, stages also receive what they keep.
+    # In a pipeline's schedule, stages also keep received tensors.
     name = "train_micro_batches" if isinstance(model, Pipeline) else "forward"
     setattr(model, name, tracker.forward()(getattr(model, name)))
     return engine
@@ -423,7 +423,7 @@ def _bytes_of(tensors: Any) -> int:
 
 
 def _place(frames: Any) -> str:
-    """Return file and line of the innermost of these frames that is in the project, outside this module."""
+    """Return file and line of the innermost frame in the project, outside of this module."""
     root = Path(__file__).parents[2]
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)

@@ -1,4 +1,4 @@
-"""The layouts in which a run could train on a number of GPUs, the fastest first. Imports no torch."""
+"""Search for the fastest parallel layouts of a run that fit on the GPUs. Imports no torch."""
 
 import dataclasses
 from collections import Counter
@@ -15,14 +15,14 @@ from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.step_time import StepTime, step_time
 
 HEADROOM = 0.10
-"""Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""
+"""Fraction of GPU memory reserved for the CUDA context, NCCL and fragmentation."""
 GIB = 2**30
 STAGES = (1, 2, 3)
 """ZeRO stages."""
 MOST_VIRTUAL = 8
-"""Virtual stages; with more, a stage sends more than it waits less."""
+"""Virtual stages. Beyond this, the additional messages cost more than the smaller bubble saves."""
 RECOMPUTATION = get_args(get_type_hints(TrainConfig)["recompute"])
-"""Kinds of recomputation, the one that keeps most first."""
+"""Recomputation modes, from the one that keeps most activations."""
 CHOSEN = (
     "parallel.tensor_model_parallel_size",
     "parallel.sequence_parallel",
@@ -34,15 +34,15 @@ CHOSEN = (
     "train.micro_batch_size",
     "train.recompute",
 )
-"""Settings that a search chooses."""
+"""Settings that the search sets."""
 ONE_GPU = {name: "1" for name in CHOSEN if name.endswith("_size")} | {
     "parallel.sequence_parallel": "null",
     "parallel.pipeline_layers": "null",
 }
-"""The layout that every model can have, in place of that of a configuration whose layout is searched for."""
+"""A layout that is valid for every model; it replaces the configured one before a search."""
 
 Validate = Callable[[RunConfig, int], None]
-"""Raises ConfigError if a run cannot work on a number of processes."""
+"""Raises ConfigError if the settings are invalid for a number of processes."""
 
 
 def fits(needed: Memory, gib: float) -> bool:
@@ -51,7 +51,7 @@ def fits(needed: Memory, gib: float) -> bool:
 
 
 class Candidate(NamedTuple):
-    """A layout, with its assumed time."""
+    """A layout with its estimated step time and memory."""
 
     plan: Plan
     time: StepTime
@@ -60,37 +60,37 @@ class Candidate(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """The outcome of a search."""
+    """The layouts found, and why others were refused."""
 
     fitting: list[Candidate] = field(default_factory=list)
-    """The fastest that fit, the fastest first."""
+    """The fastest layouts that fit, fastest first."""
     too_large: list[Candidate] = field(default_factory=list)
-    """Faster ones that do not fit."""
+    """Faster layouts that do not fit."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Why others are not possible, and how many."""
+    """The number of invalid layouts by reason."""
 
 
-def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wanted: int = 10) -> SearchResult:
-    """Find the `wanted` fastest layouts of a run on the plan's GPUs, each of `gib` GiB.
+def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, limit: int = 10) -> SearchResult:
+    """Find up to `limit` fastest layouts of a run on the plan's GPUs, each with `gib` GiB.
 
-    Tensor-, context- and pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch size and recomputation are
-    tried; the global batch and all other settings stay as they are. Tensor parallelism stays within a node, and stages
-    hold equal numbers of layers, or the first and the last one fewer. Raises ConfigError if no time can be assumed
-    for the run.
+    The search varies tensor, context and pipeline parallelism, virtual stages, the ZeRO stage, the micro-batch size and
+    recomputation; the global batch and all other settings are fixed. Tensor parallelism stays within a node. Stages
+    have equal numbers of layers, or the first and the last have one fewer. Raises ConfigError if the step time of the
+    run cannot be estimated.
     """
     found = SearchResult()
     timed = [(step_time(changed, hardware), changed) for changed in candidates(plan, validate, found.refused)]
-    # Of layouts that are as fast, the one that needs less comes first: the earlier one.
+    # The sort is stable: among equally fast layouts, the one that needs less memory comes first.
     for time, changed in sorted(timed, key=lambda pair: pair[0].total):
         candidate = Candidate(changed, time, memory(changed))
         (found.fitting if fits(candidate.memory, gib) else found.too_large).append(candidate)
-        if len(found.fitting) == wanted:
+        if len(found.fitting) == limit:
             break
     return found
 
 
 def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
-    """Yield `plan` in every layout that `validate` accepts; count in `refused` why others were not."""
+    """Yield `plan` in every layout that `validate` accepts, and count the reasons against others in `refused`."""
     processes, train = plan.processes, plan.config.train
     for tensor_size, context_size, stages, virtual, layers in _layouts(plan):
         shared = train.global_batch_size * tensor_size * context_size * stages // processes
@@ -116,7 +116,7 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
-    """Yield tensor-, context- and pipeline-parallel sizes, virtual stages and, if they are not equal, their layers."""
+    """Yield tensor, context and pipeline-parallel sizes, virtual stages, and layers per stage if they are unequal."""
     layers = plan.model.num_layers
     for tensor_size in _divisors(plan.processes, NODE_SIZE):
         for context_size in _divisors(plan.processes // tensor_size, plan.model.num_attention_heads):
@@ -124,7 +124,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
             for stages in _divisors(plan.processes // (tensor_size * context_size), layers // 2)[1:]:
                 for virtual in _divisors(layers // stages, MOST_VIRTUAL) if layers % stages == 0 else ():
                     yield tensor_size, context_size, stages, virtual, None
-                # The embedding and the loss are about as much work as a layer.
+                # The embedding and the loss each take about as long as a layer.
                 each, rest = divmod(layers + 2, stages)
                 if rest == 0 and (stages > 2 or layers % stages):
                     yield tensor_size, context_size, stages, 1, [each - 1, *[each] * (stages - 2), each - 1]

@@ -1,8 +1,8 @@
-"""How long a training step takes, from FLOPs and bytes at assumed rates. Imports no torch.
+"""Estimated time of a training step, from FLOPs and bytes at assumed rates. Imports no torch.
 
-GPUs are assumed to compute at `EFFICIENCY` of their peak and to communicate at their links' full bandwidth, in rings
-whose members in a node share the links to other nodes. Nothing overlaps. This ranks layouts; it is no prediction of a
-model's speed.
+The estimate assumes that GPUs compute at `EFFICIENCY` of their peak, communicate at full bandwidth, and overlap
+nothing. Ring collectives share a node's links to other nodes among its members. It serves to rank layouts and does not
+predict a model's speed.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from megatron_tape.planning.hardware import NODE_SIZE, Hardware
 from megatron_tape.planning.plan import Plan
 
 EFFICIENCY = 0.4
-"""Assumed share of the peak. Measured on one H200 (benchmarks/results/h200/first/summary.md): TAPE reaches 0.32 with
+"""Assumed fraction of the peak. Measured on one H200 (benchmarks/results/h200/first/summary.md): TAPE reaches 0.32 with
 155M parameters and 1,024 tokens and 0.43 with 1.3B and 4,096 tokens, RoPE 0.38 and 0.50."""
 
 
@@ -33,10 +33,10 @@ class StepTime(NamedTuple):
     """Seconds of one step."""
 
     computation: float
-    """Recomputation included."""
+    """Including recomputation."""
     communication: float
     bubble: float
-    """Where a pipeline stage waits at the beginning and at the end of a step, as others compute."""
+    """Idle time of a pipeline stage at the beginning and end of a step."""
 
     @property
     def total(self) -> float:
@@ -44,17 +44,17 @@ class StepTime(NamedTuple):
 
 
 def step_time(plan: Plan, hardware: Hardware) -> StepTime:
-    """Return the assumed time of a step, that of the slowest pipeline stage; raises ConfigError for runs in fp32."""
-    refuse(plan.width != 2, "train.precision", "is fp32", "step times are only assumed for bf16, so set it to that")
+    """Return the estimated step time of the slowest pipeline stage. Raises ConfigError for runs in fp32."""
+    refuse(plan.width != 2, "train.precision", "is fp32", "step times are only estimated for bf16, so set it to bf16")
     stages = plan.of_stages()
-    # Stages between the first and the last differ only by their numbers of layers.
+    # Inner stages differ only in their number of layers.
     stages = stages if plan.config.parallel.pipeline_layers else [*stages[:2], *stages[2:][-1:]]
     return max((_of_stage(stage, hardware) for stage in stages), key=lambda time: time.total)
 
 
 def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
-    """Return the time of a GPU of the plan's pipeline stage."""
-    flops = flops_per_token(plan.model, plan.extension, plan.held) + recomputed_flops_per_token(plan)
+    """Return the step time of the plan's pipeline stage."""
+    flops = flops_per_token(plan.model, plan.extension, plan.contents) + recomputed_flops_per_token(plan)
     tokens = plan.tokens_per_step * plan.stages / plan.processes
     computation = flops * tokens / (EFFICIENCY * hardware.peak)
     sent = communication(plan).items()
@@ -65,7 +65,7 @@ def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
 
 
 def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -> float:
-    """Return the time of collectives of one kind in one group, which together have `size` bytes."""
+    """Return the time of all collectives of one kind in one group, with `size` bytes in total."""
     tensor, context, stages = plan.tensor_size, plan.context_size, plan.stages
     stride = {CONTEXT: tensor, PIPELINE: tensor * context}.get(group, 1)
     ranks = {
@@ -76,12 +76,12 @@ def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -
         DATA: plan.replicas,
     }[group]
     here = min(ranks, max(1, NODE_SIZE // stride))
-    if group == DATA:  # neighbouring context ranks, and further ones behind the pipeline's other stages
+    if group == DATA:  # adjacent context ranks, and ranks beyond the pipeline's other stages
         near = min(context, max(1, NODE_SIZE // tensor))
         here = min(ranks, near * max(1, NODE_SIZE // (tensor * context * stages)))
     inside, between = hardware.intra_node_bandwidth, hardware.inter_node_bandwidth
     if kind in (SEND, BROADCAST):
-        # Between some neighbours lies the edge of a node, for which all others wait.
+        # Some neighbors are on different nodes, and all others wait for them.
         return size / (inside if here == ranks else between)
     if kind == ALL_TO_ALL:
         return size / ranks * max((here - 1) / inside, (ranks - here) / between)

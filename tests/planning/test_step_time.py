@@ -59,7 +59,7 @@ def test_the_flops_of_stages_are_those_of_the_model(encoding, more):
     settings = [f"--model.position_encoding={encoding}", ONE, *more]
     whole = of_recipe(8, *settings)
     stages = of_recipe(8, *settings, "--parallel.pipeline_model_parallel_size=4").of_stages()
-    found = sum(flops_per_token(stage.model, stage.extension, stage.held) for stage in stages)
+    found = sum(flops_per_token(stage.model, stage.extension, stage.contents) for stage in stages)
     assert found == flops_per_token(whole.model, whole.extension)
 
 
