@@ -4,10 +4,10 @@ import argparse
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_tape.command_line import Parser
 from megatron_tape.config.recipes import find_recipe
@@ -107,36 +107,69 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def settings_parser(section: type, usage: str, description: str) -> argparse.ArgumentParser:
-    """Return a command line that collects settings and recipes in `given`, in order; it raises ConfigError."""
-    parser = Parser(usage=usage, description=description)
+    """Return a command line that collects settings and recipes in `given`, in order; it raises ConfigError.
 
-    def add(group: Any, key: str, metavar: str, explanation: str) -> None:
-        group.add_argument(
-            f"--{key}",
-            dest="given",
-            action="append",
-            default=[],
-            type=lambda text: (key, text),
-            metavar=metavar,
-            help=explanation.replace("%", "%%"),
-        )
-
-    add(parser, "config", "RECIPE", "YAML file, or a name in pretrain/recipes such as tape_demo; may be repeated.")
+    `--help SECTION` shows only the settings of a section such as `train.spikes`.
+    """
+    sections = ", ".join(setting.key for setting in settings_of(section) if "." not in setting.key)
+    about = f"Sections of settings: {sections}. --help SECTION shows only that section's."
+    parser = Parser(usage=usage, description=description, epilog=about, add_help=False)
+    short = "Print this help, or that of a section of settings, and exit."
+    parser.add_argument("-h", "--help", nargs="?", metavar="SECTION", action=_Help, section=section, help=short)
+    _add_setting(parser, "config", "RECIPE", "YAML file, or a name in pretrain/recipes such as tape_demo; repeatable.")
     parser.add_argument("--print_config", action="store_true", help="Print the resulting configuration and exit.")
-    groups, added = {}, set()
-    for setting in settings_of(section):
+    _add_settings(parser, settings_of(section))
+    return parser
+
+
+class _Help(argparse.Action):
+    """Print the help of a program, or of one section of its settings, and exit."""
+
+    def __init__(self, section: type, **options: Any):
+        super().__init__(**options)
+        self._section = section
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> NoReturn:
+        if value is not None:
+            found = [one for one in settings_of(self._section) if f"{one.key}.".startswith(f"{value}.")]
+            if not found:
+                raise unknown_key(value, (setting.key for setting in settings_of(self._section)))
+            parser = argparse.ArgumentParser(
+                usage=argparse.SUPPRESS, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
+            )
+            _add_settings(parser, found)
+        parser.print_help()
+        parser.exit()
+
+
+def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
+    """Add an option for each setting, in a group for each section; the first may be within a section."""
+    group, added = None, set()
+    for setting in settings:
         key, default = setting.key, setting.default
-        name, _, short = key.partition(".")
-        if not short:
-            groups[key] = parser.add_argument_group(key, inspect.getdoc(setting.sections[0]))
-        elif key not in added:
+        if group is None or "." not in key:
+            title = key if setting.sections else key.rpartition(".")[0]
+            kinds = setting.sections or (setting.within,)
+            group = parser.add_argument_group(title, inspect.getdoc(kinds[0]) if len(kinds) == 1 else None)
+        if "." in key and key not in added:
             added.add(key)
             of_section = "null or the settings below; default: null" if default is None else "the settings below"
             required = "required" if default is MISSING else f"default: {format_value(default)}"
             what = of_section if setting.sections else f"{describe(setting.schema)}; {required}"
             explanation = f"{setting.schema.get('description', '')} ({what})"
-            add(groups[name], key, short.rpartition(".")[2].upper(), explanation)
-    return parser
+            _add_setting(group, key, key.rpartition(".")[2].upper(), explanation)
+
+
+def _add_setting(group: Any, key: str, metavar: str, explanation: str) -> None:
+    group.add_argument(
+        f"--{key}",
+        dest="given",
+        action="append",
+        default=[],
+        type=lambda text: (key, text),
+        metavar=metavar,
+        help=explanation.replace("%", "%%"),
+    )
 
 
 def describe(schema: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from megatron_tape.config import schema
 from megatron_tape.config.data import blend
 from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.recipes import find_recipe
-from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
+from megatron_tape.config.schema import OptimizerConfig, RunConfig, config_dict, to_yaml
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.train import SpikeSettings, TrainConfig
 from megatron_tape.position import ENCODINGS
@@ -106,6 +106,34 @@ def test_help_shows_every_key_with_its_explanation(capsys):
     assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
     explanation = '"""Width of the hidden states (C)."""'
     assert explanation in strings and explanation.strip('"') in shown
+
+
+@pytest.mark.parametrize(
+    "section, text, first, among",
+    [
+        ("train.spikes", SpikeSettings.__doc__, "train.spikes", "train.spikes.action"),
+        ("optimizer", OptimizerConfig.__doc__, "optimizer.kind", "optimizer.lr_scale_of"),
+        ("data.generator", "data.generator:", "data.generator", "data.generator.digits"),
+        ("train.steps", TrainConfig.__doc__, "train.steps", "train.steps"),
+    ],
+)
+def test_help_of_a_section_shows_only_its_settings(capsys, section, text, first, among):
+    with pytest.raises(SystemExit) as ended:
+        parse_run_config(["--help", section])
+    shown = capsys.readouterr().out
+    options = re.findall(r"^  --(\S+)", shown, re.MULTILINE)
+    assert ended.value.code == 0 and options[0] == first and among in options
+    assert all(f"{option}.".startswith(f"{section}.") for option in options)
+    assert " ".join(text.split()) in " ".join(shown.split())
+
+
+def test_help_names_the_sections_and_refuses_others(capsys):
+    with pytest.raises(SystemExit):
+        parse_run_config(["--help"])
+    assert "Sections of settings: model, data, optimizer, " in capsys.readouterr().out
+    assert "optimiser is an unknown key; did you mean optimizer?" in refusal(
+        capsys, parse_run_config, ["--help", "optimiser"]
+    )
 
 
 @pytest.mark.parametrize(
