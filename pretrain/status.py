@@ -1,43 +1,47 @@
-"""Show how a run is doing, on one screen: attempts, step, loss, speed, time left, last checkpoint, last error.
+"""Show how runs are doing: attempts, step, loss, speed, time left, last checkpoint, last error.
 
-    python -m pretrain.status RUN
+    python -m pretrain.status RUN [RUN ...] [--json]
 
-RUN is the run's directory (logging.directory). The exit status is 0 if the run is in progress, waiting in the queue,
-interrupted by hand or finished; 1 if it is stuck, failed or gone, or its job has ended without finishing it; 2 if RUN
-is not the directory of a run, or cannot be read.
+RUN is the directory of a run (logging.directory). One run gets a screen, several a table with a line each; --json
+prints a list with an object per run. The exit status is 0 if all runs are in progress, waiting in the queue,
+interrupted by hand or finished; 1 if one is stuck, failed or gone, or its job has ended without finishing it; 2 if a
+RUN is not the directory of a run, or cannot be read.
 """
 
 import contextlib
+import dataclasses
+import json
 import logging
+import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import newest_whole, read_manifest
-from megatron_tape.errors import FileError
+from megatron_tape.errors import EXIT_REFUSED, FileError, UserError
 from megatron_tape.io.records import read_yaml
-from megatron_tape.run.attempts import FINISHED, INTERRUPTED
+from megatron_tape.run.attempts import FINISHED, INTERRUPTED, Spike
 from megatron_tape.run.goodput import KEPT, seconds_by_kind, shares
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
-from megatron_tape.run.metrics import last_rows
+from megatron_tape.run.metrics import LOSS, TOKENS_PER_SECOND, VALIDATION_LOSS, last_rows
 from megatron_tape.run.weights_and_biases import read_wandb
 from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
 STARTING_SECONDS, STARTING_SECONDS_OF_JOBS = 180, 1800
-"""How long a run may take to start without a sign of life: by hand, and in a job, which compares its nodes before."""
+"""Seconds that a run may take to write its first heartbeat. A job first checks its nodes."""
 TAIL_BYTES = 1 << 22
-"""What is read of the metrics; a row of 126 layers has 13 KB, and validations may be 100 rows apart."""
-SHOWN = 8
-LONGEST = 120
+"""Bytes read from the end of the metrics: a row of 126 layers has 13 KB, and validations may be 100 rows apart."""
+ATTEMPTS_SHOWN = 8
+MESSAGE_CHARACTERS = 120
+COLUMNS = ("run", "state", "step", "loss", "validation", "tokens/s", "ETA", "checkpoint")
 
 logger = logging.getLogger(__name__)
-
 
 Row = TypedDict(
     "Row",
@@ -45,9 +49,9 @@ Row = TypedDict(
         "step": int,
         "time": NotRequired[float],
         "seconds_left": NotRequired[float],
-        "train/loss": float | None,
-        "validation/loss": NotRequired[float | None],
-        "throughput/tokens_per_second": NotRequired[float | None],
+        LOSS: float | None,
+        VALIDATION_LOSS: NotRequired[float | None],
+        TOKENS_PER_SECOND: NotRequired[float | None],
     },
 )
 """The keys of a row of `metrics.jsonl` that are shown; null stands for a number that was not finite."""
@@ -70,29 +74,114 @@ class State:
     explanation: str = ""
 
 
+@dataclass(frozen=True)
+class RunStatus:
+    """Everything that is shown of a run; None for what it has not recorded."""
+
+    run: str
+    state: str
+    well: bool
+    explanation: str
+    step: int
+    total_steps: int | None
+    loss: float | None
+    """None also for a loss that is not finite; `loss_step` is None if none was logged."""
+    loss_step: int | None
+    validation_loss: float | None
+    validation_step: int | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    """While the run trains."""
+    time_shares: dict[str, float]
+    """Share of the time since the first attempt, by kind; `kept steps` is the goodput."""
+    layout: str | None
+    checkpoint: str | None
+    checkpoint_step: int | None
+    checkpoint_age: float | None
+    """In seconds."""
+    checkpoint_problem: str | None
+    last_error: str | None
+    spikes: int
+    last_spike: str | None
+    wandb: str | None
+    log: str | None
+    attempts: list[str]
+    """A line for each, oldest first."""
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the screen and return the exit status."""
+    """Print the status of runs and return the exit status."""
     parser = command_line.Parser(prog="python -m pretrain.status", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="the run's directory")
-    run = Path(parser.parse_args(argv).run)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the run's directory")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
+    options = parser.parse_args(argv)
     if hasattr(sys.stdout, "reconfigure"):  # a record may contain characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        return show(run)
-    except OSError as error:
-        raise FileError(str(run), f"cannot be read: {error}") from None
+    found, problems = [], []
+    for run in dict.fromkeys(map(Path, options.runs)):
+        try:
+            found.append(read_status(run))
+        except OSError as error:
+            problems.append(FileError(str(run), f"cannot be read: {error}"))
+        except UserError as error:
+            problems.append(error)
+    if options.json:
+        lines = [json.dumps([dataclasses.asdict(status) for status in found], indent=2, allow_nan=False)]
+    elif len(options.runs) == 1:
+        lines = [line for status in found for line in screen(status)]
+    else:
+        lines = table(found) if found else []
+    with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+    for problem in problems:
+        command_line.say(f"error: {problem}")
+    if problems:
+        return EXIT_REFUSED
+    return 0 if all(status.well for status in found) else 1
 
 
-def show(run: Path) -> int:
-    """Print the screen of a run and return the exit status. Raises OSError or FileError if it cannot be read."""
+def read_status(run: Path) -> RunStatus:
+    """Return the status of a run. Raises OSError or UserError if it cannot be read."""
     attempts = read_attempts(run)
     if not attempts:
-        fix = "give the logging.directory of a run, or wait for its job to start (squeue --me)"
-        raise FileError(str(run), "holds no attempts of a run", fix)
-    state = judge(attempts[-1], queue_state(attempts[-1].facts.get("job")), time.time())
-    with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
-        print("\n".join(screen(run, attempts, state)), flush=True)
-    return 0 if state.well else 1
+        in_queue = ", or wait for its job to start (squeue --me)" if shutil.which("squeue") else ""
+        raise FileError(str(run), "holds no attempts of a run", f"give the logging.directory of a run{in_queue}")
+    last, now = attempts[-1], time.time()
+    state = judge(last, queue_state(last.facts.get("job")), now)
+    rows = last_rows(run / "metrics.jsonl", Row, TAIL_BYTES)
+    row = rows[-1] if rows else {}
+    evaluated = next((one for one in reversed(rows) if VALIDATION_LOSS in one), {})
+    is_fresh = state.word == "running" and row.get("time", 0) >= last.facts.get("started", 0)
+    waits = state.word in ("waiting", "between attempts")
+    errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
+    error = f"attempt {errors[-1].number}, {last_error(errors[-1])}" if errors and last.outcome != FINISHED else None
+    spikes = [spike for attempt in attempts for spike in attempt.spikes]
+    own = run / "checkpoints"
+    # The directory may have been moved or copied since it was recorded.
+    checkpoint = _newest_checkpoint(own if own.is_dir() else last.facts.get("checkpoint_directory", own))
+    return RunStatus(
+        run=str(run),
+        state=state.word,
+        well=state.well,
+        explanation=state.explanation,
+        step=max(row.get("step", 0), last.heartbeat.get("step") or 0),
+        total_steps=_total_steps(run),
+        loss=row.get(LOSS),
+        loss_step=row.get("step"),
+        validation_loss=evaluated.get(VALIDATION_LOSS),
+        validation_step=evaluated.get("step"),
+        tokens_per_second=row.get(TOKENS_PER_SECOND),
+        seconds_left=row.get("seconds_left") if is_fresh else None,
+        time_shares=shares(seconds_by_kind(attempts, now if waits else None)),
+        layout=last.facts.get("layout"),
+        **checkpoint,
+        last_error=error,
+        spikes=len(spikes),
+        last_spike=_described_spike(spikes[-1]) if spikes else None,
+        wandb=_wandb(run),
+        log=last.facts.get("log") or None,
+        attempts=[_described_attempt(attempt, attempt is last and state.well) for attempt in attempts],
+    )
 
 
 def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
@@ -128,52 +217,67 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
     return State("running", True, f"{beat['stage']}, for {duration(idle)}")
 
 
-def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
-    """Return the lines to print."""
-    total, rows, last = _total_steps(run), last_rows(run / "metrics.jsonl", Row, TAIL_BYTES), attempts[-1]
-    step = max(rows[-1]["step"] if rows else 0, last.heartbeat.get("step") or 0)
-    lines = [f"{run}: {state.word}{f' ({state.explanation})' if state.explanation else ''}"]
-    share = f" of {total:,} ({min(1, step / total):.1%})" if total and total > 0 else ""
-    lines.append(f"step        {step:,}{share}")
-    if rows:
-        row = rows[-1]
-        loss = f"loss        {_number(row['train/loss'])} at step {row['step']:,}"
-        evaluated = next((r for r in reversed(rows) if "validation/loss" in r), None)
-        if evaluated:
-            loss += f"; validation {_number(evaluated['validation/loss'])} at step {evaluated['step']:,}"
-        lines.append(loss)
-        speed = row.get("throughput/tokens_per_second") or 0
-        lines.append(f"speed       {speed:,.0f} tokens/s{_eta(row, last, state)}")
-    waits = state.word in ("waiting", "between attempts")
-    if of_kinds := shares(seconds_by_kind(attempts, time.time() if waits else None)):
-        rest = ", ".join(f"{kind} {share:.1%}" for kind, share in of_kinds.items() if kind != KEPT)
-        lines.append(f"goodput     {of_kinds.get(KEPT, 0):.1%} of the time{f'; {rest}' if rest else ''}")
-    if layout := last.facts.get("layout"):
-        lines.append(f"layout      {layout}")
-    own = run / "checkpoints"
-    # The directory may have been moved or copied since it was recorded.
-    lines.append(
-        f"checkpoint  {_last_checkpoint(own if own.is_dir() else last.facts.get('checkpoint_directory', own))}"
+def screen(status: RunStatus) -> list[str]:
+    """Return the lines that show one run."""
+    explanation = f" ({status.explanation})" if status.explanation else ""
+    lines = [f"{status.run}: {status.state}{explanation}", f"step        {_progress(status)}"]
+    if status.loss_step is not None:
+        validation = ""
+        if status.validation_step is not None:
+            validation = f"; validation {_number(status.validation_loss)} at step {status.validation_step:,}"
+        lines.append(f"loss        {_number(status.loss)} at step {status.loss_step:,}{validation}")
+        left = f", ETA {duration(status.seconds_left)}" if status.seconds_left is not None else ""
+        lines.append(f"speed       {status.tokens_per_second or 0:,.0f} tokens/s{left}")
+    if status.time_shares:
+        rest = ", ".join(f"{kind} {share:.1%}" for kind, share in status.time_shares.items() if kind != KEPT)
+        lines.append(f"goodput     {status.time_shares.get(KEPT, 0):.1%} of the time{f'; {rest}' if rest else ''}")
+    newest = status.checkpoint_problem or "none yet"
+    if status.checkpoint is not None:
+        newest = f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago: {status.checkpoint}"
+    described = {
+        "layout": status.layout,
+        "checkpoint": newest,
+        "last error": status.last_error,
+        "spikes": status.last_spike and f"{status.spikes}, the last at {status.last_spike}",
+        "wandb": status.wandb,
+        "log": status.log,
+    }
+    lines += [f"{name:<12}{value}" for name, value in described.items() if value]
+    count = len(status.attempts)
+    lines.append(f"attempts    {count}{f', the last {ATTEMPTS_SHOWN}:' if count > ATTEMPTS_SHOWN else ':'}")
+    return lines + [f"  {attempt}" for attempt in status.attempts[-ATTEMPTS_SHOWN:]]
+
+
+def table(statuses: list[RunStatus]) -> list[str]:
+    """Return a table with a line for each run."""
+    rows = [COLUMNS, *map(_cells, statuses)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    # Words are aligned on the left, numbers on the right.
+    aligned = [
+        [f"{cell:<{w}}" if n < 2 else f"{cell:>{w}}" for n, (cell, w) in enumerate(zip(row, widths))] for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in aligned]
+
+
+def _cells(status: RunStatus) -> tuple[str, ...]:
+    return (
+        status.run,
+        status.state,
+        _progress(status),
+        "" if status.loss_step is None else _number(status.loss),
+        "" if status.validation_step is None else _number(status.validation_loss),
+        "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f}",
+        "" if status.seconds_left is None else duration(status.seconds_left),
+        "" if status.checkpoint_step is None else f"{status.checkpoint_step:,}",
     )
-    errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
-    if errors and last.outcome != FINISHED:
-        lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")
-    if spikes := [spike for attempt in attempts for spike in attempt.spikes]:
-        newest = spikes[-1]
-        figures = f"loss {_number(newest['loss'])}, gradient norm {newest['grad_norm']:.4g}"
-        lines.append(f"spikes      {len(spikes)}, the last at step {newest['step']:,} ({newest['action']}): {figures}")
-    with contextlib.suppress(ValueError):
-        if (shown := read_wandb(run)) is not None:
-            lines.append(f"wandb       {shown['url'] or f'offline; wandb sync {run}/wandb/offline-run-* sends it'}")
-    if log := last.facts.get("log"):
-        lines.append(f"log         {log}")
-    lines.append(f"attempts    {len(attempts)}{f', the last {SHOWN}:' if len(attempts) > SHOWN else ':'}")
-    for attempt in attempts[-SHOWN:]:
-        lines.append("  " + _line(attempt, attempt is last and state.well))
-    return lines
 
 
-def _line(attempt: AttemptRecord, alive: bool) -> str:
+def _progress(status: RunStatus) -> str:
+    total = status.total_steps or 0
+    return f"{status.step:,}" + (f" of {total:,} ({min(1, status.step / total):.1%})" if total > 0 else "")
+
+
+def _described_attempt(attempt: AttemptRecord, alive: bool) -> str:
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts["started"]))
     except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or outside the range that can be shown
@@ -189,7 +293,7 @@ def _line(attempt: AttemptRecord, alive: bool) -> str:
         where += f" (the checkpoint of step {newest:,} was not used; the log says why)"
     if attempt.outcome is not None:
         reason = last_error(attempt) if attempt.crashed else attempt.message
-        end = f"{attempt.outcome}: {reason if len(reason) <= LONGEST else reason[:LONGEST] + ' ...'}"
+        end = f"{attempt.outcome}: {reason[:MESSAGE_CHARACTERS]}{' ...' if len(reason) > MESSAGE_CHARACTERS else ''}"
     elif attempt.stop_reason:
         end = f"ended by {attempt.stop_reason}"
     else:
@@ -207,20 +311,29 @@ def _total_steps(run: Path) -> int | None:
         return None
 
 
-def _eta(row: Row, last: AttemptRecord, state: State) -> str:
-    fresh = state.word == "running" and row.get("time", 0) >= last.facts.get("started", 0)
-    return f", ETA {duration(row['seconds_left'])}" if fresh and "seconds_left" in row else ""
-
-
-def _last_checkpoint(root: str | Path) -> str:
+def _newest_checkpoint(root: str | Path) -> dict[str, Any]:
+    """Return the fields of RunStatus about the newest checkpoint."""
+    found = dict.fromkeys(("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem"))
     try:
-        path = newest_whole(root, deep=False)
-        if path is None:
-            return "none yet"
+        if (path := newest_whole(root, deep=False)) is None:
+            return found
         step, age = read_manifest(path)["step"], time.time() - path.stat().st_mtime
     except (ValueError, OSError) as error:
-        return str(error)
-    return f"step {step:,}, {duration(age)} ago: {path}"
+        return found | {"checkpoint_problem": str(error)}
+    return found | {"checkpoint": str(path), "checkpoint_step": step, "checkpoint_age": age}
+
+
+def _described_spike(spike: Spike) -> str:
+    figures = f"loss {_number(spike['loss'])}, gradient norm {spike['grad_norm']:.4g}"
+    return f"step {spike['step']:,} ({spike['action']}): {figures}"
+
+
+def _wandb(run: Path) -> str | None:
+    try:
+        record = read_wandb(run)
+    except ValueError:
+        return None
+    return record and (record["url"] or f"offline; upload with: wandb sync {run}/wandb/offline-run-*")
 
 
 def _number(value: float | None) -> str:

@@ -98,6 +98,35 @@ def test_the_screen_shows_what_became_of_the_time_and_the_last_spike(run, capsys
     assert "spikes      2, the last at step 1,040 (skip): loss 9.5000, gradient norm 31.76\n" in output
 
 
+def test_several_runs_get_a_line_each_and_a_problem_ends_with_2(run, tmp_path_factory, capsys):
+    other = tmp_path_factory.mktemp("other")
+    Attempt.claim(other, other / "checkpoints", {"job": None}).record_end(0, "failed", "RuntimeError: boom")
+    assert status.main([str(run), str(other)]) == 1
+    columns, first, second = capsys.readouterr().out.splitlines()
+    assert columns.split() == ["run", "state", "step", "loss", "validation", "tokens/s", "ETA", "checkpoint"]
+    figures = ["running", "12", "of", "40", "(30.0%)", "4.0000", "4.7500", "1,000", "0:00:30"]
+    assert first.split() == [str(run), *figures] and second.split() == [str(other), "failed", "0"]
+    assert status.main([str(run), str(tmp_path_factory.mktemp("empty"))]) == 2
+    found = capsys.readouterr()
+    assert len(found.out.splitlines()) == 2 and "holds no attempts of a run" in found.err
+
+
+def test_json_holds_what_the_screen_shows(run, capsys):
+    assert status.main([str(run), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    expected = {"run": str(run), "state": "running", "well": True, "step": 12, "total_steps": 40, "loss": 4.0}
+    expected |= {"loss_step": 10, "validation_loss": 4.75, "validation_step": 5, "tokens_per_second": 1000.0}
+    expected |= {"seconds_left": 30.0, "checkpoint": None, "log": "job.out", "last_error": None, "spikes": 0}
+    assert {name: found[name] for name in expected} == expected and len(found["attempts"]) == 1
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_queue_is_named_only_where_there_is_one(tmp_path, capsys, monkeypatch, installed):
+    monkeypatch.setattr(status.shutil, "which", lambda name: f"/bin/{name}" if installed else None)
+    assert status.main([str(tmp_path)]) == 2
+    assert ("squeue" in capsys.readouterr().err) == installed
+
+
 def test_a_failed_run_exits_with_1_and_shows_the_last_error(run, capsys):
     Attempt.open(run, run / "checkpoints", 1).record_end(3, "failed", "RuntimeError: boom")
     assert status.main([str(run)]) == 1
