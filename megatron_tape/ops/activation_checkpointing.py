@@ -1,8 +1,8 @@
-"""Selective activation checkpointing: attention is recorded and replayed, and the rest of a layer is computed again.
+"""Selective activation checkpointing: attention is recorded and replayed, the rest of a layer is recomputed.
 
-A layer that is recomputed runs twice: first without gradients, and again in the backward pass. `AttentionRecorder` runs
-attention in the first run only, with its graph. Of what the graph saves, it keeps all but the inputs: as a rule
-outputs and log-sums. The second run computes the inputs again, puts them into the graph, and gets the recorded outputs.
+A checkpointed layer runs twice: first without gradients, then in the backward pass. `AttentionRecorder` computes
+attention in the first run only and keeps its autograd graph with all saved tensors except the inputs, usually outputs
+and log-sum-exp. The second run recomputes the inputs, inserts them into the graph, and returns the recorded outputs.
 """
 
 from collections import defaultdict, deque
@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 Averages = Callable[..., tuple[Tensor, ...]]
-"""Maps tensors, some of which may be None, to tensors; what needs a gradient must be among its arguments."""
+"""Maps tensors or None to tensors. Every tensor that needs a gradient must be an argument."""
 
 
 def run_directly(function: Averages, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Return what `function` returns; `AttentionRecorder.run` takes its place under selective checkpointing."""
+    """Call `function`. Selective checkpointing uses `AttentionRecorder.run` instead."""
     return function(*tensors)
 
 
@@ -30,7 +30,7 @@ class AttentionRecorder:
         self._calls: dict[Hashable, deque[_RecordedCall]] = defaultdict(deque)
 
     def run(self, layer: Hashable, function: Averages, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what `function` returns for `tensors`: in a layer's first run by calling it, then as it was recorded.
+        """Call `function` on `tensors` in the first run of a layer, and return the recorded outputs in the second.
 
         The first run cannot know which tensors need gradients in the second one, so all of them get one.
         """
@@ -39,14 +39,14 @@ class AttentionRecorder:
             self._calls[layer].append(call)
             return call.results()
         if not self._calls[layer]:
-            raise RuntimeError(f"layer {layer} runs again, but its first run, without gradients, was not recorded")
+            raise RuntimeError(f"layer {layer} is recomputed, but its first run without gradients was not recorded")
         return _Replay.apply(self._calls[layer].popleft(), *tensors)
 
 
 class _RecordedCall:
-    """A call of attention, whose graph gets its inputs when it is run backward.
+    """A recorded call of attention, whose graph receives its inputs in the backward pass.
 
-    The graph refers to the call weakly: Python would never find a cycle through a graph, which would then stay.
+    The graph holds a weak reference to the call: Python cannot collect reference cycles through an autograd graph.
     """
 
     def __init__(self, function: Averages, tensors: tuple[Tensor | None, ...]):
@@ -54,7 +54,7 @@ class _RecordedCall:
         self._gradients: tuple[Tensor | None, ...] = ()
         call = ref(self)
         hooks = saved_tensors_hooks(lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed))
-        # Attached, parameters would be leaves of this graph, and their hooks would run without a gradient.
+        # Without detach, parameters would be leaves of this graph, and their hooks would run without a gradient.
         detached = (None if x is None else x.detach() for x in tensors)
         with torch.enable_grad(), hooks:
             self._outputs = function(*_GraphInputs.apply(call, torch.empty(0, requires_grad=True), *detached))
@@ -65,23 +65,23 @@ class _RecordedCall:
         return tuple(output.detach() for output in self._outputs)
 
     def backward(self, inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `inputs`, given those of the outputs, and let go of the graph."""
+        """Return the gradients of `inputs` for those of the outputs, and free the graph."""
         self._inputs = inputs
         torch.autograd.backward(self._outputs, gradients)
         found, self._inputs, self._outputs, self._gradients = self._gradients, (), (), ()
         return found
 
     def set_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Take the gradients of the inputs."""
+        """Store the gradients of the inputs."""
         self._gradients = gradients
 
     def _pack(self, saved: Tensor) -> Tensor | int:
-        """Return the number of the input that `saved` is, or else `saved`."""
+        """Return the index of the input if `saved` is one, otherwise `saved` detached."""
         place = _place(saved)
         for i, x in enumerate(self._inputs):
             if x is not None and _place(x) == place:
                 return i
-        # An output that its own operation saves would otherwise refer to itself.
+        # Without detach, an output saved by its own operation would refer to itself.
         return saved.detach()
 
     def _unpack(self, packed: Tensor | int) -> Tensor:
@@ -89,12 +89,12 @@ class _RecordedCall:
 
 
 def _place(x: Tensor) -> tuple:
-    # Fake tensors have storage, but no address.
+    # Fake tensors have a storage but no address.
     return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
 
 
 class _GraphInputs(torch.autograd.Function):
-    """Hands tensors to a call's graph, which does not keep them as it would keep leaves, and their gradients back."""
+    """Pass tensors into a call's graph without making them leaves, which it would keep, and return their gradients."""
 
     @staticmethod
     def forward(ctx, call: ref[_RecordedCall], learned: Tensor, *tensors: Tensor | None):
@@ -110,7 +110,7 @@ class _GraphInputs(torch.autograd.Function):
 
 
 class _Replay(torch.autograd.Function):
-    """A recorded call, between the inputs and the outputs of the second run."""
+    """Autograd node of a recorded call between the inputs and outputs of the second run."""
 
     @staticmethod
     def forward(ctx, call: _RecordedCall, *tensors: Tensor | None):

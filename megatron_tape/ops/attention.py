@@ -31,25 +31,25 @@ def attention(
     backend: str = "torch",
     **more: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `attend` does of these tensors; `more` are other fields of `AttentionInputs`.
+    """Call `attend` on `AttentionInputs` with these fields; `more` are its other fields.
 
-    TAPE's exported models call this if this package is installed.
+    Exported TAPE models call this function if this package is installed.
     """
     given = {"z_TBGD": z_TBGD, "average_state": average_state, "packing": packing, **more}
     return attend(AttentionInputs(q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, **given), backend)
 
 
 def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k by z, if given, and average v (with `average_state` also z) with softmax(q k^T / sqrt(D) + ...).
+    """Rotate q and k by z, if given, and average v, and z with `average_state`, by softmax(q k^T / sqrt(D) + ...).
 
-    z has v's type. Returns o and u (S, B, H, D), or o and None. `backend` is one of `BACKENDS`; `choose_backend`
-    resolves auto.
+    Returns o and u, both (S, B, H, D); u is None without `average_state`. z has v's dtype. `backend` is one of
+    `BACKENDS`; `choose_backend` resolves auto.
 
-    With a cache (T > S, for example one query at a time), the caller rotates each token once, when it arrives: q by its
-    own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
+    With a cache (T > S, for example in decoding), the caller rotates q by its own state, and each new key once before
+    it enters the cache (`ops.rotation.rotate_groups`); `rotate` is then False.
 
-    Raises ValueError if shapes or types do not fit, if `rotate` is true with a cache, if there is no state to average,
-    or if the backend cannot do what is requested.
+    Raises ValueError if shapes or dtypes do not match, if `rotate` is true with a cache, if there is no state to
+    average, or if the backend does not support the inputs.
     """
     if backend not in BACKENDS:
         raise ValueError(
@@ -68,7 +68,7 @@ def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor |
 
 
 def _prepared(x: AttentionInputs) -> AttentionInputs:
-    """Apply the factors, add the gates to the bias, and widen what changes the scores, as backends expect it."""
+    """Apply the factors, add the gates to the bias, and convert the bias and rescoring to fp32."""
     q, k, bias = x.q_SBHD, x.k_TBGD, x.bias
     if x.factor_TB1D is not None and x.rotate:
         # Each backend's rotation multiplies by the same complex number, so this may come first.
@@ -80,7 +80,7 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
 
 
 def _needs(x: AttentionInputs) -> Set[str]:
-    """Return what a backend must be able to do for these inputs."""
+    """Return the capabilities that these inputs require of a backend."""
     needs = {
         ROTATION: x.z_TBGD is not None and x.rotate,
         AVERAGE: x.average_state,
@@ -100,7 +100,7 @@ def _check_state(x: AttentionInputs, backend: str) -> None:
 
 
 def _check_shapes(x: AttentionInputs) -> None:
-    """Reject shapes with which a kernel would read beyond the end of a tensor, and keys that are rotated twice."""
+    """Reject shapes for which a kernel would read out of bounds, and a second rotation of cached keys."""
     q, k, v, z = x.q_SBHD, x.k_TBGD, x.v_TBGD, x.z_TBGD
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(

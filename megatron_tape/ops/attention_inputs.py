@@ -1,4 +1,4 @@
-"""What an attention backend gets.
+"""The inputs of an attention backend.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
 head dimension.
@@ -19,7 +19,7 @@ from megatron_tape.ops.rotation import rotate_groups
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs(Positions):
-    """Queries, keys and values, and everything that `Positions` adds to them."""
+    """Queries, keys and values, in addition to the fields of `Positions`."""
 
     q_SBHD: Tensor
     k_TBGD: Tensor
@@ -27,16 +27,16 @@ class AttentionInputs(Positions):
     packing: Packing | None = None
     """Keeps packed documents from attending to each other."""
     rotate: bool = True
-    """Whether q and k are still to be rotated by z."""
+    """Whether attention rotates q and k by z; false if they are already rotated."""
     run: Callable[..., tuple[Tensor, ...]] = run_directly
-    """`run(function, *tensors)` returns the tuple that `function` returns for these tensors. Where layers are
-    recomputed it records or replays that (`ops.activation_checkpointing`). The backend naive, and tiled for whole rows
-    of scores, do not use it."""
+    """`run(function, *tensors)` returns `function(*tensors)`; with selective activation checkpointing it records and
+    replays the call (`ops.activation_checkpointing`). The naive backend, and tiled for whole rows of scores, ignore
+    it."""
 
     def rotated(self, fused: bool = True) -> tuple[Tensor, Tensor]:
-        """Return q and k, rotated if that is still to be done; the backend triton rotates them itself.
+        """Return q and k, rotated if `rotate` is true. The triton backend does not call this.
 
-        With `fused`, our kernel rotates them where it runs.
+        `fused` uses the Triton kernel on devices that support it.
         """
         q, k, z = self.q_SBHD, self.k_TBGD, self.z_TBGD
         if z is None or not self.rotate:
@@ -48,7 +48,7 @@ class AttentionInputs(Positions):
         return rotate_groups(q, z), rotate_groups(k, z)
 
     def with_one_value(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same q and k, and what the attention map averages as one tensor: v or, on request, [v | z]."""
+        """Return `rotated` q and k, and one tensor of values: v, or [v | z] with `average_state`."""
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
         if self.rotate and rotates_fused(self.q_SBHD):
@@ -58,5 +58,5 @@ class AttentionInputs(Positions):
         return *self.rotated(), torch.cat(self.values(), dim=-1)
 
     def values(self) -> list[Tensor]:
-        """Return what the attention map averages: v and, on request, z."""
+        """Return the tensors that the attention weights average: v, and z with `average_state`."""
         return [self.v_TBGD, self.z_TBGD.expand_as(self.v_TBGD)] if self.average_state else [self.v_TBGD]

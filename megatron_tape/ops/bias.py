@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 NEAR = 256
-"""Queries of a tile from whose bias a number for each query may be left out, as softmax cancels it; between more
-queries these numbers differ so much that the scores would lose digits."""
+"""Largest number of queries in a tile whose bias may omit a per-query constant, which softmax cancels. In larger tiles
+these constants differ so much that scores would lose precision."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """`tile(rows, columns, *tensors)` returns what is added to the scores of these queries and keys.
+    """A bias given by `tile(rows, columns, *tensors)`, which is added to the scores of these queries and keys.
 
     `rows` and `columns` are slices of the T tokens; the result is (B or 1, H or 1, rows or 1, columns or 1) and must be
-    finite even for pairs that are not seen. It is differentiable in `tensors`; everything that needs a gradient must be
-    among them. Attention passes them at least in float32, since the gradient of a table is a sum over all pairs.
+    finite even for masked pairs. It is differentiable in `tensors`, which must include everything that needs a
+    gradient. Attention passes them at least in float32, since the gradient of a table is a sum over all pairs.
     """
 
     tile: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
     score: Callable[..., Tensor] | None = None
-    """`score(b, h, q, k, *tensors)`, if there is one, returns the same for one sequence, head, query's token and key's
-    token, given as integer tensors without axes: what FlexAttention compiles. It may not form tensors with axes."""
+    """`score(b, h, q, k, *tensors)`, optional, returns the bias of one sequence, head, query and key, given as 0-d
+    integer tensors. FlexAttention compiles it, so it may only form 0-d tensors."""
     left_out: Callable[..., Tensor] | None = None
-    """`left_out(rows, *tensors)`, if there is one, returns the numbers (B or 1, H or 1, rows) of these queries that
-    tiles of at most `NEAR` queries lack. They change no result. But where gradients of a query's scores do not add up
-    to zero, as with rounded outputs, theirs keeps what is left from reaching the tensors of other tokens."""
+    """`left_out(rows, *tensors)`, optional, returns the per-query constants (B or 1, H or 1, rows) omitted by tiles of
+    at most `NEAR` queries. They change no output. In the backward pass they absorb the sum of a query's score gradients,
+    which is not exactly zero for rounded outputs and would otherwise reach the tensors of other tokens."""
 
     def in_float32(self) -> "Bias":
         """Return the same bias with tensors of at least float32."""
@@ -39,11 +39,11 @@ class Bias:
         return replace(self, tensors=wider)
 
     def without_tensors(self) -> "Bias":
-        """Return the functions alone, for what outlives the tensors."""
+        """Return the functions without the tensors, for objects that outlive the tensors."""
         return replace(self, tensors=())
 
     def of_heads(self, heads: slice) -> "Bias":
-        """Return the bias of some heads alone."""
+        """Return the bias of a slice of the heads."""
         whole = self.without_tensors()
 
         def tile(rows: slice, columns: slice, *tensors: Tensor) -> Tensor:
@@ -59,21 +59,21 @@ class Bias:
         return Bias(tile, self.tensors, score if self.score else None, left_out if self.left_out else None)
 
     def of(self, rows: slice, columns: slice) -> Tensor:
-        """Return a tile, with its gradient."""
+        """Return a differentiable tile."""
         return self.tile(rows, columns, *self.tensors)
 
 
 def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     """Turn forget gates f into a bias: query s and key t get the sum of log f over t < j <= s.
 
-    Forgetting Transformer (Lin et al., 2025), equation 5. The logarithms must be finite. They are added up in float64,
-    so that neighbours keep their differences in long sequences; the result is at least in float32. In tiles of at most
-    `NEAR` queries it leaves out a number for each query. `bias`, if given, is added to it.
+    Forgetting Transformer (Lin et al., 2025), equation 5. The logarithms must be finite. They are summed in float64 to
+    preserve differences of neighbors in long sequences; the result is at least in float32. Tiles of at most `NEAR`
+    queries omit a constant per query. `bias`, if given, is added.
     """
-    # Differences of one running sum, so that everything before a document cancels out.
+    # Differences of one cumulative sum, in which everything before a document cancels.
     dtype = torch.promote_types(log_gate_TBH.dtype, torch.float32)
     sums_BHT = log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
-    # Two float32 numbers for each sum, as kernels do not compute in float64.
+    # Each sum is split into two float32 numbers, because kernels do not compute in float64.
     high = sums_BHT.to(dtype)
     low = (sums_BHT - high).detach().to(dtype)
 
@@ -96,5 +96,5 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     of_bias = () if bias is None else bias.tensors
     bias = None if bias is None else bias.without_tensors()
     pointwise = bias is None or bias.score is not None
-    # Twice, as FlexAttention's compiled gradient is of tensors that are indexed once.
+    # Passed twice, because FlexAttention's compiled gradient requires tensors that are indexed once.
     return Bias(tile, (high, high.clone(), low, *of_bias), score if pointwise else None, left_out)

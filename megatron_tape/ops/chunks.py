@@ -1,9 +1,9 @@
-"""Sizes of what is computed in parts. Imports no torch."""
+"""Chunk sizes. Imports no torch."""
 
 LOGITS = 2**26
-"""How many logits the loss holds at once on one GPU, but at least those of one token: 256 MiB in fp32."""
+"""Logits that the loss computes at once on one GPU, 256 MiB in fp32; at least those of one token."""
 
 
 def chunk_size(vocabulary: int) -> int:
-    """Return of how many tokens the loss holds the logits at once, with this rank's part of the vocabulary."""
+    """Return the number of tokens whose logits the loss computes at once, given this rank's vocabulary shard."""
     return max(1, LOGITS // vocabulary)

@@ -1,6 +1,6 @@
-"""What contextual position encoding (CoPE, Golovneva et al., 2024) adds to scores, with a backward pass by hand.
+"""The scores of contextual position encoding (CoPE, Golovneva et al., 2024), with a manual backward pass.
 
-Most of the time goes into looking numbers up and adding their gradients, which is done for two numbers at once here.
+Most of the time is spent on gathers and on scatters of their gradients, so both handle two numbers at once.
 Axes: B batch, H query heads, r queries of a block, t keys up to the last of these, P the largest position.
 """
 
@@ -10,31 +10,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _QUERIES, _KEYS = 32, 64
-"""Rows and columns of a tile of scores whose positions are computed at once, so that it stays in a CPU's cache. GPUs,
-which would wait for each tile, compute all rows at once."""
+"""Rows and columns of a tile of scores that fits into a CPU's cache. GPUs, which would synchronize after each tile,
+compute all rows at once."""
 
 
 def add_contextual_positions(scores_BHrt: Tensor, of_positions_BHrp: Tensor, seen: Tensor) -> Tensor:
-    """Add to the score of key t the number, among the P + 1 of its query, that belongs to the position of t.
+    """Add to the score of each key the value of its position, interpolated between the P + 1 values of its query.
 
-    The position is the sum, over the keys from t to the query that are `seen` (B or 1, 1, r, t), of the sigmoids of
-    their scores. Between whole positions the numbers are interpolated; all positions beyond P have the last one. The
-    last r keys are those of the queries' own tokens. Scores of later keys are returned as they are.
+    The position of key t is the sum of the sigmoids of the scores of the `seen` (B or 1, 1, r, t) keys from t to the
+    query, clamped to P. The last r keys belong to the queries' own tokens. Scores of later keys are returned unchanged.
     """
     return _ContextualPositions.apply(scores_BHrt, of_positions_BHrp, seen, torch.is_grad_enabled())
 
 
 class _ContextualPositions(torch.autograd.Function):
-    """Positions grow from the nearest key to the farthest, and are computed from near to far, a tile at a time.
+    """Compute positions tile by tile from the nearest key to the farthest, in which direction they grow.
 
-    Once every query of a tile has reached the largest position, or sees no more keys, all keys before have the largest.
+    Once each query of a tile has reached the largest position or has no more keys, all earlier keys have the largest.
     """
 
     @staticmethod
     def forward(ctx, scores, of_positions, seen, learns):
         (r, t), largest = scores.shape[-2:], of_positions.shape[-1] - 1
         added = torch.empty_like(scores)
-        # A number and the way to the next one lie side by side, so that they are looked up together.
+        # A value and the difference to the next one form a complex number, so that one gather reads both.
         pairs = torch.complex(of_positions, F.pad(of_positions.diff(dim=-1), (0, 1)))
         tiles, saved = [], []
         height = _QUERIES if scores.device.type == "cpu" else r
@@ -81,7 +80,7 @@ class _ContextualPositions(torch.autograd.Function):
                 dfar[..., rows] = dadded[..., rows, : keys.start].sum(-1)
             d = dadded[..., rows, keys]
             dpairs[..., rows, :].scatter_add_(-1, index, torch.complex(d, part.mul(d)))
-            # A gate moves the positions of its key and of all that are farther.
+            # A gate contributes to the positions of its key and of all farther keys.
             dgates = way.mul(d).cumsum(-1).add_(dposition)
             dposition = dgates[..., -1:]
             dscores[..., rows, keys] += torch.ops.aten.sigmoid_backward(dgates, gates)

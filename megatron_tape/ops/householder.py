@@ -1,9 +1,9 @@
-"""Scores between which Householder-like transformations of all tokens in between are applied (PaTH, Yang et al., 2025).
+"""Scores with the Householder-like transformations of all tokens between query and key (PaTH, Yang et al., 2025).
 
 The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), where H_l = I - beta_l w_l w_l^T. Tokens
-are cut into blocks of C. Inside a block the product has the closed form of the UT transform (section 3 of the paper);
-between blocks, queries carried to the start of their block are multiplied by whole blocks' products, from right to
-left. No S x T numbers are kept, and S queries take O(S T D) work.
+are split into blocks of C. Inside a block the product has the closed form of the UT transform (section 3 of the paper);
+across blocks, queries transformed to the start of their block are multiplied by the products of whole blocks, from
+right to left. No S x T matrix is saved, and S queries take O(S T D) operations.
 Axes: T tokens, B batch, G key/value groups, R query heads of a group, r the queries of a block of rows, N blocks of C
 tokens, D head dimension.
 """
@@ -21,12 +21,12 @@ from megatron_tape.ops.backends import REFLECTIONS
 from megatron_tape.ops.rescore import Rescore
 
 BLOCK = 64
-"""C, the tokens of a block; the paper's kernels use the same."""
+"""C, the tokens per block, as in the paper's kernels."""
 
 
 @dataclass(frozen=True)
 class Reflections(Rescore):
-    """Scores through the transformations whose w (T, B, G, D) and beta (T, B, G) `directions` computes of `tensors`."""
+    """Scores with transformations; `directions(*tensors)` returns their w (T, B, G, D) and beta (T, B, G)."""
 
     need: ClassVar[str] = REFLECTIONS
     directions: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -37,7 +37,7 @@ class Reflections(Rescore):
 
 
 def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...]) -> Reflections:
-    """Return the scores for what `directions` computes from `tensors`; this is computed again in the backward pass."""
+    """Return the `Reflections` of `directions(*tensors)`, which are recomputed in the backward pass."""
 
     def blocks(k_BGTD: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         w_TBGD, beta_TBG = directions(*given)
@@ -53,30 +53,30 @@ def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensor
 
 
 def blocks_of_reflections(k_BGTD: Tensor, w_BGTD: Tensor, beta_BGT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the scores of any queries need of the keys and of the transformations.
+    """Precompute the query-independent factors of the scores, block by block.
 
-    With W, K (C, D) the rows w and k of a block and U the solution of (I + tril(diag(beta) W W^T, -1)) U = diag(beta)
-    [tril(W K^T, -1) | W], these are (N, B*G, ...): the rows [K; W] (2C, D), U (C, C + D), and [K^T | I] - W^T U (D, C +
-    D), which is the keys carried to the end of the block, beside the product of its transformations.
+    W and K (C, D) are the rows w and k of a block, and U solves (I + tril(diag(beta) W W^T, -1)) U = diag(beta)
+    [tril(W K^T, -1) | W]. Returns, with leading axes (N, B*G), [K; W] (2C, D), U (C, C + D), and [K^T | I] - W^T U (D,
+    C + D): the keys transformed to the end of the block, followed by the product of the block's transformations.
     """
     D = k_BGTD.shape[-1]
     keys, w = (_blocks(x) for x in (k_BGTD, w_BGTD))
     wb = w * _blocks(beta_BGT[..., None])
     written = torch.cat([(wb @ keys.mT).tril(-1), wb], dim=-1)
-    # The diagonal is not read: it is taken as ones.
+    # With unitriangular=True the diagonal is not read.
     solved = torch.linalg.solve_triangular((wb @ w.mT).tril(-1), written, upper=False, unitriangular=True)
     unit = torch.eye(D, dtype=w.dtype, device=w.device).expand(*w.shape[:2], -1, -1)
     return torch.cat([keys, w], dim=2), solved, torch.cat([keys.mT, unit], dim=-1) - w.mT @ solved
 
 
 def scores_through_reflections(q_BHrD: Tensor, tokens: slice, local: Tensor, solved: Tensor, carried: Tensor) -> Tensor:
-    """Return the scores (B, H, r, t) of the queries of `tokens` and all keys up to the last of them.
+    """Return the scores (B, H, r, t) of the queries in `tokens` with all keys up to the last query.
 
-    The other arguments are the results of `blocks_of_reflections`. Scores of later keys are finite.
+    The other arguments are the results of `blocks_of_reflections`. Scores of keys after a query are finite.
     """
     (B, _, r, D), C, first = q_BHrD.shape, BLOCK, tokens.start
     count = -(-tokens.stop // C)
-    # Rows of one token lie together, so that the queries of a block, and those after it, are slices.
+    # The rows of a token are contiguous, so that the queries of a block and of later blocks are slices.
     q_ArRD = (q_BHrD.to(local.dtype) * D**-0.5).reshape(local.shape[1], -1, r, D).transpose(1, 2)
     R = q_ArRD.shape[2]
     q_AxD = q_ArRD.reshape(len(q_ArRD), r * R, D)
@@ -102,6 +102,6 @@ def scores_through_reflections(q_BHrD: Tensor, tokens: slice, local: Tensor, sol
 
 
 def _blocks(x_BGTE: Tensor) -> Tensor:
-    """Return the blocks (N, B*G, C, E) of all tokens; the last is filled with zeros, which change nothing."""
+    """Return the blocks (N, B*G, C, E) of all tokens, the last one padded with zeros."""
     x = F.pad(x_BGTE, (0, 0, 0, -x_BGTE.shape[2] % BLOCK)).flatten(0, 1)
     return x.unflatten(1, (-1, BLOCK)).transpose(0, 1)

@@ -1,11 +1,10 @@
-"""The loss of the output layer, a chunk of tokens at a time: the logits of all tokens never exist at once.
+"""Output layer and cross-entropy, computed in chunks of tokens, so that the logits of all tokens never exist at once.
 
-While a chunk's logits exist, its part of the gradient is computed as well, as in Liger's kernels (Hsu et al., 2024);
-the backward pass only multiplies by the gradient of the loss. Computing the logits again there would take a matrix
-product more. The vocabulary may be cut over a group of processes, and the tokens, too. On GPUs, Liger's kernels replace
-the elementwise operations.
+The forward pass also computes the gradient of each chunk, as Liger's kernels do (Hsu et al., 2024); the backward pass
+only scales it. Recomputing logits in the backward pass would take another matrix product. The vocabulary and the tokens
+may be sharded over a group of ranks. On GPUs, Liger's kernels replace the elementwise operations.
 
-Axes: S all tokens of a sequence, s those of this rank, B batch, C hidden size, V this rank's part of the vocabulary, n
+Axes: S all tokens of a sequence, s tokens of this rank, B batch, C hidden size, V this rank's shard of the vocabulary, n
 tokens of a chunk.
 """
 
@@ -29,15 +28,15 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, each token's loss (B, S), and the z-loss.
 
-    The loss is the mean of the tokens' cross-entropies or, with `weights_BS`, their weighted sum, in float32 or more.
-    The z-loss is `z_loss` times the same mean or sum of the squares of log(sum(exp(logits))) (PaLM, section 5). It is
-    not part of the loss, but its gradient is part of the loss's; it and the tokens' losses have none of their own.
-    The ranks of `group` each hold an equal part of the vocabulary, in order of rank, and get the same loss. If s is
-    less than S, each holds an equal stretch of the tokens, too. They get the gradient of `hidden_sBC` summed over the
-    group.
+    The loss is the mean cross-entropy of the tokens or, with `weights_BS`, the weighted sum, at least in float32. The
+    z-loss is `z_loss` times the same mean or sum of log(sum(exp(logits)))^2 (PaLM, section 5). Its value is not part of
+    the loss, but its gradient is part of the loss's gradient. The z-loss and the tokens' losses are not differentiable.
 
-    `fused` takes Liger's kernels, which compute in float32; they need a GPU and the package liger-kernel. `first` is
-    the label of the first row of `weight_VC`, by default that of this rank's part.
+    Each rank of `group` holds an equal shard of the vocabulary, in order of rank, and gets the same loss. If s is less
+    than S, each rank also holds an equal chunk of the tokens. The gradient of `hidden_sBC` is summed over the group.
+
+    `fused` uses Liger's kernels, which compute in float32 and need a GPU and the package liger-kernel. `first` is the
+    label of the first row of `weight_VC`, by default that of this rank's shard.
     """
     one = group is None or group.size() == 1
     gradient = torch.is_grad_enabled()
@@ -73,12 +72,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss, *_):
-        # In place, as both are as large as the gradients; autograd then refuses a second backward pass.
+        # In place, since both have the size of the gradients; autograd then refuses a second backward pass.
         return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 7)
 
 
 class _Sums:
-    """The losses of N tokens, and the gradients of the loss."""
+    """Computes the losses of N tokens and the gradients of the loss."""
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class _Sums:
         self._z_factor, self.z_loss = z_loss, torch.zeros((), dtype=wide, device=hidden_NC.device)
 
     def run(self, of_hidden: bool, of_weight: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the losses (N,) and, where asked for, the gradients of the hidden states and of the weight."""
+        """Return the losses (N,) and, if requested, the gradients of the hidden states and of the weight."""
         hidden, weight = self._hidden, self._weight
         N, size = hidden.shape[0], chunk_size(weight.shape[0])
         losses = hidden.new_empty(N, dtype=_wide(hidden))
@@ -129,7 +128,7 @@ class _Sums:
         return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
     def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses (n,), the exponentials, in the place of wide logits, and their divisors in the gradient."""
+        """Return the losses (n,), the exponentials (in place of wide logits), and the divisors of their gradient."""
         largest = logits_nV.amax(-1).to(self._factors.dtype)
         if self._group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
@@ -152,7 +151,7 @@ class _Sums:
         return losses, found, sums
 
     def _d_logits(self, exponentials_nV: Tensor, sums: Tensor, chunk: slice) -> Tensor:
-        """Return the gradient of the logits, in the place of their exponentials."""
+        """Return the gradient of the logits, computed in place of their exponentials."""
         factors = self._factors[chunk]
         if self._kernels is not None:
             return self._kernels.to_gradients(exponentials_nV, sums, self._labels[chunk], factors, self._first)
@@ -166,7 +165,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor, last: bool) -> Tensor:
-    """Return total + left @ right, in float32 unless this is all."""
+    """Return total + left @ right, in float32 unless it is the only product."""
     if total is None:
         product = left @ right
         return product if last else product.to(_wide(right))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def document_bounds(documents_BT: Tensor) -> Tensor:
-    """Return, as int32 (2, B, T), where each token's document starts and where the next document starts.
+    """Return int32 (2, B, T): for each token, the start of its document and the start of the next document.
 
-    `documents_BT` numbers the documents of each pack in ascending order. Padding before a sequence counts as a
-    document, so an attention mask of zeros followed by ones can be passed. Raises ValueError for another order; this is
-    checked only on CPUs.
+    `documents_BT` numbers the documents of each packed sequence in ascending order. Padding before a sequence counts as
+    a document, so an attention mask of zeros followed by ones can be passed. Raises ValueError for another order, which
+    is checked only on CPUs.
     """
     documents_BT = documents_BT.contiguous().long()
     if documents_BT.device.type == "cpu" and (documents_BT.diff() < 0).any():
@@ -34,44 +34,48 @@ def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device)
 
 
 def additive_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the same mask to be added to scores: 0 where a query sees a key, minus infinity elsewhere."""
+    """Return `causal_mask` as a bias: 0 where a query may attend to a key, minus infinity elsewhere."""
     mask = causal_mask(S, T, bounds_2BT, device)
     return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, float("-inf"))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The documents of a batch of packs; what backends derive from their bounds (2, B, T) is kept for all layers."""
+    """The documents of a batch of packed sequences, with a cache of derived masks that all layers share."""
 
     bounds_2BT: Tensor
-    _kept: dict = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, documents_BT: Tensor) -> "Packing":
         """Return the packing of numbered documents; see `document_bounds`."""
         return cls(document_bounds(documents_BT))
 
-    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned when it was first called for this key."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the cached value for `key`, calling `make` the first time."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def mask(self, S: int, dtype: torch.dtype) -> Tensor:
         """Return the mask (B, 1, S, T) to add to the scores of the last S tokens."""
         bounds = self.bounds_2BT
-        return self.kept((S, dtype), lambda: additive_mask(S, bounds.shape[2], bounds, bounds.device, dtype))
+        return self.cached((S, dtype), lambda: additive_mask(S, bounds.shape[2], bounds, bounds.device, dtype))
 
     def first_seen(self, S: int) -> list[int]:
-        """Return, for each of the last S tokens, the first one that it sees in any pack. Asks the device once."""
-        return self.kept(("first", S), lambda: self.bounds_2BT[0, :, -S:].amin(0).tolist())
+        """Return, for each of the last S tokens, the first key that it may attend to in any sequence.
+
+        The host synchronizes with the device once.
+        """
+        return self.cached(("first", S), lambda: self.bounds_2BT[0, :, -S:].amin(0).tolist())
 
     def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
-        """Return the cumulative lengths, int32, of documents in queries and keys, and the longest of each.
+        """Return the cumulative document lengths (int32) of queries and keys, and the longest length of each.
 
-        The queries are the last S tokens of each pack; all packs are concatenated. The host waits for the device once.
+        The queries are the last S tokens of each sequence; sequences are concatenated. The host synchronizes with the
+        device once.
         """
-        return self.kept(("lengths", S), lambda: self._lengths(S))
+        return self.cached(("lengths", S), lambda: self._lengths(S))
 
     def _lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
         _, B, T = self.bounds_2BT.shape

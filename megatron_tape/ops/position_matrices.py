@@ -1,4 +1,4 @@
-"""The position MLP's matrices in TAPE's update, and their gradients: what its plain form and its kernel share.
+"""The position MLP's matrices in TAPE's update and their gradients, shared by the plain form and the kernel.
 
 Axes: N tokens, H query heads, G groups, P inner width of the position MLP.
 """

@@ -18,18 +18,18 @@ from torch.autograd.function import once_differentiable
 from megatron_tape.ops.position_matrices import matrix_gradients, outer_products
 
 MAX_GROUPS, MAX_HEADS = 64, 128
-"""Largest sizes of the fused kernels' matrices that all GPUs of compute capability 8.0 and newer have room for."""
+"""Largest sizes for which the fused kernels' matrices fit into shared memory from compute capability 8.0 on."""
 
 
 def fits_fused(groups: int, heads: int) -> bool:
-    """Return whether the fused kernels have room for the matrices of a token."""
+    """Return whether the fused kernels support these sizes."""
     return groups <= MAX_GROUPS and heads <= MAX_HEADS
 
 
 def plain_update(
     z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
 ) -> Tensor:
-    """Return z'' (N, G, D), step by step: to compare with. `u_NHD` may also be (S, B, H, D) with N = S * B."""
+    """Return z'' (N, G, D), computed step by step: the reference. `u_NHD` may also be (S, B, H, D), N = S * B."""
     u_NHD = u_NHD.flatten(0, -3)
     return contextualize(mix_tokens(z_NGD, u_NHD, mixing), gate_NP, up_PG, down_GP)
 
@@ -43,16 +43,16 @@ def compact_update(
     down_GP: Tensor,
     rounded_NGD: Tensor | None = None,
 ) -> Tensor:
-    """Return the same, keeping only z, u and the gate for the backward pass; z rounded to the type of u.
+    """Compute `plain_update`, saving only z (rounded to u's dtype), u and the gate for the backward pass.
 
-    `rounded_NGD` is the rounded z, where something else keeps it, too.
+    `rounded_NGD` is the rounded z, if it is already stored elsewhere.
     """
     u_NHD = u_NHD.flatten(0, -3)
     return _CompactUpdate.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD))
 
 
 def _kept(z: Tensor, u: Tensor, rounded: Tensor | None) -> Tensor | None:
-    """Return what is kept of z for the backward pass, if it is not z itself."""
+    """Return the copy of z to save for the backward pass, or None if z itself is saved."""
     if z.dtype == u.dtype:
         return None
     return z.detach().to(u.dtype) if rounded is None else rounded.detach()
@@ -96,7 +96,7 @@ def fused_update(
     down_GP: Tensor,
     rounded_NGD: Tensor | None = None,
 ) -> Tensor:
-    """Return the same, computed by one Triton kernel on a GPU (or by Triton's interpreter)."""
+    """Compute `plain_update` with one Triton kernel on a GPU, or in Triton's interpreter."""
     from megatron_tape.ops.kernels.triton_position_update import update
 
     return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD))

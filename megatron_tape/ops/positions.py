@@ -1,4 +1,4 @@
-"""What a positional encoding gives attention in one layer. Imports no torch.
+"""The inputs that a positional encoding provides to the attention of one layer. Imports no torch.
 
 Axes: S all tokens of a sequence, T keys (in training the same S tokens), B batch, H query heads, G key/value groups, D
 head dimension; heads and groups are those of this rank.
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Positions:
-    """How positions enter the attention of one layer."""
+    """Position-dependent inputs to the attention of one layer."""
 
     z_TBGD: Tensor | None = None
     """The position state, (T, B or 1, G or 1, D), which rotates queries and keys."""
     average_state: bool = False
-    """Whether the attention map averages it, too."""
+    """Whether the attention weights also average the position state."""
     factor_TB1D: Tensor | None = None
     """Real factors, (T, B or 1, 1, D), by which rotated queries are multiplied and rotated keys divided. The two parts
     of a complex number must have the same factor."""

@@ -1,7 +1,7 @@
 """The complex product of queries and keys with the position state.
 
 A vector of D reals holds F = D/2 complex numbers as [real | imaginary], the pairs (j, j + F) of RoPE's rotate-half.
-The plain form to compare with is `megatron_tape.model.reference.rotate`.
+The reference is `megatron_tape.model.reference.rotate`.
 """
 
 import math
@@ -27,8 +27,8 @@ def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
 def phases(p_SBG: Tensor, theta_F: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
     """Return modulus * exp(i p theta), (S, B, G, D) in `dtype`, for real positions in float64.
 
-    Angles are multiplied and reduced to one turn in float64, so that the error does not grow with the position. For the
-    backward pass, only the positions are kept.
+    Angles are computed and reduced modulo 2 pi in float64, so that the error does not grow with the position. Only the
+    positions are saved for the backward pass.
     """
     return _Phases.apply(p_SBG, theta_F, modulus, dtype)
 
@@ -56,13 +56,13 @@ def _phases(p: Tensor, theta: Tensor, modulus: float, dtype: torch.dtype) -> Ten
 
 
 SHORTEST = 1e-3
-"""Of the complex numbers that `with_modulus` gives their modulus; it multiplies shorter ones, and bounds gradients."""
+"""Smallest modulus that `with_modulus` normalizes; smaller numbers are scaled linearly, which bounds the gradients."""
 
 
 def with_modulus(z: Tensor, modulus: float) -> Tensor:
-    """Return complex numbers (..., D) with this modulus and their own directions; keeps `z` for the backward pass.
+    """Scale the complex numbers z (..., D) to this modulus; saves only `z` for the backward pass.
 
-    Those shorter than `SHORTEST` are multiplied by modulus / SHORTEST, so that gradients are finite at zero.
+    Numbers smaller than `SHORTEST` are multiplied by modulus / SHORTEST, so that gradients are finite at zero.
     """
     return _WithModulus.apply(z, modulus)
 

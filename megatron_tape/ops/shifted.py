@@ -1,10 +1,9 @@
 """Shifted sparse attention: heads attend within segments of the sequence, which half of them shift by half a segment.
 
-"LongLoRA: Efficient Fine-tuning of Long-Context Large Language Models" (ICLR 2024), for training steps. LongLoRA, which
-calls the segments groups, rolls the tokens of the shifted heads, so that the first half segment follows the last one.
-Under its causal mask, the first tokens then see the last ones; only its path with flash-attn cuts the segment there.
-Here segments are bounds like those of packed documents: nothing is rolled, and the half segments at both ends stand
-alone.
+"LongLoRA: Efficient Fine-tuning of Long-Context Large Language Models" (ICLR 2024), for training. The authors' code
+rolls the tokens of the shifted heads, so that the first half segment follows the last one. Except with flash-attn, its
+causal mask then lets the first tokens attend to the last ones. Here segments are bounds like those of packed documents:
+nothing is rolled, and the half segments at both ends are separate segments.
 Axes: T tokens, S queries (as many), B batch, H query heads, G key/value groups, D head dimension.
 """
 
@@ -18,7 +17,7 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.packing import Packing
 
 SEGMENTS = 4
-"""Segments of a sequence."""
+"""Segments per sequence."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class ShiftedSegments:
     plain: Packing
     """The segments of the key/value groups that are not shifted."""
     shifted: Packing
-    """The segments of the others."""
+    """The segments of the shifted key/value groups."""
     unshifted_groups: int
-    """How many of this rank's key/value groups are not shifted; they come first."""
+    """Number of this rank's key/value groups that are not shifted; they come first."""
 
     @classmethod
     def of(cls, tokens_BT: Tensor, packing: Packing | None, unshifted_groups: int) -> "ShiftedSegments":
@@ -54,10 +53,10 @@ class ShiftedSegments:
 
 
 def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> int:
-    """Return how many of a rank's key/value groups, numbered among all `query_groups`, are not shifted.
+    """Return the number of a rank's key/value groups that are not shifted.
 
-    The first half of all groups, rounded down, is not. Heads that share keys are shifted together. Without `own_groups`
-    the rank has all groups.
+    `own_groups` are the rank's indices among all `query_groups`, by default all. The first half of all groups, rounded
+    down, is not shifted. Heads that share keys are shifted together.
     """
     return sum(group < query_groups // 2 for group in (range(query_groups) if own_groups is None else own_groups))
 
@@ -65,9 +64,9 @@ def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> 
 def attend_in_segments(
     x: AttentionInputs, segments: ShiftedSegments, backend: str = "torch"
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what `ops.attention.attend` does with as many queries as keys, each head within its segments.
+    """Run `ops.attention.attend` with equally many queries and keys, each head within its segments.
 
-    Raises ValueError as that does, and for `rescore`, which would need whole rows of scores of all heads.
+    Raises ValueError like `attend`, and for `rescore`, which needs whole rows of scores of all heads.
     """
     if x.rescore is not None:
         raise ValueError("scores that are computed from whole rows cannot be combined with segments")

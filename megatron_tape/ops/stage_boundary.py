@@ -1,9 +1,8 @@
-"""One tensor of hidden states and position state, as pipeline stages send each other one tensor.
+"""Packs hidden states and position state into the single tensor that pipeline stages send.
 
-Nothing is rounded: a state in float32 crosses the boundary as pairs of bf16 numbers with the same bits, and so does its
-gradient.
+Nothing is rounded: a float32 state, and its gradient, is sent as pairs of bf16 numbers with the same bits.
 
-Axes: s tokens of this rank, B batch, C hidden size, T tokens of the state: s, or a multiple of it.
+Axes: s tokens of this rank, B batch, C hidden size, T tokens of the state (s or a multiple of it).
 """
 
 import torch
@@ -11,17 +10,17 @@ from torch import Tensor
 
 
 def pack(hidden_sBC: Tensor, state: Tensor) -> Tensor:
-    """Return hidden states and, behind them, the bits of the state (T, B, ...): (s, B, C + `packed_width`)."""
+    """Concatenate hidden states and the bits of the state (T, B, ...) into (s, B, C + `packed_width`)."""
     return _Pack.apply(hidden_sBC, state)
 
 
 def unpack(packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the hidden states (s, B, C) and the state of this shape (T, B, ...) and dtype that `pack` joined."""
+    """Split a packed tensor into hidden states (s, B, C) and the state of this shape (T, B, ...) and dtype."""
     return _Unpack.apply(packed, hidden_size, shape, dtype)
 
 
 def packed_width(shape: tuple[int, ...], state_dtype: torch.dtype, tokens: int, dtype: torch.dtype) -> int:
-    """Return how many numbers of `dtype` a state of this shape takes for each of the `tokens` s of this rank."""
+    """Return the elements of `dtype` that a state of this shape takes per token, for `tokens` tokens of this rank."""
     return torch.Size(shape).numel() // (tokens * shape[1]) * state_dtype.itemsize // dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU, silu(gate) * up, of which the backward pass needs only its input."""
+"""SwiGLU, silu(gate) * up, which saves only its input for the backward pass."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 
 def swiglu(gate_and_up: Tensor, fused: bool = False) -> Tensor:
-    """Return silu(gate) * up, (..., F), for both side by side, (..., 2F); `fused` takes one Triton kernel."""
+    """Return silu(gate) * up (..., F) for the concatenated [gate | up] (..., 2F); `fused` uses a Triton kernel."""
     return _SwiGLU.apply(gate_and_up, fused)
 
 

@@ -34,7 +34,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         (averaged,) = x.run(partial(_average, kernel), *tensors)
         return (averaged.transpose(0, 1),)
     # The same tensor in all layers, by which fla knows that it has counted its blocks already.
-    lengths = x.packing.kept(("fla", S), lambda: x.packing.lengths(S)[1].long())
+    lengths = x.packing.cached(("fla", S), lambda: x.packing.lengths(S)[1].long())
     kernel = partial(kernel, cu_seqlens=lengths)
     (averaged,) = x.run(partial(_average, kernel), *(y.flatten(0, 1)[None] for y in tensors))
     return (averaged[0].unflatten(0, (B, S)).transpose(0, 1),)

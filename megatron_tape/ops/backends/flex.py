@@ -24,7 +24,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.packing is None:
         mask = _causal_mask(S, T, q.device)
     else:
-        mask = x.packing.kept(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
+        mask = x.packing.cached(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
     # Every length is compiled for itself, which takes seconds; of the shortest, all scores take little.
     function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
 
