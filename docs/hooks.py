@@ -96,8 +96,9 @@ def installed_commands() -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    """Return a text as the cell of a table."""
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
+    """Return a text as the cell of a table, with links to the pages that it names."""
+    escaped = html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
+    return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", escaped)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
