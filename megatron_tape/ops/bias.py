@@ -30,8 +30,8 @@ class Bias:
     integer tensors. FlexAttention compiles it, so it may only form 0-d tensors."""
     left_out: Callable[..., Tensor] | None = None
     """`left_out(rows, *tensors)`, optional, returns the per-query constants (B or 1, H or 1, rows) omitted by tiles of
-    at most `NEAR` queries. They change no output. In the backward pass they absorb the sum of a query's score gradients,
-    which is not exactly zero for rounded outputs and would otherwise reach the tensors of other tokens."""
+    at most `NEAR` queries. They change no output. In the backward pass they absorb the sum of a query's score
+    gradients, which is not exactly zero for rounded outputs and would otherwise reach the tensors of other tokens."""
 
     def in_float32(self) -> "Bias":
         """Return the same bias with tensors of at least float32."""

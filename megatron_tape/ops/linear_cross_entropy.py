@@ -4,8 +4,8 @@ The forward pass also computes the gradient of each chunk, as Liger's kernels do
 only scales it. Recomputing logits in the backward pass would take another matrix product. The vocabulary and the tokens
 may be sharded over a group of ranks. On GPUs, Liger's kernels replace the elementwise operations.
 
-Axes: S all tokens of a sequence, s tokens of this rank, B batch, C hidden size, V this rank's shard of the vocabulary, n
-tokens of a chunk.
+Axes: S all tokens of a sequence, s tokens of this rank, B batch, C hidden size, V this rank's shard of the vocabulary,
+n tokens of a chunk.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Check kernels on the device that runs them: their errors against float64, compared with plain torch's rounding."""
+"""Check kernels on their device: compare errors relative to float64 with the rounding errors of plain torch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +20,19 @@ from megatron_tape.ops.position_update import fits_fused, fused_update, plain_up
 from megatron_tape.ops.swiglu import swiglu
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
-"""Relative error that is always allowed for a type, as plain torch may be exact by chance for small tensors."""
+"""Relative error that is always allowed, since plain torch may be exact by chance for small tensors."""
 
 ROWS = 16
-"""Rows of a tensor's first axis that are compared as a block, in addition to the whole tensor."""
+"""Rows of the first axis that are compared as a block, in addition to the whole tensor."""
 
 LENGTH = 272
-"""Tokens with which `backend_fails` runs: several tiles of each kernel, and a partial one."""
+"""Tokens in the checks of `backend_fails`: several tiles of each kernel and a partial one."""
 LENGTHS = (LENGTH, 192)
-"""Those for other libraries: a length of 64 modulo 128 as well, at which a kernel of cuDNN gave NaN (pytorch issue
-196678)."""
+"""Tokens in the checks of other libraries, including a length of 64 modulo 128, for which a cuDNN kernel returned NaN
+(pytorch issue 196678)."""
 
 PACKED = " of packed documents"
-"""How the names of checks with several documents in a sequence end."""
+"""Suffix of the names of checks with packed documents."""
 
 Outputs = Sequence[Tensor | None]
 Function = Callable[..., Outputs]
@@ -40,19 +40,19 @@ Function = Callable[..., Outputs]
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a tensor is from float64, relative to its size, and how far plain torch is in the same precision."""
+    """Relative error of a tensor against float64, and that of plain torch in the same precision."""
 
     tensor: int
-    """Number of the output, or of the gradient after all outputs."""
+    """Index in the list of outputs followed by gradients."""
     rows: tuple[int, int] | None
-    """First and last row of the block of rows, or None for the whole tensor."""
+    """First and last row of the compared block, or None for the whole tensor."""
     error: float
     rounding: float
     allowed: float
 
     @property
     def exact(self) -> bool:
-        """Whether the error is allowed; NaN is not."""
+        """Whether the error is at most the allowed one; false for NaN."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -63,9 +63,9 @@ class Deviation:
 def deviations(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> Iterator[Deviation]:
     """Compare `ours` with `plain` in float64; an error may be twice the rounding of `plain` in `dtype`.
 
-    Both map `inputs` to tensors, or None for absent ones. All outputs, and the gradients of all inputs along one
-    direction, are compared: whole and in blocks of `ROWS` rows of the first axis, since an error in a few rows would
-    vanish in the norm of the whole.
+    Both functions map `inputs` to tensors or None. All outputs and the gradients of all inputs, for random gradients of
+    the outputs, are compared: whole and in blocks of `ROWS` rows, since an error in a few rows would vanish in the norm
+    of the whole tensor.
     """
 
     def run(function: Function, kind: torch.dtype | None) -> list[Tensor]:
@@ -90,13 +90,13 @@ def deviations(ours: Function, plain: Function, inputs: list[Tensor], dtype: tor
 
 
 def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> str | None:
-    """Return the first of the `deviations` that is not exact, as a sentence, or None."""
+    """Return the first inexact one of the `deviations` as a sentence, or None."""
     return next((str(found) for found in deviations(ours, plain, inputs, dtype) if not found.exact), None)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What decides which kernels a model compiles: sizes of the whole model, and how parallelism cuts it."""
+    """Sizes that determine which kernels a model compiles: those of the whole model, and the parallel sizes."""
 
     heads: int
     groups: int
@@ -109,7 +109,7 @@ class Shapes:
     fp32_state: bool = True
     tensor_parallel_size: int = 1
     reflects: bool = False
-    """Whether scores go through the reflections of the tokens in between."""
+    """Whether scores use the reflections of the tokens between query and key."""
     context_parallel_size: int = 1
 
     @property
@@ -121,7 +121,7 @@ class Shapes:
 
 
 class Check(NamedTuple):
-    """Two functions that must agree, and what they are given."""
+    """Two functions that must agree, and their inputs."""
 
     ours: Function
     plain: Function
@@ -131,9 +131,10 @@ class Check(NamedTuple):
 def kernel_checks(
     shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None, tokens: int = 48
 ) -> dict[str, Check]:
-    """Return, by name, the checks of our own kernels.
+    """Return the checks of the project's Triton kernels by name.
 
-    Attention gets two sequences of `length` tokens (None: `LENGTH`), the position update `tokens` tokens in all.
+    Attention is checked on two sequences of `length` tokens (default: `LENGTH`), the position update on `tokens`
+    tokens.
     """
     checks = attention_checks("triton", shapes, dtype, device, length or LENGTH)
     return checks | update_checks(shapes, dtype, device, tokens)
@@ -142,11 +143,11 @@ def kernel_checks(
 def attention_checks(
     backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
 ) -> dict[str, Check]:
-    """Return, by name, the comparisons with naive for two sequences of `length` tokens, of one document or more."""
+    """Return comparisons with the naive backend by name, on two sequences of `length` tokens, packed and not."""
     draw, averages, dim, (H, G) = _drawing(dtype, device), shapes.averages, shapes.head_dim, shapes.local
     *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
     checks = {}
-    # The first layer's state needs no gradient, and the last layer's is not averaged: both have kernels of their own.
+    # The first layer's state needs no gradient and the last layer's is not averaged; both cases have separate kernels.
     layers = {"": (True, True), " in the first layer": (True, False), " in the last layer": (False, True)}
     for where, (average, learned) in layers.items() if averages else [("", (False, False))]:
 
@@ -159,7 +160,7 @@ def attention_checks(
 
 
 def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, tokens: int = 48) -> dict[str, Check]:
-    """Return the check of the fused position update, if the model has one that fits."""
+    """Return the check of the fused position update, if the model uses it."""
     draw, heads, groups, dim, P = _drawing(dtype, device), shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
     if not (shapes.averages and fits_fused(groups, heads)):
         return {}
@@ -171,10 +172,10 @@ def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, toke
 
 
 def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, Check]:
-    """Return, by name, the checks of flex and fla: of gates and, for flex, of a learned bias.
+    """Return the checks of flex and fla by name: gates and, for flex, a learned bias.
 
-    For a model with reflections it is reflections, with and without gates. None of these are those of a model's own
-    encoding, which is compared with its plain form in the tests.
+    For a model with reflections, they are reflections with and without gates. The model's own encoding is compared with
+    its reference in the tests, not here.
     """
     draw, (H, G), dim = _drawing(dtype, device), shapes.local, shapes.head_dim
     qkv, logits = [draw(LENGTH, 2, n, dim) for n in (H, G, G)], draw(LENGTH, 2, H)
@@ -197,7 +198,7 @@ def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
 def _of_attention(
     name: str, attend: Callable[..., Outputs], backend: str, plain: str, inputs: list[Tensor]
 ) -> dict[str, Check]:
-    """Return the checks of `attend(backend, packing, *inputs)` for single documents, and for several in a sequence."""
+    """Return the checks of `attend(backend, packing, *inputs)` without and with packed documents."""
     length, device = len(inputs[0]), inputs[0].device
     starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
     packings = {"": None, PACKED: Packing.of(torch.arange(length, device=device) >= starts)}
@@ -217,7 +218,7 @@ def _gates(logits: Tensor) -> Tensor:
 
 
 def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    """Attend with a table of biases by distance and head."""
+    """Run attention with a learned table of biases by distance and head."""
     q, k, v, learned = tensors
 
     def tile(rows: slice, columns: slice, table: Tensor) -> Tensor:
@@ -231,9 +232,9 @@ def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outpu
 
 
 def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    """Attend through reflections given by w and the logits of beta, and with gates of logits, if given.
+    """Run attention with reflections given by w and the logits of beta, and with gates if their logits are given.
 
-    The naive backend rounds what it prepares of the keys to their type, as a kernel does.
+    The naive backend rounds its precomputed tensors to the keys' dtype, as a kernel does.
     """
     q, k, v, w, betas, *logits = tensors
     found = through_reflections(lambda w, betas: (normalize(w, dim=-1), 2 * betas.sigmoid()), (w, betas))
@@ -245,17 +246,17 @@ def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -
 
 
 def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor) -> Outputs:
-    """Update a state; with `fp32_state` it holds numbers that the narrower type of the other tensors cannot hold."""
+    """Update a state; with `fp32_state` its values are not representable in the other tensors' narrower dtype."""
     return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]
 
 
 def backend_fails(
     backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, packed: bool = True
 ) -> str | None:
-    """Return why `backend` cannot compute the attention of a model of `shapes` on `device`, or None if it can.
+    """Return why `backend` fails on `device` for a model of `shapes`, as the predicate of a sentence, or None.
 
-    Its kernels are compiled, run and compared with plain torch; packs of documents only if a library needs them. The
-    reason is the predicate of a sentence.
+    Compiles and runs its kernels and compares them with plain torch. For kernels of other libraries, packed documents
+    are only checked if `packed` is true.
     """
     if backend in ("flex", "fla"):
         checks = [score_checks(backend, shapes, dtype, device)]
@@ -271,10 +272,7 @@ def backend_fails(
 
 
 def first_failure(checks: Mapping[str, Check], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the first kernel that is inexact, or does not run, cannot be used; None if all can.
-
-    The reason is the predicate of a sentence.
-    """
+    """Return why the first inexact or failing kernel cannot be used, as the predicate of a sentence, or None."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     for name, check in checks.items():
         try:
@@ -289,9 +287,9 @@ def first_failure(checks: Mapping[str, Check], dtype: torch.dtype, device: torch
 
 
 def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Compare Liger's kernels with plain torch: for the only part of the vocabulary, and for the second of two.
+    """Compare Liger's kernels with plain torch, for an unsharded vocabulary and for the second of two shards.
 
-    `vocabulary` is this rank's part, which decides how the kernels are compiled.
+    `vocabulary` is the size of this rank's shard, for which the kernels are compiled.
     """
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 2 * vocabulary, (2, 35), generator=generator).to(device)
@@ -310,7 +308,7 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
 
 
 def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Compare the fused SwiGLU with plain torch; `width` is this rank's part of the MLP."""
+    """Compare the fused SwiGLU with plain torch; `width` is the size of this rank's shard of the MLP."""
 
     def run(fused: bool, both: Tensor) -> list[Tensor]:
         return [swiglu(both, fused)]

@@ -1,9 +1,9 @@
-"""Random matrices of which any part can be drawn alone: a number depends only on a key and on its row and column.
+"""Random matrices whose parts can be generated independently: an element depends only on a key, its row and column.
 
-Philox4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) in torch's integers: four columns share the
-counter (column // 4, row, 0, 0). Normal numbers are Box and Muller's. Their logarithms and sines are computed by
-additions, multiplications, divisions and square roots alone, which IEEE 754 rounds in one way, so that every device,
-and every part that is drawn, has the same bits; torch's own functions differ between devices.
+Philox4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) in torch's integers; four columns share the
+counter (column // 4, row, 0, 0). Normal numbers use the Box-Muller transform. Its logarithm, sine and cosine use only
+additions, multiplications, divisions and square roots, whose results IEEE 754 defines exactly, so that all devices and
+all parts agree bit for bit; torch's own functions differ between devices.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ Key = tuple[int, int]
 
 
 def key_of(*parts: object) -> Key:
-    """Return the key of a stream that is named by `parts`, such as a seed and the name of a parameter."""
+    """Hash `parts`, such as a seed and a parameter's name, to a key."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four words of 32 bits for each counter of four such words, all as int64; the shapes broadcast."""
+    """Return four 32-bit words, as int64, for each counter of four 32-bit words; the shapes broadcast."""
     c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
     k0, k1 = key
     for _ in range(ROUNDS):
-        # Products overflow into the sign. What is above a word's 32 bits is cut off where it would be multiplied.
+        # Products overflow into the sign bit. Words are truncated to 32 bits before they are multiplied.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(LOW)
         torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(LOW)
@@ -40,9 +40,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Te
 
 
 def normal(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-    """Return standard normal float32 numbers (len(rows), len(columns)), those of the matrix that `key` stands for.
+    """Return rows and columns of the standard normal float32 matrix of `key`, (len(rows), len(columns)).
 
-    Both ranges have steps of 1. No number is larger than 6.8.
+    Both ranges must have a step of 1. Absolute values are at most 6.8.
     """
     first, second, third, fourth = _words(key, rows, columns, device)
     numbers = torch.empty(*first.shape, 4, device=device)
@@ -52,7 +52,7 @@ def normal(key: Key, rows: range, columns: range, device: torch.device | str) ->
 
 
 def uniform(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-    """Return float32 numbers (len(rows), len(columns)), uniform between 0 and 1, for arguments as those of `normal`."""
+    """Return rows and columns of the float32 matrix of `key` that is uniform between 0 and 1; see `normal`."""
     return _without_rest(_unit(torch.stack(_words(key, rows, columns, device), dim=-1)), columns)
 
 
@@ -64,20 +64,20 @@ def _words(key: Key, rows: range, columns: range, device: torch.device | str) ->
 
 
 def _without_rest(numbers: Tensor, columns: range) -> Tensor:
-    """Return the chosen columns of whole blocks, (rows, blocks, 4)."""
+    """Return the requested columns of whole blocks (rows, blocks, 4)."""
     first = columns.start % 4
     return numbers.flatten(1)[:, first : first + len(columns)]
 
 
 def _unit(word: Tensor) -> Tensor:
-    """Turn words into numbers between 2^-33 and 1."""
+    """Convert 32-bit words to numbers between 2^-33 and 1."""
     return word.float().add_(0.5).mul_(2.0**-32)
 
 
 def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
     """Write two independent normal numbers into `pair` (..., 2) for the words `first` and `second` (...)."""
     radius = _log(_unit(first)).mul_(-2.0).sqrt_()
-    # A direction within a quarter of a turn of the x axis, or its opposite.
+    # The angle is within pi/2 of the x axis; the sign of the radius gives the other half.
     radius = torch.where((second & 1).bool(), radius, -radius)
     angle = (second >> 1).float().mul_(2.0**-31).sub_(0.5).mul_(math.pi)
     square = angle * angle

@@ -147,7 +147,7 @@ def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chosen(GPU, {AVERAGE}) == chosen(GPU, {AVERAGE}, dim=128) == "triton"
     assert chosen(GPU) == "torch"  # which then does without cuDNN itself
-    assert unsupported("torch_wide", GPU, BF16, 64) == "does not give the same bits every time"
+    assert unsupported("torch_wide", GPU, BF16, 64) == "is not deterministic"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The attention backends, one module each, and what each of them can do. Imports neither the modules nor torch."""
+"""The attention backends, one module each, and their capabilities. Imports neither the modules nor torch."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ MEANINGS = {
     SCORES: "compute scores from whole rows",
     REFLECTIONS: "apply the reflections of all tokens between a key and a query",
 }
-"""What a positional encoding may need from attention."""
+"""Capabilities that a positional encoding may require, with their descriptions in messages."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend can do, the types it computes in and its widths of heads; None means all."""
+    """A backend's capabilities, dtypes and head dimensions; None means all."""
 
     can: frozenset[str]
     precisions: tuple[str, ...] | None = None
@@ -37,19 +37,19 @@ BACKENDS = {
     "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
 }
 ONLY_HALF = frozenset(name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",)))
-"""Backends that compute in 16 bits only."""
+"""Backends that support only 16-bit dtypes."""
 LIBRARIES = ("torch", "torch_wide", "flash_attn")
-"""The backends that are kernels of other libraries: if one is not exact, `auto` takes the next row of its table."""
+"""Backends with kernels of other libraries. If one is inexact, `auto` continues with the next row of its table."""
 
 
 def described(needs: Set[str]) -> str:
-    """Describe these needs in words, always in the same order."""
+    """Describe required capabilities in words, in a fixed order."""
     ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
     return " and ".join(MEANINGS.get(need, need) for need in ordered)
 
 
 def unsupported_heads(backend: str, head_dim: int) -> str | None:
-    """Return that the backend has no kernels for heads of this width, as the predicate of a sentence, or None."""
+    """Return why the backend does not support this head dimension, as the predicate of a sentence, or None."""
     widths = BACKENDS[backend].head_dims
     if widths is None or head_dim in widths:
         return None
@@ -58,6 +58,6 @@ def unsupported_heads(backend: str, head_dim: int) -> str | None:
 
 
 def lacks(backend: str, needs: Set[str]) -> str | None:
-    """Return which of `needs` the backend cannot do, as the predicate of a sentence, or None."""
+    """Return which of `needs` the backend lacks, as the predicate of a sentence, or None."""
     missing = set(needs) - BACKENDS[backend].can
     return f"cannot {described(missing)}" if missing else None

@@ -1,4 +1,4 @@
-"""Which attention backends can run where, and which one `auto` means."""
+"""Whether an attention backend can run on a device, and which one `auto` selects."""
 
 import functools
 import importlib
@@ -16,20 +16,20 @@ from megatron_tape.ops.backends.table import BLACKWELL, CPU, HOPPER, OTHER_GPU, 
 logger = logging.getLogger(__name__)
 
 REFLECTED_DIMS = (16, 32, 64, 128)
-"""Head widths for which flash-linear-attention 0.6.0 has kernels of PaTH."""
+"""Head dimensions of flash-linear-attention 0.6.0's kernels for PaTH."""
 FLASH_ATTN = {4: "flash_attn.cute.interface", 3: "flash_attn_interface", 2: "flash_attn"}
-"""The modules of flash-attn's versions; the packages are flash-attn-4, flash-attn-3 and flash-attn."""
+"""Modules of flash-attn by version; the packages are flash-attn-4, flash-attn-3 and flash-attn."""
 _PACKAGES = {"triton": "triton", "torch_wide": "torch", "flex": "triton", "fla": "fla.ops.forgetting_attn"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Choice(NamedTuple):
-    """A backend, and why it was chosen."""
+    """A selected backend with the reason."""
 
     backend: str
     reason: str
     slow: bool = False
-    """Whether kernels exist that should have been chosen."""
+    """Whether faster kernels exist but cannot run here."""
 
 
 def choose_backend(
@@ -43,12 +43,11 @@ def choose_backend(
     without: Set[str] = frozenset(),
     grouped: bool = False,
 ) -> Choice:
-    """Return the backend for `wanted` that can do all of `needs`, which the positional encoding requires.
+    """Return the backend for the setting `wanted` that has all the capabilities `needs` of the positional encoding.
 
-    `auto` is the first row of `table.TABLE` that fits and whose backend can run. `segments` (`ops.shifted`), `packed`
-    documents and `grouped` query heads decide which rows fit; `without` names backends that `auto` is not to be. A
-    backend that was named is never replaced by another: if it cannot run or do what is needed, this raises
-    `ConfigError`.
+    `auto` selects the first row of `table.TABLE` that fits and whose backend can run. `segments` (`ops.shifted`),
+    `packed` documents and `grouped` query heads decide which rows fit; `without` excludes backends from `auto`. A named
+    backend is never replaced by another. Raises ConfigError if it cannot run or lacks a capability.
     """
     if wanted != "auto":
         if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim, needs):
@@ -81,7 +80,7 @@ def choose_backend(
 
 
 def generation(device: torch.device) -> str:
-    """Return the generation of a device, as `table` names it."""
+    """Return the generation of a device, as named in `table`."""
     if device.type != "cuda":
         return CPU
     major, _ = torch.cuda.get_device_capability(device)
@@ -93,7 +92,7 @@ def unsupported(
 ) -> str | None:
     """Return why `backend` cannot run, as the predicate of a sentence, or None if it can.
 
-    What it cannot do of `needs` is said by `lacks`; here they only decide which of its kernels would run.
+    `needs` only decides which of its kernels would run; `lacks` checks capabilities.
     """
     if BACKENDS[backend].precisions is None:
         return None
@@ -109,7 +108,7 @@ def unsupported(
         if generation(device) not in (HOPPER, BLACKWELL):
             return "needs an NVIDIA GPU of compute capability 9.x or 10.x, for which cuDNN has such kernels"
         if torch.are_deterministic_algorithms_enabled():
-            return "does not give the same bits every time"
+            return "is not deterministic"
     dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]
     if dtype not in dtypes:
         names = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
@@ -132,27 +131,27 @@ def _flash_attn_version(major: int, amd: bool) -> int | None:
     runs = {4: major in (9, 10) and not amd, 3: major == 9 and not amd, 2: major >= 8}
     for version, module in FLASH_ATTN.items():
         if runs[version] and why_not_importable(module) is None:
-            # Version 4 alone leaves a package flash_attn without functions.
+            # With version 4 alone there is a package flash_attn without functions.
             if hasattr(importlib.import_module(module), "flash_attn_func"):
                 return version
     return None
 
 
 def takes_wide_value(device: torch.device, head_dim: int, grouped: bool) -> bool:
-    """Return whether flash-attn computes [v | z] in one call: version 4 does, for some heads and without groups."""
+    """Return whether flash-attn takes [v | z] in one call: version 4, for some head dimensions, without GQA."""
     if grouped or flash_attn_version(device) != 4:
         return False
     return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 
 def rotates_fused(x: torch.Tensor) -> bool:
-    """Return whether our kernel (`ops.kernels.triton_rotation`) rotates x: on a GPU where it runs, in up to 32 bits."""
+    """Return whether `ops.kernels.triton_rotation` can rotate x: on a GPU where it runs, for at most 32 bits."""
     return x.is_cuda and x.dtype.itemsize <= 4 and _rotation_runs(x.device, x.dtype)
 
 
 @functools.cache
 def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether our kernel compiles and runs on a GPU; log why not."""
+    """Return whether the rotation kernel compiles and runs on a GPU, and log a failure."""
     why = unsupported("triton", device, dtype, 64)
     if why is None:
         from megatron_tape.ops.kernels.triton_rotation import prepared
@@ -170,7 +169,7 @@ def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def why_not_importable(package: str) -> str | None:
-    """Return why a package cannot be used, as the predicate of a sentence, or None."""
+    """Return why a package cannot be imported, as the predicate of a sentence, or None."""
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         return "is not installed"
     try:
@@ -181,7 +180,7 @@ def why_not_importable(package: str) -> str | None:
 
 
 def triton_interprets() -> bool:
-    """Return whether Triton interprets kernels on the CPU, statement by statement."""
+    """Return whether Triton runs kernels in its interpreter on the CPU."""
     import triton
 
     return triton.knobs.runtime.interpret
@@ -189,6 +188,6 @@ def triton_interprets() -> bool:
 
 def why_not_interpreted(dtype: torch.dtype) -> str | None:
     """Return why Triton's interpreter cannot be used, as the predicate of a sentence, or None."""
-    # It truncates to bf16 and multiplies its bits.
+    # The interpreter truncates to bf16 and multiplies the raw bits.
     wrong = dtype is torch.bfloat16
     return "computes bfloat16 incorrectly in the interpreter; use fp32 there" if wrong else None

@@ -11,7 +11,7 @@ from megatron_tape.ops.householder import Reflections
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of the value, (S, B, H, D). Raises ValueError if there are fewer queries than keys."""
+    """Return the weighted average of the value, (S, B, H, D). Raises ValueError for fewer queries than keys."""
     q, k = x.rotated()
     S, B, H, D = q.shape
     if S != k.shape[0]:
@@ -21,7 +21,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         from fla.ops.path_attn import parallel_path_attn
 
         kernel, reflections = parallel_path_attn, [y.float() for y in x.rescore.w_and_beta()]
-        # That kernel divides the gates' sums by sqrt(D), too.
+        # This kernel also divides the sums of gates by sqrt(D).
         gates = None if gates is None else gates * D**0.5
     else:
         from fla.ops.forgetting_attn import parallel_forgetting_attn
@@ -33,7 +33,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.packing is None:
         (averaged,) = x.run(partial(_average, kernel), *tensors)
         return (averaged.transpose(0, 1),)
-    # The same tensor in all layers, by which fla knows that it has counted its blocks already.
+    # The same tensor object in all layers, so that fla reuses its cached block counts.
     lengths = x.packing.cached(("fla", S), lambda: x.packing.lengths(S)[1].long())
     kernel = partial(kernel, cu_seqlens=lengths)
     (averaged,) = x.run(partial(_average, kernel), *(y.flatten(0, 1)[None] for y in tensors))
@@ -41,6 +41,6 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def _average(kernel: Callable, *tensors: Tensor) -> tuple[Tensor]:
-    """Return the first result; that of reflections has a second one, keys for later queries."""
+    """Return the first result of the kernel; with reflections the second one is transformed keys for later queries."""
     found = kernel(*tensors)
     return (found[0] if isinstance(found, tuple) else found,)

@@ -1,8 +1,8 @@
-"""flash-attn, in the newest version that is installed and runs here: 4 (the package flash-attn-4), 3 or 2.
+"""flash-attn in the newest installed version that runs on the GPU: 4 (the package flash-attn-4), 3 or 2.
 
-Kernels of versions 2 and 3 require values to have the width of the keys, so they are called once for each value.
-Version 4 also takes [v | z]: on Hopper with tiles of our own, since those it chooses by the width of the keys do not
-fit into shared memory.
+Versions 2 and 3 require values as wide as the keys, so they are called once per value. Version 4 also takes [v | z]. On
+Hopper this needs the tile sizes below, since those that version 4 selects by the width of the keys do not fit into
+shared memory.
 """
 
 import functools
@@ -27,7 +27,7 @@ _BACKWARD = {
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D)."""
+    """Return the weighted average of each value, (S, B, H, D)."""
     (S, B, H, D), G = x.q_SBHD.shape, x.k_TBGD.shape[2]
     version = flash_attn_version(x.q_SBHD.device)
     functions = importlib.import_module(FLASH_ATTN[version])
@@ -47,7 +47,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             kernel = functools.partial(kernel, **dict(zip(names, lengths)))
         found = (kernel(q, k, value, **settings) for value in values)
-        # Version 4, and early versions of 3, also return the logarithms of the sums.
+        # Version 4 and early releases of version 3 also return the log-sum-exp.
         return tuple(average[0] if isinstance(average, tuple) else average for average in found)
 
     if lengths:
@@ -59,7 +59,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def _choose_tiles(functions: Any) -> None:
-    """Let version 4 take our tiles for [v | z] on Hopper; it has no argument for those of the backward pass."""
+    """Override version 4's tile sizes for [v | z] on Hopper; it has no argument for those of the backward pass."""
     if isinstance(functions._tile_size_fwd_sm90, _Tiles):
         return
     forward, backward = functions._tile_size_fwd_sm90, functions._tile_size_bwd_sm90
@@ -70,7 +70,7 @@ def _choose_tiles(functions: Any) -> None:
 
 
 class _Tiles:
-    """A function of version 4 that returns a configuration, with some replaced by their widths of keys and values."""
+    """Wraps a function of version 4 that returns a configuration, overriding it for some (key, value) widths."""
 
     def __init__(self, ours: dict[tuple[int, int], object], theirs: Callable[..., object]):
         self._ours, self._theirs = ours, theirs

@@ -1,6 +1,6 @@
-"""torch's FlexAttention: a kernel that is compiled for what is added to the scores, without S x S numbers.
+"""torch's FlexAttention: a kernel compiled for the bias of the scores, without S x S matrices.
 
-On a CPU it is not compiled, holds all scores, and serves only tests.
+On a CPU it is not compiled, materializes all scores, and serves only tests.
 Axes: B batch, S queries, T keys (the last S of them are the queries' own tokens), H query heads, D head dimension.
 """
 
@@ -13,19 +13,19 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from megatron_tape.ops.attention_inputs import AttentionInputs
 
 BLOCK = 128
-"""Queries and keys of a block of the mask."""
+"""Queries and keys per block of the mask."""
 RECOMPILATIONS = 1 << 16
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of the value, (S, B, H, D)."""
+    """Return the weighted average of the value, (S, B, H, D)."""
     q, k = x.rotated()
     S, T = q.shape[0], k.shape[0]
     if x.packing is None:
         mask = _causal_mask(S, T, q.device)
     else:
         mask = x.packing.cached(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
-    # Every length is compiled for itself, which takes seconds; of the shortest, all scores take little.
+    # Each length is compiled separately, which takes seconds; for short ones, all scores take little memory.
     function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
 
     def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
@@ -47,7 +47,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 def _compiled():
     import torch._dynamo
 
-    # Beyond these limits torch would run the plain function, which holds all scores.
+    # Beyond these limits torch would run the uncompiled function, which materializes all scores.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, RECOMPILATIONS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, RECOMPILATIONS)
@@ -60,15 +60,14 @@ def _causal_mask(S: int, T: int, device: torch.device) -> BlockMask:
 
 
 def block_mask(S: int, T: int, starts_BT: Tensor | None, device: torch.device) -> BlockMask:
-    """Return which keys the last S of T tokens see: none before the start of their document, and none after them.
+    """Return the causal block mask of the last S of T tokens, restricted to each query's document.
 
-    Without `starts_BT`, there are no documents, and all sequences share the mask.
-
-    It is found from the first and the last token of each block, so no S x T numbers are formed.
+    `starts_BT` are the starts of the tokens' documents; None stands for one document, and all sequences share the mask.
+    Blocks are classified by their first and last tokens, without S x T matrices.
     """
     first, keys = (torch.arange(0, length, BLOCK, device=device) for length in (S, T))
     last = (first + BLOCK - 1).clamp(max=S - 1)
-    # Starts do not decrease, so the first query of a block sees farthest back.
+    # Starts do not decrease, so the first query of a block attends to the earliest keys.
     starts = torch.zeros(1, T, dtype=torch.int32, device=device) if starts_BT is None else starts_BT
     earliest, latest = (starts[:, None, T - S + x, None] for x in (first, last))
     ends = keys + BLOCK - 1

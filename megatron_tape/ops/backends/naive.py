@@ -1,4 +1,4 @@
-"""Attention with explicit scores, S x T for each head: for comparison."""
+"""Reference attention, which materializes the S x T scores of each head."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from megatron_tape.ops.packing import causal_mask
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D)."""
-    # Kernels are compared with this, so that no kernel takes part.
+    """Return the weighted average of each value, (S, B, H, D)."""
+    # Kernels are compared with this backend, so it uses none.
     q, k = x.rotated(fused=False)
     k_BGTD = k.permute(1, 2, 0, 3)
     S, T, D = q.shape[0], k.shape[0], q.shape[3]

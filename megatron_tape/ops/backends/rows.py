@@ -1,6 +1,6 @@
-"""Attention in blocks of whole rows of scores, for encodings that derive scores from them.
+"""Attention in blocks of whole rows of scores, for encodings that need them.
 
-A block is computed again in the backward pass, so no S x T numbers are kept. The plain form is `naive.py`.
+Blocks are recomputed in the backward pass, so no S x T matrix is saved. The reference is `naive.py`.
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, R
 query heads of a group, r the queries of a block, t the tokens up to the last of them, D head dimension, E width of all
 values together.
@@ -19,9 +19,9 @@ from megatron_tape.ops.rescore import Rescore
 
 
 def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D), from blocks of `rows` queries.
+    """Return the weighted average of each value, (S, B, H, D), computed in blocks of `rows` queries.
 
-    bf16 and fp16 are computed in fp32.
+    bf16 and fp16 inputs are computed in fp32.
     """
     q, k = x.rotated()
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -42,14 +42,14 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
 
 
 class _Scoring:
-    """The scores of a block of queries, given the tensors of a rescore, `count` of them, and of a bias."""
+    """Computes the scores of a block of queries from the `count` tensors of a rescore and those of a bias."""
 
     def __init__(self, rescore: Rescore, bias: Bias | None, count: int, starts_BT: Tensor | None):
         self.takes_scores = rescore.takes_scores
         self._rescore, self._bias, self._count, self._starts = rescore, bias, count, starts_BT
 
     def seen(self, tokens: slice, device: torch.device) -> Tensor:
-        """Return which keys each query of `tokens` sees, (B or 1, 1, r, t)."""
+        """Return the mask of the keys that each query of `tokens` attends to, (B or 1, 1, r, t)."""
         keys = torch.arange(tokens.stop, device=device)
         seen = (keys <= keys[tokens, None])[None, None]
         if self._starts is not None:
@@ -65,12 +65,12 @@ class _Scoring:
 
 
 class _AttentionByRows(torch.autograd.Function):
-    """Attention whose scores are differentiated by autograd, a block at a time, and everything else by hand."""
+    """Attention that differentiates blocks of scores by autograd and everything else manually."""
 
     @staticmethod
     def forward(ctx, scoring: _Scoring, rows: int, dtype: torch.dtype, q, k, v, *tensors):
         (B, H, S, D), T, E = q.shape, k.shape[2], v.shape[-1]
-        # The sequence axis comes first in memory, as the next projection expects; otherwise it would keep a copy.
+        # The sequence axis comes first in memory, as the next projection expects; otherwise it would make a copy.
         outputs = [q.new_empty(S, B, H, D, dtype=dtype).permute(1, 2, 0, 3) for _ in range(E // D)]
         for block, tokens in _blocks(S, T, rows):
             seen, queries, keys = scoring.seen(tokens, q.device), q[:, :, block], k[:, :, : tokens.stop]
@@ -102,7 +102,7 @@ class _AttentionByRows(torch.autograd.Function):
                 dv[:, :, : tokens.stop] += _transposed_times(p, d, v.shape[1])
             if not scores.requires_grad:
                 continue
-            # From the rows themselves: with rounded averages, the gradients of a row would not add up to zero.
+            # Computed from p itself: with rounded outputs, the gradients of a row would not sum to zero.
             dscores = torch.ops.aten._softmax_backward_data(_times(d, values.mT), p, -1, p.dtype)
             found = _gradients(scores, (queries, keys, *leaves), dscores)
             for total, part in zip((dq[:, :, block], dk[:, :, : tokens.stop], *dtensors), found):
@@ -112,14 +112,14 @@ class _AttentionByRows(torch.autograd.Function):
 
 
 def _gradients(scores: Tensor, sources: tuple[Tensor, ...], dscores: Tensor) -> list[Tensor | None]:
-    """Return the gradient of each source, and None for those that need none or are not read."""
+    """Return the gradient of each source, None for those that need no gradient or are unused."""
     needed = [x for x in sources if x.requires_grad]
     found = iter(torch.autograd.grad(scores, needed, dscores.to(scores.dtype), allow_unused=True))
     return [next(found) if x.requires_grad else None for x in sources]
 
 
 def _blocks(S: int, T: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries of each block, and their tokens."""
+    """Yield the slices of queries and of tokens of each block."""
     for first in range(0, S, rows):
         last = min(first + rows, S)
         yield slice(first, last), slice(T - S + first, T - S + last)
@@ -131,7 +131,7 @@ def _products(q_BHrD: Tensor, k_BGtD: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Return the softmax of the scores that are seen, and zero for the others."""
+    """Return the softmax of the visible scores, zero for the others."""
     hidden = torch.zeros_like(seen, dtype=scores.dtype).masked_fill_(~seen, float("-inf"))
     return (scores + hidden).softmax(-1)
 

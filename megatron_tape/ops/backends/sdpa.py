@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention (SDPA), called once for each value: on most devices its fast kernels require
-values to have the width of the keys (`sdpa_wide` is for the others).
+"""torch's scaled_dot_product_attention (SDPA), called once per value.
 
-Two calls compute 14 products of S x S x D numbers, forward and backward, where RoPE has 7 and one pass over [v | z] 10.
+On most devices its fast kernels require values as wide as the keys; `sdpa_wide` is for the others. Forward and
+backward, two calls compute 14 matrix products of S x S x D, one pass over [v | z] computes 10, and RoPE 7.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -20,21 +20,21 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D)."""
+    """Return the weighted average of each value, (S, B, H, D)."""
     return attend_to(x, *x.rotated(), *x.values())
 
 
 def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return the averages of `values`, each D wide or together [v | z], for rotated queries and keys."""
+    """Return the averages of `values`, each of width D or one [v | z], for rotated queries and keys."""
     mask = _mask(x)
     heads_per_group = q.shape[2] // k.shape[2]
     if mask is not None and heads_per_group > 1:
-        # SDPA's kernels that take a mask do not support groups; its fallback would hold all S x S scores.
+        # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S scores.
         k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
     values = [value.permute(1, 2, 0, 3) for value in values]
     with _without_cudnn(q, mask):
-        # No fast kernel computes the gradient of a mask, so that it is none of the tensors that may need one.
+        # A mask is bound, not passed as a tensor that may need a gradient, which no fast kernel computes.
         averages = (
             x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
         )
@@ -42,7 +42,7 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
 
 
 def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Return o and u for the average [o | u] (S, B, H, 2 * width) of [v | z], or an average of this width itself."""
+    """Split the average [o | u] (S, B, H, 2 * width) of [v | z] into o and u; return one of this width unchanged."""
     if average.shape[-1] == width:
         return (average,)
     if rotates_fused(average):
@@ -53,7 +53,7 @@ def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
-    """With a mask, cuDNN's gradient of queries can be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
+    """Disable cuDNN for masks: its query gradient can be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
     return nullcontext() if mask is None or not q.is_cuda else sdpa_kernel(_WITHOUT_CUDNN)
 
 
@@ -74,7 +74,7 @@ def _averages(mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTE:
 def needs_mask(x: AttentionInputs) -> bool:
     """Return whether SDPA needs an explicit mask.
 
-    A single query sees all keys; with as many queries as keys, SDPA applies the causal mask itself.
+    A single query attends to all keys; with equally many queries and keys, SDPA applies the causal mask itself.
     """
     return x.bias is not None or x.packing is not None or x.q_SBHD.shape[0] not in (1, x.k_TBGD.shape[0])
 
@@ -88,7 +88,7 @@ def _mask(x: AttentionInputs) -> Tensor | None:
 
 
 def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
-    """Return the bias with what small tiles leave out: without it, numbers near a query are too large to round."""
+    """Return the bias including the constants that small tiles omit, without which it is too large to round to bf16."""
     tile = bias.of(rows, slice(0, keys))
     if bias.left_out is None or rows.stop - rows.start > NEAR:
         return tile

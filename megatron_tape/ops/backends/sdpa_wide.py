@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention, called once with the value [v | z], by cuDNN's kernels alone.
+"""torch's scaled_dot_product_attention, called once with the value [v | z] and restricted to cuDNN's kernels.
 
-cuDNN's kernels for Hopper and Blackwell take values of up to 128 with narrower keys, forward and backward. torch's
-other kernels do not, or keep all S x S scores, so torch raises where cuDNN has no kernel.
+On Hopper and Blackwell, cuDNN supports values of up to 128 with narrower keys, forward and backward. torch's other
+kernels do not, or save all S x S scores; torch therefore raises if cuDNN has no kernel.
 """
 
 from torch import Tensor
@@ -12,10 +12,10 @@ from megatron_tape.ops.backends import sdpa
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D)."""
+    """Return the weighted average of each value, (S, B, H, D)."""
     if sdpa.needs_mask(x) or len(x.q_SBHD) == 1:
-        # cuDNN has no kernel for a single key, and none of those for masks is used (see `sdpa`). For a single query,
-        # putting the cached values and states together would take longer than attention.
+        # cuDNN has no kernel for a single key, and its kernels for masks are not used (see `sdpa`). For a single query,
+        # concatenating the cached values and states would take longer than attention.
         return sdpa.attend(x)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return sdpa.attend_to(x, *x.with_one_value())

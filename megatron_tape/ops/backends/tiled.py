@@ -1,9 +1,8 @@
-"""Causal attention that averages several values with one map, in plain torch, a tile of scores at a time.
+"""Causal attention that averages several values with the same weights, in plain torch, one tile of scores at a time.
 
-torch's SDPA requires values to have the width of the keys, so it runs once for each value. Here the values are
-concatenated, and the tiles are small enough for a processor's cache. On CPUs this is faster than two calls of SDPA, and
-neither packs of documents nor a bias need S x S numbers. It is flash attention (Dao, 2023) without a kernel; the plain
-form is `naive.py`.
+torch's SDPA requires values as wide as the keys, so it runs once per value. Here the values are concatenated, and tiles
+fit into a processor's cache. On CPUs this is faster than two calls of SDPA, and neither packed documents nor a bias
+need S x S matrices. It is flash attention (Dao, 2023) without a kernel; the reference is `naive.py`.
 Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them are the queries' own
 tokens), D head dimension.
 """
@@ -23,11 +22,11 @@ from megatron_tape.ops.bias import Bias
 QUERIES, KEYS = 128, 256
 """Rows and columns of a tile."""
 LOG2_E = 1 / math.log(2)
-"""Scores are multiplied by it, since exp2 takes CPUs a third of the time of exp, and exp(x) = exp2(x LOG2_E)."""
+"""Factor of scores: exp(x) = exp2(x LOG2_E), and exp2 takes a third of the time of exp on CPUs."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D). bf16 and fp16 inputs are computed in fp32."""
+    """Return the weighted average of each value, (S, B, H, D). bf16 and fp16 inputs are computed in fp32."""
     if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
     q, k = x.rotated()
@@ -43,9 +42,9 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 class _Tiles:
-    """The tiles in which some query sees some key, and which scores in them are hidden.
+    """The tiles with at least one visible pair of query and key, and the masks inside them.
 
-    `first` holds, for each query, the first key that it or a later query sees in any sequence of the batch.
+    `first` holds, for each query, the first key that it or a later query may attend to in any sequence of the batch.
     """
 
     def __init__(self, B: int, S: int, T: int, R: int, starts: Tensor | None, first: list[int], device: torch.device):
@@ -62,7 +61,7 @@ class _Tiles:
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
-        """Yield each block of queries, with the blocks of keys that it sees."""
+        """Yield each block of queries with the blocks of keys that it attends to."""
         for a in range(0, self.S, QUERIES):
             b = min(a + QUERIES, self.S)
             low, high = self.first[a] // KEYS * KEYS, b + self.offset
@@ -75,9 +74,9 @@ class _Tiles:
         return scores
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
-        """Overwrite the scores (B*G, R*rows, columns) of keys that the query does not see."""
+        """Overwrite the masked scores of (B*G, R*rows, columns) by `value`."""
         if self.starts is None:
-            # The block's first query sees all keys before the next one, and so do the others.
+            # All queries of the block attend to every key up to the first query's own token.
             first = max(columns.start, rows.start + self.offset + 1)
             if first >= columns.stop:
                 return
@@ -101,7 +100,7 @@ class _TiledAttention(torch.autograd.Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         tiles = _Tiles(B, S, k.shape[2], R, starts, first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
-        # The sequence axis comes first in memory, as the next projection expects; otherwise it would keep a copy.
+        # The sequence axis comes first in memory, as the next projection expects; otherwise it would make a copy.
         laid_out = [torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
         outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
@@ -115,7 +114,7 @@ class _TiledAttention(torch.autograd.Function):
                     tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns, *of_bias))
                 tiles.hide(scores, rows, columns, float("-inf"))
                 now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-                # A row that has seen nothing yet has no largest score to subtract.
+                # A row without any visible key so far has no largest score to subtract.
                 shift = now.masked_fill(now == float("-inf"), 0.0)
                 p, shrink = _exp2(scores.sub_(shift)), largest.sub_(shift).exp2_()
                 tiles.hide(p, rows, columns, 0.0)
@@ -172,15 +171,15 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """Return exp2(x), in place, but not less than exp2(-90), which vanishes beside the largest weight of a row, 1.
+    """Return exp2(x), in place, clamped to at least exp2(-90), which is negligible: the largest weight of a row is 1.
 
-    CPUs take several times as long for results that are smaller than normal numbers.
+    CPUs take several times as long for denormal results.
     """
     return x.clamp_(min=-90.0).exp2_()
 
 
 class _BiasGradient:
-    """Recomputes the tiles of a bias in the backward pass, and accumulates the gradients of the bias's tensors."""
+    """Recomputes the tiles of a bias in the backward pass and accumulates the gradients of its tensors."""
 
     def __init__(self, bias: Bias, tensors: list[Tensor], needed: tuple[bool, ...]):
         self._bias = bias
@@ -195,14 +194,14 @@ class _BiasGradient:
         return self._tile.detach()
 
     def add(self, ds_BHrc: Tensor) -> None:
-        """Add the gradient of the scores of the tile that was computed last."""
+        """Accumulate the gradient of the scores of the last tile."""
         if self._learned and self._tile.requires_grad:
             self._add(self._tile, ds_BHrc.sum_to_size(self._tile.shape))
             if self._bias.left_out is not None:
                 self._left = self._left + ds_BHrc.sum(-1)
 
     def end(self, rows: slice) -> None:
-        """Add what the gradients of a block of queries leave for the numbers that its tiles leave out."""
+        """Accumulate the gradient of the per-query constants that the tiles of a block of queries omit."""
         if isinstance(self._left, Tensor):
             with torch.enable_grad():
                 numbers = self._bias.left_out(rows, *self._leaves)

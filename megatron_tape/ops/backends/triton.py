@@ -1,4 +1,4 @@
-"""Our kernels for GPUs: all values in one pass, with rotation in a kernel of its own."""
+"""The project's Triton kernels: all values in one pass; a separate kernel rotates queries and keys."""
 
 from functools import partial
 
@@ -8,11 +8,11 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D)."""
+    """Return the weighted average of each value, (S, B, H, D)."""
     from megatron_tape.ops.kernels.triton_attention import attention
 
     bounds = None if x.packing is None else x.packing.bounds_2BT
     kernel = partial(attention, average_state=x.average_state, bounds_2BT=bounds, rotate=x.rotate)
-    # As large as it gets in there, so that it is known again.
+    # Expanded here, so that activation checkpointing recognizes the saved tensor as this input.
     z = None if x.z_TBGD is None else x.z_TBGD.expand(*x.k_TBGD.shape)
     return x.run(kernel, x.q_SBHD, x.k_TBGD, x.v_TBGD, z)

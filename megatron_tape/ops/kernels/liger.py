@@ -1,9 +1,8 @@
 """Liger's kernels of the vocabulary-parallel cross-entropy (Hsu et al., 2024), for one chunk of the loss.
 
-They read the logits in their own precision, compute in float32, and leave sums over ranks to the caller. Imports the
-package liger-kernel.
+They read logits in the given dtype, compute in float32, and leave sums over ranks to the caller. Imports liger-kernel.
 
-Axes: n tokens of a chunk, V this rank's part of the vocabulary.
+Axes: n tokens of a chunk, V this rank's shard of the vocabulary.
 """
 
 import torch
@@ -15,14 +14,14 @@ from liger_kernel.ops.vocab_parallel_cross_entropy import (
 from torch import Tensor
 
 BLOCK = 32768
-"""Logits that a program reads at once, at most; with 32 warps, as in Liger's own calls."""
+"""Maximum number of logits that a program reads at once, with 32 warps, as in Liger's own calls."""
 NOTHING_IGNORED = -1
 
 
 def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,), all in float32.
 
-    `labels_n` number the whole vocabulary, of which this part begins with `first`; labels elsewhere give 0.
+    `labels_n` are indices into the whole vocabulary; this shard starts at `first`. Labels of other shards give 0.
     """
     (n, V), kind = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
     found, sums, of_label = torch.empty(n, V, **kind), torch.empty(n, **kind), torch.empty(n, **kind)
@@ -35,7 +34,7 @@ def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: 
 
 
 def to_gradients(exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int) -> Tensor:
-    """Turn exponentials into the gradient of the logits, in place, given their sums over the whole vocabulary."""
+    """Convert exponentials to the gradient of the logits in place, given their sums over the whole vocabulary."""
     n, V = exponentials_nV.shape
     with torch.cuda.device_of(exponentials_nV):
         liger_vocab_parallel_ce_backward_kernel[(n,)](

@@ -1,7 +1,7 @@
-"""SwiGLU, silu(gate) * up, as Triton kernels that read and write everything once.
+"""SwiGLU, silu(gate) * up, as Triton kernels that read and write every element once.
 
-Liger's kernels (Hsu et al., 2024) compute the same, but need gate and up as tensors of their own: the halves of one
-projection would be copied first. The plain form is in `ops/swiglu.py`. Axes: N tokens, F width of the MLP.
+Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, so the halves of one projection
+would have to be copied. The reference is in `ops/swiglu.py`. Axes: N tokens, F width of the MLP.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Columns of one program."""
+"""Columns per program."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
 
 
 def forward(both: Tensor) -> Tensor:
-    """Return silu(gate) * up, (..., F), for contiguous gate and up side by side, (..., 2F)."""
+    """Return silu(gate) * up (..., F) for a contiguous [gate | up] (..., 2F)."""
     F = both.shape[-1] // 2
     y = torch.empty(*both.shape[:-1], F, dtype=both.dtype, device=both.device)
     if y.numel():
@@ -47,7 +47,7 @@ def forward(both: Tensor) -> Tensor:
 
 
 def backward(both: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of gate and up, (..., 2F), given the contiguous one of the result, (..., F)."""
+    """Return the gradient of [gate | up] (..., 2F) for a contiguous gradient of the result (..., F)."""
     F = dy.shape[-1]
     d_both = torch.empty_like(both)
     if dy.numel():
