@@ -23,7 +23,7 @@ for model in tape rope; do
   run "${torchrun[@]}" pretrain.train --config pretrain/recipes/${model}_demo.yaml --logging.directory $D/$model $steps
 done
 [ -e $D/tape-hf ] || run python tools/convert_checkpoint.py to-hf --checkpoint $D/tape --output $D/tape-hf
-run python tools/generate.py --model $D/tape-hf --prompt "def main(" --trust-remote-code
+run python tools/generate.py --model $D/tape-hf --prompt "def main("
 
 for model in tape rope; do
   run "${torchrun[@]}" pretrain.extend_context --config pretrain/recipes/extend/tiny_$model.yaml \

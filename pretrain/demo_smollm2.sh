@@ -58,7 +58,7 @@ for method in tape lora; do
   [ -e $D/$method-hf ] || run python tools/convert_checkpoint.py to-hf --checkpoint $D/$method --output $D/$method-hf
 done
 for name in $model $D/tape-hf $D/lora-hf; do
-  run python tools/generate.py --model $name --prompt "A list in Python is" --trust-remote-code
+  run python tools/generate.py --model $name --prompt "A list in Python is"
 done
 for name in $model $D/tape $D/lora; do
   run "${torchrun[@]}" pretrain.evaluate $tasks --config pretrain/recipes/evaluate/smollm2.yaml --model $name \

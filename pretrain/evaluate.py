@@ -22,22 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.kept_tokenizer import saved_tokenizer
 from megatron_tape.config.parse import read_settings, settings_parser
 from megatron_tape.config.sections import build
-from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
+from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, UserError, refuse
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS
 from megatron_tape.home import provide_caches
-from megatron_tape.huggingface.tokenizer_files import export_problem
 from megatron_tape.io.files import remove
 from megatron_tape.parallel.launcher import check_launcher_environment
 from megatron_tape.text import duration
 
 if TYPE_CHECKING:
-    from megatron_tape.data.tokenizer import Tokenizer
     from megatron_tape.evaluation.ranks import Ranks
     from megatron_tape.evaluation.runner import Planned
     from megatron_tape.evaluation.transformers_model import HFModel
@@ -78,10 +75,7 @@ def _main(argv: list[str] | None) -> int:
         provide_caches()
         source = find_model(options.model, options.label, options.average)
         output = Path(options.output) if options.output else source.default_output
-        foreign = source.runs_own_code and not options.trust_remote_code
-        refuse(
-            foreign, "--model", f"{options.model} includes Python code to run", "read it, and pass --trust-remote-code"
-        )
+        source.check_code(options.trust_remote_code)
         for task in tasks:
             check_task(task, source)
         existing = next(path for path in (output, *output.absolute().parents) if path.exists())
@@ -169,23 +163,12 @@ def check_task(task: Task, source: Source) -> None:
     )
     needed = task.needs_tokenizer and not source.info.has_tokenizer
     refuse(needed, task.name, f"needs a tokenizer, and {source.path} has none", fix)
-    if task.needs_tokenizer and task.generates and (problem := _tokenizer_problem(source)):
+    if task.needs_tokenizer and task.generates and (problem := source.tokenizer_problem()):
         fix = "choose tasks that only score text, such as perplexity"
         refuse(True, task.name, f"needs a tokenizer of transformers, but that of {source.path} {problem}", fix)
     check_trained_on(task.name, source)
     if os.environ.get("RANK", "0") == "0":
         task.check(source.info)
-
-
-def _reader(source: Source) -> Tokenizer | None:
-    """Return the tokenizer that a checkpoint was trained with, if it keeps one."""
-    return saved_tokenizer(source.path) if source.checkpoint else None
-
-
-def _tokenizer_problem(source: Source) -> str | None:
-    """Return why transformers cannot have the tokenizer of a checkpoint, as a clause, or None."""
-    reader = _reader(source)
-    return None if reader is None else export_problem(reader, source.info.trained_length or 0)
 
 
 def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, output: Path) -> None:
@@ -254,7 +237,7 @@ def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> 
         return
     own = ranks.first(lambda: Path(tempfile.mkdtemp(prefix=".exported-", dir=output)))
     try:
-        ranks.first(lambda: _export(source, own / "model", dtype))
+        ranks.first(lambda: source.export(own / "model", dtype))
         yield own / "model"
     finally:
         if ranks.rank == 0:
@@ -264,21 +247,8 @@ def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> 
 def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
     from megatron_tape.evaluation.transformers_model import load_model
 
-    # What brings code was refused without --trust-remote-code.
-    trusted = source.checkpoint or source.runs_own_code or "auto_map" in source.info.config
     with ranks.alone():
-        return load_model(source.info, directory, dtype, device, trusted, _reader(source))
-
-
-def _export(source: Source, directory: Path, dtype: str) -> None:
-    from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
-
-    try:
-        # Tasks that need transformers' tokenizer were refused if it cannot be made; the others have our own.
-        tokenizer = None if source.info.has_tokenizer and not _tokenizer_problem(source) else NO_TOKENIZER
-        export(source.path, directory, dtype, tokenizer=tokenizer, average=source.average)
-    except (ValueError, OSError) as error:
-        raise ConfigError("--model", f"{source.given} cannot be evaluated: {error}") from None
+        return load_model(source.info, directory, dtype, device, source.trusts_code, source.saved_tokenizer())
 
 
 if __name__ == "__main__":

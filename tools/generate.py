@@ -1,41 +1,56 @@
-"""Continue a text with an exported model, as transformers loads it.
+"""Continue a text with a model: a run, a checkpoint, or an exported model.
 
-    python tools/generate.py --model exported/tape_demo --prompt "def main(" --trust-remote-code
+    python tools/generate.py --model runs/demo/tape --prompt "def main("
 
 The prompt and its continuation, and nothing else, go to stdout.
 """
 
 import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
-from megatron_tape.huggingface.imports.config_json import read_settings
+from megatron_tape.evaluation.model_source import Source, find_model
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 
 
 def main() -> None:
     """Parse the command line, generate and print."""
     arguments = parser().parse_args()
-    directory = Path(arguments.model)
-    if not (directory / "config.json").is_file():
-        raise FileError(str(directory), "is not a directory with a config.json", "give one that to-hf has written")
-    settings = read_settings(directory / "config.json")
-    if "auto_map" in settings and not arguments.trust_remote_code:
-        raise FileError(arguments.model, "includes Python code to run", "read it, and pass --trust-remote-code")
+    source = find_model(arguments.model, average=arguments.average)
+    source.check_code(arguments.trust_remote_code)
     if arguments.max_new_tokens < 1 or not arguments.temperature >= 0:
         raise UserError("--max-new-tokens", "must be at least 1, and --temperature must not be negative")
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise FileError(str(directory), "does not contain a tokenizer", "export it again with --tokenizer")
+    if not source.info.has_tokenizer:
+        fix = "export it with one: tools/convert_checkpoint.py to-hf --tokenizer T"
+        raise FileError(arguments.model, "does not contain a tokenizer", fix)
+    if problem := source.tokenizer_problem():
+        raise FileError(arguments.model, f"needs a tokenizer that transformers can read, but its own {problem}")
     if not 0 <= arguments.seed < 2**32:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 below 2**32")
     if not arguments.prompt:
         raise UserError("--prompt", "is empty", "give some text to continue")
-    print(arguments.prompt + continuation(arguments, settings.get("max_position_embeddings")))
+    with _in_transformers_format(source) as directory:
+        print(arguments.prompt + continuation(arguments, source, directory))
 
 
-def continuation(arguments: argparse.Namespace, context: int | None) -> str:
-    """Return the text that the model, trained on `context` tokens at once, adds to the prompt."""
+@contextlib.contextmanager
+def _in_transformers_format(source: Source) -> Iterator[Path]:
+    """Yield the model's directory; a checkpoint is exported to a temporary one."""
+    if not source.checkpoint:
+        yield source.path
+        return
+    with tempfile.TemporaryDirectory(prefix="exported-") as directory:
+        source.export(Path(directory, "model"), "fp32")
+        yield Path(directory, "model")
+
+
+def continuation(arguments: argparse.Namespace, source: Source, directory: Path) -> str:
+    """Return the text that the model in `directory` adds to the prompt."""
+    context = source.info.trained_length
     try:
         import transformers
     except ImportError:
@@ -43,7 +58,7 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
 
     def load(read):
         try:
-            return read(arguments.model, trust_remote_code=arguments.trust_remote_code)
+            return read(str(directory), trust_remote_code=source.trusts_code)
         except Exception as error:  # any error of the libraries below, often with many lines
             reason = str(error).strip().split("\n")[0]
             raise FileError(arguments.model, f"cannot be loaded: {reason or type(error).__name__}") from None
@@ -78,7 +93,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    add("--model", required=True, metavar="DIR", help="a Hugging Face model with its tokenizer")
+    add(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="a run, a checkpoint, or an exported model with its tokenizer",
+    )
+    add("--average", action="store_true", help="use the averaged weights of a run with train.average")
     add("--prompt", type=str, required=True, metavar="TEXT", help="what to continue")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many tokens (default: %(default)s)")
     add(
@@ -88,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
         help="0 always takes the likeliest token; above 0, tokens are sampled (default: 0)",
     )
     add("--seed", type=int, default=1234, help="of sampling (default: %(default)s)")
-    add("--trust-remote-code", action="store_true", help="run the Python files in DIR, as TAPE models need")
+    add("--trust-remote-code", action="store_true", help="run Python files in MODEL that are not this project's")
     return result
 
 

@@ -1,4 +1,4 @@
-"""The model that a user wants to have evaluated: found and described without torch."""
+"""The model that a user names with --model, found and described without torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.index import check_average, read_index
-from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER
+from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, saved_tokenizer
 from megatron_tape.checkpoint.locate import find_checkpoint, model_digest
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.config.sections import as_dict
-from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
+from megatron_tape.huggingface.tokenizer_files import export_problem
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_record
 from megatron_tape.model.names import AVERAGE
@@ -67,13 +68,43 @@ class Source:
             if file.is_file() and (file.name in names or file.suffix in (".safetensors", ".py"))
         )
 
+    def saved_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer that a checkpoint was trained with, if it keeps one."""
+        return saved_tokenizer(self.path) if self.checkpoint else None
+
+    def tokenizer_problem(self) -> str | None:
+        """Return why the tokenizer of a checkpoint cannot be exported, as a clause, or None."""
+        tokenizer = self.saved_tokenizer()
+        return None if tokenizer is None else export_problem(tokenizer, self.info.trained_length or 0)
+
+    @property
+    def trusts_code(self) -> bool:
+        """Whether transformers has to run Python files of this model, once foreign ones have been accepted."""
+        return self.checkpoint or self.runs_own_code or "auto_map" in self.info.config
+
+    def check_code(self, trust_remote_code: bool) -> None:
+        """Raise ConfigError for Python files that are not this project's, unless the user trusts them."""
+        foreign = self.runs_own_code and not trust_remote_code
+        problem = f"{self.given} includes Python code to run"
+        refuse(foreign, "--model", problem, "read it, and pass --trust-remote-code")
+
+    def export(self, directory: Path, dtype: str) -> None:
+        """Export a checkpoint to a directory, with its tokenizer if there is one. Raises ConfigError."""
+        from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
+
+        try:
+            tokenizer = None if self.info.has_tokenizer and not self.tokenizer_problem() else NO_TOKENIZER
+            export(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
+        except (ValueError, OSError) as error:
+            raise ConfigError("--model", f"{self.given} cannot be exported: {error}") from None
+
 
 def find_model(given: str, label: str | None = None, average: bool = False) -> Source:
     """Return the model that `given` names: a run, its checkpoints, one step, or a directory in transformers' format.
 
     With `average` it has the averaged weights of the run.
 
-    Only sizes of a checkpoint's files are compared. Raises ConfigError for what cannot be evaluated.
+    Only sizes of a checkpoint's files are compared. Raises ConfigError for a model that cannot be used.
     """
     path = Path(given)
     formats = "give a run, a checkpoint, or a directory in the format of transformers"
@@ -88,7 +119,7 @@ def find_model(given: str, label: str | None = None, average: bool = False) -> S
         in_transformers_format = (path / "config.json").is_file() and not (path / MANIFEST).exists()
         found = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label, average)
     except (ValueError, OSError) as error:
-        raise ConfigError("--model", f"{given} cannot be evaluated: {error}") from None
+        raise ConfigError("--model", f"{given} cannot be used: {error}") from None
     refuse(average and not found.checkpoint, "--average", "is for runs and their checkpoints", "leave it out")
     return replace(found, given=given)
 

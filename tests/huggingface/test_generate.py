@@ -35,9 +35,9 @@ def test_the_likeliest_tokens_follow_the_prompt(exports, generate):
     ids = tokenizer("import heapq", return_tensors="pt")["input_ids"]
     expected = made.loaded.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
     arguments = ["--model", made.directory, "--prompt", "import heapq", "--max-new-tokens", "9"]
-    code, out, _ = generate(*arguments, "--trust-remote-code")
+    code, out, _ = generate(*arguments)
     assert code == 0 and out == f"import heapq{tokenizer.decode(expected, skip_special_tokens=True)}\n"
-    sampled = [generate(*arguments, "--trust-remote-code", "--temperature", "1", "--seed", s)[1] for s in (1, 1, 2)]
+    sampled = [generate(*arguments, "--temperature", "1", "--seed", s)[1] for s in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
@@ -74,12 +74,17 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generat
 
 
 def test_mistakes_are_one_sentence(exports, generate, tmp_path):
-    tape = exports["tape"].directory
+    tape, foreign = exports["tape"].directory, tmp_path / "foreign"
+    shutil.copytree(tape, foreign)
+    with open(foreign / "modeling_tape.py", "a", encoding="utf-8") as file:
+        file.write("# another line\n")
     for arguments, refusal in (
-        ([tape, "--prompt", "a"], "--trust-remote-code"),
-        ([tmp_path, "--prompt", "a"], "is not a directory with a config.json"),
-        ([tape, "--prompt", "", "--trust-remote-code"], "--prompt is empty"),
-        ([tape, "--prompt", "a", "--max-new-tokens", "0", "--trust-remote-code"], "--max-new-tokens"),
+        ([foreign, "--prompt", "a"], "--trust-remote-code"),
+        ([tmp_path, "--prompt", "a"], f"--model {tmp_path} cannot be used: "),
+        ([tmp_path / "nowhere", "--prompt", "a"], "nowhere does not exist"),
+        ([exports["tape"].checkpoint, "--prompt", "a"], "does not contain a tokenizer"),
+        ([tape, "--prompt", ""], "--prompt is empty"),
+        ([tape, "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
     ):
         code, out, line = generate("--model", *arguments)
         assert code == 2 and not out and line.startswith("error: ") and refusal in line

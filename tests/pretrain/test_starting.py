@@ -49,7 +49,8 @@ def test_programs_need_no_home_directory(data, tmp_path):
     for arguments in (
         ["-m", "pretrain.train", "--config", RECIPE, *settings, "--train.steps=4", "--train.eval_interval=4"],
         ["tools/convert_checkpoint.py", "to-hf", "--checkpoint", run, "--output", exported],
-        ["tools/generate.py", "--model", exported, "--prompt", "w1 ", "--max-new-tokens=2", "--trust-remote-code"],
+        ["tools/generate.py", "--model", run, "--prompt", "w1 ", "--max-new-tokens=2"],
+        ["tools/generate.py", "--model", exported, "--prompt", "w1 ", "--max-new-tokens=2"],
         ["-m", "pretrain.evaluate", "perplexity", "--model", exported, "--trust-remote-code", *perplexity]
         + ["--output", tmp_path / "results"],
         ["-m", "pretrain.report", run, tmp_path / "results", "--output", tmp_path / "report.html"],
