@@ -6,6 +6,7 @@ Tasks draw with matplotlib's objects (no pyplot, no global style), which are imp
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections import Counter
@@ -249,6 +250,18 @@ def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
 def length_name(length: int) -> str:
     """Return 1024 as 1K and 1000 as 1,000."""
     return f"{length // 1024:,}K" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
+
+
+def limits(values: Iterable[float], share: bool = False) -> tuple[float, float]:
+    """Return the limits of an axis with a margin: around the values, or from 0 to 1 if they are shares.
+
+    Values that are nearly equal get at least 2 % of the largest, so that rounding does not look like a difference.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (0.0, 1.0) if share and all(0 <= value <= 1 for value in finite) else (min(finite), max(finite))
+    least = 0.02 * max(abs(low), abs(high)) or 1.0
+    margin = 0.05 * (high - low) if high - low > least else (least - (high - low)) / 2
+    return low - margin, high + margin
 
 
 def legend(figure: Figure) -> None:

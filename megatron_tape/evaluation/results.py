@@ -57,6 +57,11 @@ class Score:
         return replace(self, value=0.0, low=None, high=None, count=None)
 
     @property
+    def is_share(self) -> bool:
+        """Whether the value is a share between 0 and 1, such as an accuracy."""
+        return self.better == "higher" and not self.unit and 0 <= self.value <= 1
+
+    @property
     def shown_value(self) -> str:
         return f"{self.value:.4g} {self.unit}".rstrip()
 

@@ -16,6 +16,7 @@ from megatron_tape.evaluation.figures import (
     heat_map,
     legend,
     length_axis,
+    limits,
     log_scale,
     model_panels,
     new_figure,
@@ -58,7 +59,9 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
             values += y
             sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))
         length_axis(axes, lengths)
-        if 0 < steep * min(values) < max(values):
+        if all(score.is_share for scores in found.values() for score in scores):
+            axes.set_ylim(*limits((), share=True))
+        elif 0 < steep * min(values) < max(values):
             log_scale(axes, "y")
         return sentences
 
@@ -93,7 +96,7 @@ def _panels(
 ) -> list[Picture]:
     if not groups:
         return []
-    figure, shown = panels(min(len(groups), MOST_PANELS))
+    figure, shown = panels(min(len(groups), MOST_PANELS), sharey=True)
     described = []
     if len(groups) > MOST_PANELS:
         described.append(f"The first {MOST_PANELS} of {len(groups):,} panels.")
@@ -128,6 +131,8 @@ def by_group(results: Results, keep: Callable[[Score], bool], name: str, title: 
     axes.set_yticks(range(len(rows)), list(map(plain, rows)))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(plain(title, LONGEST_AXIS_LABEL))
+    if all(score.is_share for scores in found.values() for score in scores.values()):
+        axes.set_xlim(*limits((), share=True))
     legend(figure)
     if len(found) > len(rows):
         told.insert(0, f"The first {len(rows)} of {len(found):,} rows.")

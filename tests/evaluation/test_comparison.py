@@ -19,7 +19,15 @@ from megatron_tape.evaluation.comparison_file import (
     rows,
     write_comparison,
 )
-from megatron_tape.evaluation.report.comparison_tables import by_task, markdown, metrics_table, notes, picture, warnings
+from megatron_tape.evaluation.report.comparison_tables import (
+    by_task,
+    headline,
+    markdown,
+    metrics_tables,
+    notes,
+    picture,
+    warnings,
+)
 from megatron_tape.evaluation.report.page import page
 from megatron_tape.evaluation.results import Score
 
@@ -62,15 +70,59 @@ def test_a_baseline_is_chosen_and_may_be_missing():
 
 def test_a_table_has_a_row_for_each_metric_and_variant_and_says_what_is_not_known():
     found = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
-    (table,) = metrics_table(by_task(comparison(found))["selective_copy"], "rope")
-    assert table.columns == ["metric", "group", "variant", "seeds", "mean", "deviation", "difference"]
-    assert [[cell.text for cell in row][2:] for row in table.rows] == [
+    (table,) = metrics_tables(by_task(comparison(found))["selective_copy"], "rope")
+    assert table.caption == "accuracy \N{UPWARDS ARROW}, IID" and table.summary == ""
+    assert table.columns == ["variant", "seeds", "mean", "standard deviation", "difference from rope"]
+    assert [[cell.text for cell in row] for row in table.rows] == [
         ["rope", "2", "1.0000", "0.0000", "–"],
         ["tape", "2", "1.0000", "0.0000", "0.0000"],
         ["nope", "1", "0.5000", "–", "−0.5000"],
     ]
-    tests = metrics_table(by_task(comparison())["selective_copy"], "rope")[0]
+    tests = metrics_tables(by_task(comparison())["selective_copy"], "rope")[0]
     assert tests.columns[-2:] == ["95 % interval", "p"] and tests.rows[1][-1].text == "0.0755"
+
+
+def test_a_table_of_one_seed_has_neither_mean_nor_deviation():
+    (table,) = metrics_tables(by_task(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))["selective_copy"], "rope")
+    assert table.columns == ["variant", "value", "difference from rope"]
+
+
+def test_a_metric_that_is_equal_in_all_runs_is_one_line_and_has_no_picture():
+    found = by_task(comparison({"rope": {1: 0.0, 2: 0.0}, "tape": {1: 0.0}}))["selective_copy"]
+    (table,) = metrics_tables(found, "rope")
+    assert table.summary == "accuracy \N{UPWARDS ARROW}, IID: 0 in all 3 runs." and len(table.rows) == 2
+    assert picture(found, ["rope", "tape"]) == []
+
+
+CLEAR = {"rope": {1: 0.5, 2: 0.6, 3: 0.7}, "tape": {1: 0.8, 2: 0.91, 3: 1.0}}
+
+
+@pytest.mark.parametrize(
+    "found, bold, outcome",
+    [
+        (CLEAR, True, "Accuracy is significantly better than rope for tape (+0.303 on IID, 95 % interval 0.289 to"),
+        (FOUND, False, "No difference in accuracy from rope is significant"),
+        ({"rope": {1: 0.5}, "tape": {1: 0.9}}, False, "No difference in accuracy can be tested"),
+    ],
+)
+def test_only_a_significant_difference_is_bold_and_a_result(found, bold, outcome):
+    title, (compared, result) = headline(comparison(found))
+    assert title.startswith("Comparison of rope")
+    assert compared.startswith(f"{len(found)} variants of one recipe (rope") and result.startswith(outcome)
+    (table,) = metrics_tables(by_task(comparison(found))["selective_copy"], "rope")
+    assert any(cell.strong for row in table.rows for cell in row) == bold
+
+
+def test_panels_of_one_metric_have_the_same_limits():
+    def losses(variant, *values):
+        lengths = zip((128, 256), values)
+        return run(variant, 1, *(replace(score(v, "loss", better="lower"), length=n) for n, v in lengths))
+
+    made = Comparison({}, {}, "rope", [losses("rope", 3.0, 4.0), losses("tape", 3.1, 5.0)])
+    drawn = picture(by_task(made)["selective_copy"], ["rope", "tape"])[0].figure.axes
+    assert len(drawn) == 2 and len({axes.get_xlim() for axes in drawn}) == 1
+    shares = picture(by_task(comparison())["selective_copy"], list(FOUND))[0].figure.axes[0].get_xlim()
+    assert shares == pytest.approx((-0.05, 1.05))
 
 
 def test_markdown_has_a_row_for_each_variant_and_the_notes():
@@ -98,7 +150,7 @@ def test_what_a_file_says_is_plain_text_in_markdown(metrics):
 
 
 def test_the_notes_say_that_one_seed_has_no_test():
-    assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[2]
+    assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[1]
 
 
 def test_a_warning_names_what_was_not_the_same_for_all_runs():

@@ -109,7 +109,7 @@ def test_sections_have_scores_curves_pictures_and_notes(compared):
     assert notes.count("All of them.") == 1 and "tape: Only tape." in notes and "rope: Only rope." in notes
     how_far = parsed.tables["Training"]
     assert [row[0] for row in how_far] == ["run", "tape", "rope"]
-    assert how_far[1][1:3] == ["300|of 300", "614,400"] and how_far[1][-2:] == ["1,155", "0.0250"]
+    assert how_far[1][2:4] == ["300|of 300", "614,400"] and how_far[1][-2:] == ["1,155", "25.0 GFLOP/s"]
     begins = ("Training loss by step", "Validation loss by step", "Learning rate by step")
     assert [text.startswith(start) for text, start in zip(parsed.pictures["Training"], begins, strict=True)] == [
         True
@@ -157,6 +157,40 @@ def test_what_changes_no_score_is_not_warned_of(tmp_path):
     assert "comparable" not in page.sections["Shiny"]
     page = evaluated(tmp_path, x=shiny(1, "a/x", "0"), y=shiny(1, "a/x", "1", dtype="bf16"))
     assert "may not be comparable: data, dtype." in page.sections["Shiny"]
+
+
+@pytest.mark.parametrize(
+    "second, digest, bold",
+    [
+        ({"low": 11.0, "high": 13.0}, "0", ["x"]),
+        ({"low": 10.1, "high": 13.0}, "0", []),
+        ({}, "0", []),
+        ({"low": 11.0, "high": 13.0}, "1", []),
+    ],
+)
+def test_the_best_value_is_bold_only_if_intervals_allow_it(tmp_path, second, digest, bold):
+    first = task([score(value=10.0, low=9.0, high=10.5)], data={"text.jsonl": "0" * 64})
+    other = task([score(value=12.0, **second)], data={"text.jsonl": digest * 64})
+    page = evaluated(tmp_path, x={"tasks": {"shiny": first}}, y={"tasks": {"shiny": other}})
+    assert [cell.get("data-column") for cell in page.root.xpath("//td[b]")] == bold
+    assert page.root.findtext(".//h1") == page.root.findtext(".//title") == "Evaluation of x and y"
+    leads = "x leads in 1" in page.root.xpath("string(//body/p[2])")
+    assert leads == bool(bold)
+
+
+def test_rows_without_any_value_but_0_are_folded_behind_a_line(tmp_path):
+    scores = [score("exact match", 0.0, "higher", group="a"), score("accuracy", 0.5, "higher", group="a")]
+    page = evaluated(tmp_path, x={"tasks": {"shiny": task(scores)}})
+    (folded,) = page.root.iter("details")
+    assert folded.findtext("summary") == "0 everywhere: exact match \N{UPWARDS ARROW}, a."
+    assert [row[0].text.split()[0] for row in page.root.xpath("//section/div/table/tbody/tr")] == ["accuracy"]
+
+
+def test_losses_at_different_lengths_come_with_a_warning(tmp_path):
+    short, long = (write_run(tmp_path / str(n), config=settings(model__seq_length=n)) for n in (256, 1024))
+    warning = "Losses of these runs may not be comparable: model.seq_length is 256 in 256 and 1024 in 1024."
+    assert warning in page_of(tmp_path, short, long).sections["Training"]
+    assert "comparable" not in page_of(tmp_path, short).sections["Training"]
 
 
 def test_labels_that_several_have_are_told_apart_by_their_places(tmp_path):

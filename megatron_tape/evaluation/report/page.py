@@ -1,13 +1,15 @@
-"""The page: what it is made from, its sections in order, and the HTML file that they become.
+"""The page of results as one HTML file: reading its sources, and making its sections.
 
-What runs and results say is data, which is cleaned and escaped where it is shown.
+Text from runs and results is cleaned and escaped where it is shown.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,9 +27,12 @@ from megatron_tape.evaluation.comparison_file import Comparison
 from megatron_tape.evaluation.figures import clean, encoding_of, model_encodings, png
 from megatron_tape.evaluation.report import comparison_tables
 from megatron_tape.evaluation.report.tables import (
+    Cell,
     Table,
+    by_subject,
     comparison_warnings,
     enumerated,
+    leader,
     number,
     score_table,
     table,
@@ -45,13 +50,14 @@ from megatron_tape.run.metrics import (
     TOKENS_PER_SECOND,
     VALIDATION_LOSS,
 )
+from megatron_tape.text import counted, flops_per_second
 
 _SHOWN_POINTS = 300
 """Points of a curve; a longer one is drawn as means over consecutive points."""
 _NAMES = {LOSS: "training loss", VALIDATION_LOSS: "validation loss", LEARNING_RATE: "learning rate"}
 _LENGTH = re.compile("[0-9]{1,12}")
 Drawing = tuple[str, Callable[[], list[Picture]]]
-"""What pictures show, and what draws them."""
+"""The subject of pictures, and a function that draws them."""
 
 
 @dataclass
@@ -60,8 +66,8 @@ class Section:
 
     title: str
     tables: list[Table] = field(default_factory=list)
-    pictures: list[tuple[str, str]] = field(default_factory=list)
-    """Addresses that hold a whole picture, and what describes it; one that cannot be drawn has no address."""
+    pictures: list[tuple[str, str, float]] = field(default_factory=list)
+    """The data URL, description and width in inches of each picture; one that cannot be drawn has an empty URL."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -123,43 +129,101 @@ def page(
     encodings = {label: encoding_of(one.model.config) for label, one in results.items()} | encodings
     with model_encodings({label: encodings[label] for label in [*runs, *results]}):
         sections += [_task(results, name) for name in sorted(tasks, key=[*TASKS, *sorted(tasks)].index)]
-        sections += [Section("Training", runs_table(runs), draw(curves(runs)))] if runs else []
+        if runs:
+            sections.append(Section("Training", runs_table(runs), draw(curves(runs)), training_warnings(runs)))
+    title, sentences = _headline(runs, results, comparisons)
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, finalize=_shown, **options)
-    return environment.get_template("page.html").render(sections=sections)
+    return environment.get_template("page.html").render(title=title, sentences=sentences, sections=sections)
+
+
+def _headline(
+    runs: Mapping[str, Run], results: Mapping[str, Results], comparisons: Sequence[Comparison]
+) -> tuple[str, list[str]]:
+    """Return the title of the page, and the sentences below it: what was compared, and the outcome."""
+    if comparisons:
+        titles, sentences = zip(*map(comparison_tables.headline, comparisons))
+        return "; ".join(titles), [sentence for of in sentences for sentence in of]
+    labels = enumerated(list(results or runs), 4)
+    if results:
+        compared = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
+        return f"Evaluation of {labels}", [compared, _leaders(results)]
+    losses = {label: run.curve(VALIDATION_LOSS).last for label, run in runs.items()}
+    shown = [f"{label} {last[1]:.4f} at step {last[0]:,}" for label, last in losses.items() if last]
+    outcome = f"Last validation loss: {enumerated(shown, 6)}." if shown else "No validation loss was logged."
+    if len(runs) > 1:
+        outcome += " There is one run of each, so this is no ranking; pretrain.compare trains several seeds."
+    return f"Training of {labels}", [outcome]
+
+
+def _leaders(results: Mapping[str, Results]) -> str:
+    """Return a sentence about the scores in which one model's 95 % interval is apart from the others'."""
+    wins: Counter[str] = Counter()
+    count = 0
+    for name in dict.fromkeys(name for one in results.values() for name in one.tasks):
+        those = {label: one for label, one in results.items() if name in one.tasks}
+        if len(those) < 2 or comparison_warnings(list(those.values()), name):
+            continue
+        for what, scores in by_subject({label: one.tasks[name] for label, one in those.items()}).items():
+            if what.better != "neither" and len(scores) > 1:
+                count += 1
+                wins.update(filter(None, [leader(scores)]))
+    if not count:
+        return "No two models have a score that can be compared, so these results rank no model."
+    scope = "Intervals cover the choice of test samples, not that of the training seed."
+    if not wins:
+        return f"In none of {counted(count, 'score')} is one model's 95 % interval apart from all others. {scope}"
+    led = enumerated([f"{label} leads in {number}" for label, number in wins.most_common()], 6)
+    apart = f"In {wins.total()} of {counted(count, 'score')}, one model's 95 % interval is apart from all others"
+    return f"{apart}: {led}. {scope}"
+
+
+def training_warnings(runs: Mapping[str, Run]) -> list[str]:
+    """Return a warning for each setting that differs and makes losses incomparable: length, data or tokenizer."""
+    warnings = []
+    for section, key in (("model", "seq_length"), ("data", "prefix"), ("data", "generator"), ("data", "tokenizer")):
+        values: dict[str, list[str]] = {}
+        for label, run in runs.items():
+            if key in run.settings.get(section, {}):
+                values.setdefault(json.dumps(run.settings[section][key], sort_keys=True), []).append(label)
+        if len(values) > 1:
+            of = enumerated([f"{value:.60} in {enumerated(labels, 4)}" for value, labels in values.items()], 4)
+            warnings.append(f"Losses of these runs may not be comparable: {section}.{key} is {of}.")
+    return warnings
 
 
 def _shown(value: Any) -> Any:
-    """Return what the page has of a value: of a text, what can be shown, which is escaped after that."""
+    """Return text without the characters that a page cannot show; it is escaped after that."""
     return clean(value) if type(value) is str else value
 
 
-def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str]]:
-    """Return the pictures of drawings; one that cannot be drawn, as values and texts of files decide, is a sentence."""
-    found: list[tuple[str, str]] = []
+def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
+    """Return the pictures of drawings; a sentence replaces one that values from files make impossible."""
+    found: list[tuple[str, str, float]] = []
     progress = Progress(None)
     for shows, make in drawings:
         progress.update(0, lambda _: f"drawing {clean(shows)}")  # noqa: B023
         try:
             for picture in make():
                 address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
-                found.append((address, picture.alternative_text))
+                found.append((address, picture.alternative_text, picture.figure.get_figwidth()))
         except Exception as error:
             sentence = clean(f"The picture of {shows} could not be drawn ({type(error).__name__}: {error}).", 300)
             print(f"warning: {sentence}", file=sys.stderr)
-            found.append(("", sentence))
+            found.append(("", sentence, 0.0))
     progress.end()
     return found
 
 
 def _comparison(comparison: Comparison, missing: Sequence[str]) -> list[Section]:
-    tasks, variants = comparison_tables.by_task(comparison), comparison.variants
+    variants = comparison.variants
     notes = comparison_tables.notes(comparison, missing)
     sections = [Section("Comparison", warnings=comparison_tables.warnings(comparison), notes=notes)]
-    for task, found in tasks.items():
+    for task, found in comparison_tables.by_task(comparison).items():
         pictures = draw([(task, partial(comparison_tables.picture, found, variants))])
-        sections.append(Section(title_of(task), comparison_tables.metrics_table(found, comparison.baseline), pictures))
+        tables = comparison_tables.metrics_tables(found, comparison.baseline)
+        sections.append(Section(comparison_tables.task_title(task), tables, pictures))
     return sections
 
 
@@ -173,20 +237,24 @@ def _task(results: Mapping[str, Results], name: str) -> Section:
         for note in task.notes:
             about.setdefault(note, []).append(label)
     notes = [note if len(of) == len(tasks) else f"{enumerated(of)}: {note}" for note, of in about.items()]
-    return Section(title_of(name), score_table(tasks), pictures, warnings, notes)
+    return Section(title_of(name), score_table(tasks, not warnings), pictures, warnings, notes)
 
 
 def runs_table(runs: Mapping[str, Run]) -> list[Table]:
-    """Return a table of how far each run is, how low its losses are, and how fast it was."""
+    """Return a table with the progress, losses and speed of each run."""
     rows = []
     for label, run in runs.items():
         validation, planned = run.curve(VALIDATION_LOSS).last, run.settings.get("train", {}).get("steps", "unknown")
         losses = [number(run.curve(LOSS).recent, 4), number(validation and validation[1], 4)]
-        speeds = [number(run.curve(metric).median) for metric in (TOKENS_PER_SECOND, TFLOPS_PER_SECOND)]
+        teraflops = run.curve(TFLOPS_PER_SECOND).median
+        flops = number(None) if teraflops is None else Cell(flops_per_second(teraflops * 1e12), teraflops)
+        length = run.settings.get("model", {}).get("seq_length")
         steps = [number(run.last.get("step"), 0, f"of {planned}"), number(run.last.get(TOKENS), 0)]
-        rows.append([text(label), *steps, *losses, *speeds])
-    columns = ("run", "steps", "tokens", "training loss, last 5 %", "validation loss, last", "tokens/s", "TFLOP/s")
-    return table("Losses in nats per token, and medians of the speeds of all processes together", columns, rows)
+        speeds = [number(run.curve(TOKENS_PER_SECOND).median), flops]
+        rows.append([text(label), number(length, 0), *steps, *losses, *speeds])
+    columns = ("run", "length (tokens)", "steps", "tokens", "training loss, last 5 %", "validation loss, last")
+    caption = "Losses in nats per token; speeds are medians over the steps, of all processes together."
+    return table(caption, [*columns, "tokens/s", "FLOP/s"], rows)
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
@@ -203,7 +271,7 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
 
 
 def _draw_curves(runs: Mapping[str, Run], name: str, keys: list[str]) -> list[Picture]:
-    figure, shown = figures.panels(len(keys), width=4.6)
+    figure, shown = figures.panels(len(keys), width=4.6, sharey=True)
     looks, last = figures.styles(runs), []
     for axes, key in zip(shown, keys):
         length = key.rpartition("/")[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_tape.evaluation.results import Results, Score, TaskResult
 
 MISSING = "\N{EN DASH}"
 SUBJECT = ("metric", "group", "length (tokens)")
-"""The columns of `subject`."""
+"""Columns of the cells that `subject` returns."""
 _NOT_COMPARED = ("data", "batch_size", "trained_length")
 """Settings of tasks that change no score; of data, the contents of the files are compared."""
 _ARROWS = {"higher": " \N{UPWARDS ARROW}", "lower": " \N{DOWNWARDS ARROW}", "neither": ""}
@@ -21,21 +21,25 @@ _ARROWS = {"higher": " \N{UPWARDS ARROW}", "lower": " \N{DOWNWARDS ARROW}", "nei
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell; a number is sorted as one, other texts by their letters, and None comes last."""
+    """A cell of a table. Numbers are sorted by value, texts by letters; None comes last."""
 
     text: str
     sort: float | str | None = None
     detail: str = ""
-    """Smaller, below the text."""
+    """Smaller text below."""
+    strong: bool = False
+    """Whether the cell is bold, which only a test or separate intervals allow."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table."""
+    """A table with a caption."""
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    summary: str = ""
+    """One line that stands for the table if all its values are equal; the page folds the table behind it."""
 
     @property
     def are_numbers(self) -> list[bool]:
@@ -43,15 +47,20 @@ class Table:
         return [all(not isinstance(cell.sort, str) for cell in column) for column in zip(*self.rows)]
 
 
-def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[Table]:
-    """Return a table without the columns that have no value in any row; none without rows."""
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], summary: str = "") -> list[Table]:
+    """Return a table without the columns that are empty in every row, or no table if there are no rows."""
     known = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
-    shown = Table(caption, list(compress(columns, known)), [list(compress(row, known)) for row in rows])
+    shown = Table(caption, list(compress(columns, known)), [list(compress(row, known)) for row in rows], summary)
     return [shown] if rows else []
 
 
 def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
-    """Return the lines of a table in Markdown, aligned for terminals. `escape` makes plain text of what files say."""
+    """Return the lines of a table in Markdown, aligned for terminals, or its summary if it has one.
+
+    `escape` turns text from files into plain text.
+    """
+    if shown.summary:
+        return [escape(shown.summary)]
     cells = [[escape(text).replace("|", "\\|") for text in shown.columns]]
     for row in shown.rows:
         texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row)
@@ -64,9 +73,23 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
 
 
 def subject(score: Score) -> list[Cell]:
-    """Return the cells that say what a score is about."""
-    unit = f" ({score.unit})" if score.unit else ""
-    return [text(score.metric + unit + _ARROWS[score.better]), text(score.group), number(score.length, 0)]
+    """Return the cells for the metric, group and length of a score."""
+    return [text(_metric(score)), text(score.group), number(score.length, 0)]
+
+
+def subject_name(score: Score) -> str:
+    """Return the metric, group and length of a score as text."""
+    return ", ".join(filter(None, (_metric(score), location(score))))
+
+
+def location(score: Score) -> str:
+    """Return the group and length of a score as text, such as `books, 1,024 tokens`."""
+    length = "" if score.length is None else f"{score.length:,} tokens"
+    return ", ".join(filter(None, (score.group, length)))
+
+
+def _metric(score: Score) -> str:
+    return score.metric + (f" ({score.unit})" if score.unit else "") + _ARROWS[score.better]
 
 
 def text(value: str) -> Cell:
@@ -95,6 +118,8 @@ def decimals_for(values: Iterable[float]) -> int | None:
 
 def shown_number(value: float, decimals: int | None) -> str:
     """Return a number with thousands separators and a real minus sign."""
+    # A value that rounds to 0 has no sign.
+    value = value if decimals is None or round(value, decimals) else 0.0
     shown = f"{value:,.4g}" if decimals is None else f"{value:,.{decimals}f}"
     return shown.replace("-", "\N{MINUS SIGN}") if value < 0 else shown
 
@@ -104,32 +129,71 @@ def interval(low: float | None, high: float | None, decimals: int | None) -> str
     return "" if None in (low, high) else f"{shown_number(low, decimals)} {MISSING} {shown_number(high, decimals)}"
 
 
-def enumerated(items: Sequence[str]) -> str:
-    """Return `a, b and c`."""
+def enumerated(items: Sequence[str], most: int = 1000) -> str:
+    """Return `a, b and c`, or `a, b and 5 others` if there are more than `most` items."""
+    if len(items) > most:
+        items = [*items[: most - 1], f"{len(items) - most + 1} others"]
     return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)
 
 
-def score_table(tasks: Mapping[str, TaskResult]) -> list[Table]:
-    """Return the table of a task: a row for each metric, group and length, and a column for each model."""
-    found: dict[Score, dict[str, Score]] = {}
+def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> list[Table]:
+    """Return the scores of a task: a row for each metric, group and length, and a column for each model.
+
+    The best value of a row is bold if its interval is apart from all others and the models are `comparable`. Rows in
+    which every model has 0 form a table of their own, with a summary.
+    """
     values: dict[str, list[float]] = {}
+    for score in (score for task in tasks.values() for score in task.scores):
+        values.setdefault(score.metric, []).extend({score.value, score.low, score.high} - {None})
+    decimals = {metric: decimals_for(numbers) for metric, numbers in values.items()}
+    rows: list[list[Cell]] = []
+    zeros: list[list[Cell]] = []
+    zero_subjects: list[str] = []
+    for what, scores in by_subject(tasks).items():
+        best = leader(scores) if comparable else None
+        cells = [_score_cell(scores.get(label), decimals[what.metric], label == best) for label in tasks]
+        if any(score.value for score in scores.values()):
+            rows.append(subject(what) + cells)
+        else:
+            zeros.append(subject(what) + cells)
+            zero_subjects.append(subject_name(what))
+    caption = "Below each value: its 95 % interval, and the number of samples."
+    if any(cell.strong for row in rows for cell in row):
+        caption += " Bold: the best value, if its interval does not overlap those of the other models."
+    columns = [*SUBJECT, *tasks]
+    return table(caption, columns, rows) + table("", columns, zeros, f"0 everywhere: {enumerated(zero_subjects, 6)}.")
+
+
+def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]:
+    """Return the scores of a task by subject (see `Score.subject`) and model."""
+    found: dict[Score, dict[str, Score]] = {}
     for label, task in tasks.items():
         for score in task.scores:
             found.setdefault(score.subject, {})[label] = score
-            values.setdefault(score.metric, []).extend({score.value, score.low, score.high} - {None})
-    decimals = {metric: decimals_for(numbers) for metric, numbers in values.items()}
-    rows = [
-        subject(what) + [_score_cell(scores.get(label), decimals[what.metric]) for label in tasks]
-        for what, scores in found.items()
-    ]
-    return table("Below each value: its 95 % interval, and what it is measured on", [*SUBJECT, *tasks], rows)
+    return found
 
 
-def _score_cell(score: Score | None, decimals: int | None) -> Cell:
+def leader(scores: Mapping[str, Score]) -> str | None:
+    """Return the model whose score is best, if its 95 % interval is apart from those of all others."""
+    some = next(iter(scores.values()))
+    if len(scores) < 2 or some.better == "neither":
+        return None
+    ends = {label: (score.low, score.high) for label, score in scores.items()}
+    if any(end is None for interval in ends.values() for end in interval):
+        return None
+    sign = 1 if some.better == "higher" else -1
+    best = max(scores, key=lambda label: sign * scores[label].value)
+    nearest = min(sign * end for end in ends[best])
+    apart = all(max(sign * end for end in ends[label]) < nearest for label in scores if label != best)
+    return best if apart else None
+
+
+def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell:
     if score is None:
         return number(None)
     between = interval(score.low, score.high, decimals)
-    return number(score.value, decimals, " \N{MIDDLE DOT} ".join(filter(None, (between, score.shown_count))))
+    detail = " \N{MIDDLE DOT} ".join(filter(None, (between, score.shown_count)))
+    return replace(number(score.value, decimals, detail), strong=strong)
 
 
 def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
