@@ -26,7 +26,7 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import checkpointed_step
-from megatron_tape.checkpoint.locate import what_to_resume
+from megatron_tape.checkpoint.locate import resolve_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.recipes import find_recipe
@@ -125,7 +125,7 @@ def begin(options: argparse.Namespace) -> None:
     attempts = read_attempts(run)
     # A new job may always start, since the user submitted it; a requeued job is judged by its own attempts.
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
-    resume = what_to_resume(config.checkpoint.resume, checkpoints)
+    resume = resolve_resume(config.checkpoint.resume, checkpoints)
     if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
         resume = "auto"  # the job has passed the checkpoint that it was to start from
     config = replace_settings(config, {"checkpoint.resume": resume})

@@ -22,7 +22,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import newest_whole, read_manifest
+from megatron_tape.checkpoint.directories import newest_complete, read_manifest
 from megatron_tape.errors import EXIT_REFUSED, FileError, UserError
 from megatron_tape.io.records import read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED, Spike
@@ -315,7 +315,7 @@ def _newest_checkpoint(root: str | Path) -> dict[str, Any]:
     """Return the fields of RunStatus about the newest checkpoint."""
     found = dict.fromkeys(("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem"))
     try:
-        if (path := newest_whole(root, deep=False)) is None:
+        if (path := newest_complete(root, deep=False)) is None:
             return found
         step, age = read_manifest(path)["step"], time.time() - path.stat().st_mtime
     except (ValueError, OSError) as error:

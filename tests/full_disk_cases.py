@@ -49,7 +49,7 @@ def resumed(e, config):
     plan = readers({name: entry["bytes"] for name, entry in checkpoint.files.items()}, 1, 1, layout.replica_size)
     planned = [name for name, rank in plan.items() if rank == layout.rank and shard_of(name) is not None]
     return {
-        "same": all(torch.equal(saved[key], state[key]) for key in saved) and not checkpoint.held,
+        "same": all(torch.equal(saved[key], state[key]) for key in saved) and not checkpoint.cached,
         "changed": not any(torch.equal(saved[key], changed[key]) for key in saved),
         "opened": of_both_ranks(sorted(found)),
         "planned": of_both_ranks(sorted(planned)),
@@ -139,13 +139,13 @@ def main(folder):
     results = {
         "messages": sum(of_both_ranks(messages), []),
         "unfinished": [path.name for path in attempt.home.iterdir()],
-        "after_failure": checkpoint_files.newest_whole(root, print).name,
+        "after_failure": checkpoint_files.newest_complete(root, print).name,
     }
     dist.barrier()
     writer.save(3, 4, {})
     dist.barrier()
     results |= {
-        "after_retry": checkpoint_files.newest_whole(root, print).name,
+        "after_retry": checkpoint_files.newest_complete(root, print).name,
         "left": sorted(path.name for path in root.iterdir()),
         "resumed": resumed(e, config),
         "unreadable": unreadable(e, config),

@@ -63,7 +63,7 @@ def kill_at_every_operation(directory, before, step, keep):
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(template, root)
         killed = save_and_die(root, step, keep, operation)
-        survivor = files.newest_whole(root, warn=lambda _: None)
+        survivor = files.newest_complete(root, warn=lambda _: None)
         assert newest_step(root) >= newest_before, f"{before}: operation {operation} lost a checkpoint"
         assert broken(root) <= broken_before, f"{before}: operation {operation} left half a checkpoint under its name"
         if survivor:
@@ -83,7 +83,7 @@ def broken(root):
 
 
 def newest_step(root):
-    path = files.newest_whole(root, warn=lambda _: None)
+    path = files.newest_complete(root, warn=lambda _: None)
     return files.read_manifest(path)["step"] if path else 0
 
 

@@ -10,8 +10,8 @@ import logging
 import os
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.kept_tokenizer import with_kept_tokenizer
 from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checkpoint.saved_tokenizer import with_saved_tokenizer
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.data import SAMPLE_SOURCES
@@ -23,7 +23,7 @@ def main() -> None:
     """Parse the settings, check the datasets and index them."""
     config = parse_run_config(None, __doc__)
     check(config, Level.FILES)
-    config = with_kept_tokenizer(config, check_start(config))
+    config = with_saved_tokenizer(config, check_start(config))
     check_datasets(config)
     if config.data.source in SAMPLE_SOURCES:
         command_line.say(f"data.{config.data.source} needs no index; nothing to do")

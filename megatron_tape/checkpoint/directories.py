@@ -46,7 +46,7 @@ class Manifest(TypedDict):
     files: dict[str, FileDigest]
 
 
-class Cut(TypedDict):
+class ShardSpec(TypedDict):
     """How a parameter is cut over the tensor-parallel ranks: along `dim`, in `stride` interleaved pieces."""
 
     dim: Annotated[int, Field(ge=0, le=1)]
@@ -86,7 +86,7 @@ class State(TypedDict):
     progress: Progress
     tensor_model_parallel_size: Annotated[int, Field(ge=1, le=2**16)]
     data_parallel_size: Annotated[int, Field(ge=1, le=10**6)]
-    sharded: dict[str, Cut]
+    sharded: dict[str, ShardSpec]
     frozen: NotRequired[list[str]]
     frozen_from: NotRequired[Source | None]
     config: dict[str, dict[str, Any]]
@@ -195,22 +195,22 @@ def problems(path: str | Path, deep: bool = True) -> list[str]:
         return [str(error)]
 
 
-def newest_whole(
+def newest_complete(
     root: str | Path,
     warn: Callable[[str], None] = lambda message: None,
     deep: bool = True,
-    but: Collection[Path] = (),
+    excluding: Collection[Path] = (),
     strict: bool = False,
 ) -> Path | None:
     """Return the path of the newest complete checkpoint; `warn` is called for each broken one that is skipped.
 
-    `deep` reads every byte; otherwise the right file sizes are enough. Those in `but` are skipped without a word.
+    `deep` reads every byte; otherwise the right file sizes are enough. Those in `excluding` are skipped silently.
     Raises OtherFormat rather than skip a checkpoint that another version wrote: a run that continues from an older one
     would replace it. If `strict`, also raises CheckpointError rather than skip one that a failing disk does not let us
     judge.
     """
     for _, path in list_checkpoints(root):
-        if path in but:
+        if path in excluding:
             continue
         try:
             found = _problems(path, deep)
@@ -226,7 +226,7 @@ def newest_whole(
 
 def checkpointed_step(root: str | Path) -> int:
     """Return the step of the newest checkpoint whose files have the right sizes, or 0 if there is none."""
-    path = newest_whole(root, deep=False)
+    path = newest_complete(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
 
 

@@ -20,10 +20,10 @@ from megatron_tape.model.names import AVERAGE
 INDEX = "index.json"
 _TENSORS = re.compile(r"tensors-tp([0-9]{2,9})-\w+\.safetensors", re.ASCII)
 
-ANOTHER = "choose another checkpoint"
+CHOOSE_ANOTHER = "choose another checkpoint"
 FILE_BYTES = 1 << 30
 """Writers are added until a file has no more bytes than this."""
-MOST_FILES = 512
+MAX_FILES = 512
 """The most files of tensors unless `checkpoint.writers` says otherwise."""
 
 
@@ -54,14 +54,14 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
         shard = shard_of(name)
         if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
             raise CheckpointError(
-                str(checkpoint / INDEX), f"names {name}, which is no file of this checkpoint", ANOTHER
+                str(checkpoint / INDEX), f"names {name}, which is no file of this checkpoint", CHOOSE_ANOTHER
             )
         size = (checkpoint / name).stat().st_size
         for key, place in places.items():
             start, shape = place["offset"], place["shape"]
             if start + 4 * math.prod(shape) > size:
                 problem = f"says that {key} of shape {shape} begins at byte {start} of {name}, which has {size:,} bytes"
-                raise CheckpointError(str(checkpoint / INDEX), problem, ANOTHER)
+                raise CheckpointError(str(checkpoint / INDEX), problem, CHOOSE_ANOTHER)
     return files
 
 
@@ -100,7 +100,7 @@ def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None
 def writer_count(size: int, shards: int, limit: int | None) -> int:
     """Return how many ranks may write a shard of `size` bytes, one of `shards`, at most."""
     if limit is None:
-        limit = min(MOST_FILES, shards * math.ceil(size / FILE_BYTES))
+        limit = min(MAX_FILES, shards * math.ceil(size / FILE_BYTES))
     return max(1, limit // shards)
 
 

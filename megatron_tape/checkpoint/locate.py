@@ -45,7 +45,7 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda messa
         root = path / "checkpoints" if (path / "checkpoints").is_dir() else _configured(path) or path
     if not files.list_checkpoints(root):
         raise NoCheckpoint(str(path), "holds no checkpoint", a_step)
-    newest = files.newest_whole(root, warn, deep)
+    newest = files.newest_complete(root, warn, deep)
     if newest is None:
         raise CheckpointError(str(root), "holds no checkpoint that is whole", "write or fetch it again")
     return newest
@@ -59,7 +59,7 @@ def _configured(run: Path) -> Path | None:
         return None
 
 
-def what_to_resume(resume: str, root: str | Path) -> str:
+def resolve_resume(resume: str, root: str | Path) -> str:
     """Return what `checkpoint.resume` means for a run whose own checkpoints are in `root`.
 
     A checkpoint outside `root` is only where a run begins: once the run has checkpoints of its own, it continues those.
@@ -68,16 +68,16 @@ def what_to_resume(resume: str, root: str | Path) -> str:
     return "auto" if elsewhere and files.list_checkpoints(root) else resume
 
 
-def to_continue(config: RunConfig) -> Path | None:
+def checkpoint_to_continue(config: RunConfig) -> Path | None:
     """Return the checkpoint that a run will continue, judged by the sizes of its files, or None to start afresh."""
     root = config.checkpoint.directory or ""
-    resume = what_to_resume(config.checkpoint.resume, root)
+    resume = resolve_resume(config.checkpoint.resume, root)
     if resume == "auto":
-        return files.newest_whole(root, deep=False)
+        return files.newest_complete(root, deep=False)
     return None if resume == "none" else Path(resume)
 
 
-def check_whole(path: Path, deep: bool = True) -> None:
+def check_complete(path: Path, deep: bool = True) -> None:
     """Raise CheckpointError if a path given as `checkpoint.resume` is not a whole checkpoint.
 
     Only `deep` reads the files' bytes.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement, on_rank_0
 from megatron_tape.checkpoint.index import readers
-from megatron_tape.checkpoint.locate import check_whole, find_source, what_to_resume
+from megatron_tape.checkpoint.locate import check_complete, find_source, resolve_resume
 from megatron_tape.checkpoint.reading import Checkpoint, check_files
 from megatron_tape.checkpoint.saved_settings import check_same_model
 from megatron_tape.config.schema import RunConfig
@@ -27,7 +27,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
     checkpoint, if every checkpoint in the directory is broken, or if a file of the newest cannot be read.
     """
     directory = Path(config.checkpoint.directory)
-    resume = what_to_resume(config.checkpoint.resume, directory)
+    resume = resolve_resume(config.checkpoint.resume, directory)
     broken: set[Path] = set()
     warned: set[str] = set()
     while True:
@@ -79,7 +79,7 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     mine = [name for name, rank in chosen.items() if rank == layout.rank]
     problems: list[str] = []
     with Agreement(layout) as agreement:
-        checkpoint.held, problems = check_files(path, checkpoint.files, mine)
+        checkpoint.cached, problems = check_files(path, checkpoint.files, mine)
     agreement.check(path, "cannot read a checkpoint")
     of_ranks: list[list[str]] = [[]] * layout.world_size
     dist.all_gather_object(of_ranks, problems)
@@ -126,14 +126,14 @@ def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -
         warned.add(message)
 
     if resume == "auto":
-        path = files.newest_whole(directory, warn, deep=False, but=broken, strict=True)
+        path = files.newest_complete(directory, warn, deep=False, excluding=broken, strict=True)
         if path is None and files.list_checkpoints(directory):
             raise CheckpointError(str(directory), "holds no checkpoint that is whole", "move them away to start afresh")
         return path
     path, start = None, 0
     if resume != "none":
         path = Path(resume)
-        check_whole(path, deep=False)
+        check_complete(path, deep=False)
         start = files.read_manifest(path)["step"]
     newest = files.checkpointed_step(directory)
     if newest > start:

@@ -62,7 +62,7 @@ def set_random_state(packed: bytes) -> None:
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *rest))
 
 
-def table_of(states: list[bytes]) -> dict[str, Tensor]:
+def pack_states(states: list[bytes]) -> dict[str, Tensor]:
     """Return the tensors of RANDOM: the packed states of all ranks, one row each, and their lengths."""
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)

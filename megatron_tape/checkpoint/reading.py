@@ -1,7 +1,7 @@
-"""A checkpoint that is open, and how every rank gets its share of the tensors: one rank reads each, others receive it.
+"""An open checkpoint, and a reader that gives every rank its shard of the tensors.
 
-The index says where a tensor is. It and the files' bytes have been compared with the manifest when the checkpoint was
-opened, so that no header is read. All tensors are fp32.
+One rank reads each tensor and broadcasts it. The index says where a tensor is, so no header is read. Opening a
+checkpoint compares the index and the files' bytes with the manifest. All tensors are fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.directories import START_AGAIN, State, read_manifest
-from megatron_tape.checkpoint.index import ANOTHER, INDEX, read_index, readers, shard_of
+from megatron_tape.checkpoint.index import CHOOSE_ANOTHER, INDEX, read_index, readers, shard_of
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest
 from megatron_tape.io.safetensors import Place
@@ -29,20 +29,20 @@ from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
-HELD_BYTES = 1 << 31
-"""The most bytes that a process holds from the check of files to their use; few ranks read a larger file."""
+CACHED_BYTES = 1 << 31
+"""The most bytes that a process keeps in memory between checking files and loading them."""
 _BLOCK = 1 << 22
 
 
 def check_files(
     path: Path, files: Mapping[str, FileDigest], names: Iterable[str]
 ) -> tuple[dict[str, bytearray | mmap.mmap], list[str]]:
-    """Read files of a checkpoint and compare their checksums; return what they hold and what is wrong with them.
+    """Read files of a checkpoint and compare their checksums; return the contents of tensor files, and the problems.
 
-    At most HELD_BYTES are held; the rest will be read again. Raises CheckpointError if a file cannot be read: that may
-    be the fault of a disk or a network, and says nothing about the checkpoint.
+    At most CACHED_BYTES are returned; other files are read again later. Raises CheckpointError if a file cannot be
+    read, which may be the fault of a disk or a network rather than of the checkpoint.
     """
-    left, held, problems = HELD_BYTES, {}, []
+    left, cached, problems = CACHED_BYTES, {}, []
     for name in names:
         keep = shard_of(name) is not None and files[name]["bytes"] <= left
         try:
@@ -52,17 +52,17 @@ def check_files(
         if sha256 != files[name]["sha256"]:
             problems.append(f"{name} has sha256 {sha256} instead of {files[name]['sha256']}")
         elif keep:
-            held[name], left = content, left - len(content)
-    return held, problems
+            cached[name], left = content, left - len(content)
+    return cached, problems
 
 
 def _read_whole(path: Path, kept: int) -> tuple[str, bytearray | mmap.mmap]:
-    """Return the sha256 of a file and its first `kept` bytes; it is opened once and read once."""
+    """Return the sha256 of a file and its first `kept` bytes, reading it once."""
     hasher, end = hashlib.sha256(), 0
     content: bytearray | mmap.mmap = bytearray()
     if kept:
         memory = content = mmap.mmap(-1, kept, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked would keep it as long as the run lasts
+        memory.madvise(mmap.MADV_DONTFORK)  # otherwise forked data loaders would keep it until the run ends
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             hasher.update(block)
@@ -79,8 +79,8 @@ class Checkpoint:
     state: State
     source: Checkpoint | None = None
     """The checkpoint with the weights of the frozen parameters, if this one leaves them out."""
-    held: dict[str, bytearray | mmap.mmap] = field(default_factory=dict, repr=False)
-    """The bytes of files that this rank has read to check them; whoever has loaded everything clears it."""
+    cached: dict[str, bytearray | mmap.mmap] = field(default_factory=dict, repr=False)
+    """The bytes of files that this rank read to check them; `release` clears it after loading."""
 
     @property
     def step(self) -> int:
@@ -88,23 +88,25 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> dict[str, FileDigest]:
-        """The entries of its manifest."""
+        """The entries of the manifest."""
         return read_manifest(self.path)["files"]
 
     @cached_property
     def index(self) -> dict[str, dict[str, Place]]:
-        """Where its tensors are, by file. Raises CheckpointError if that cannot be."""
+        """The places of the tensors by file. Raises CheckpointError if the index is invalid."""
         index = read_index(self.path, self.state["tensor_model_parallel_size"])
         if others := sorted(index.keys() - self.files.keys()):
-            raise CheckpointError(str(self.path / INDEX), f"names {others[0]}, which the manifest does not", ANOTHER)
+            raise CheckpointError(
+                str(self.path / INDEX), f"names {others[0]}, which the manifest does not", CHOOSE_ANOTHER
+            )
         return index
 
     def read_records(self) -> None:
-        """Read the manifest and the index now, so that ranks to which this object is sent need not."""
+        """Read the manifest and the index now, so that ranks that receive this object need not."""
         _ = self.files, self.index
 
     def places(self) -> dict[str, list[tuple[str, Place] | None]]:
-        """Return for each key the file and the place of each tensor-parallel rank's share; None if it is missing."""
+        """Return, for each key, the file and place of every tensor-parallel rank's shard; None for a missing one."""
         found: dict[str, list[tuple[str, Place] | None]] = {}
         for file, places in self.index.items():
             for key, place in places.items():
@@ -113,48 +115,48 @@ class Checkpoint:
         return found
 
     def weight_names(self) -> set[str]:
-        """Return the names of the parameters whose weights it, or the checkpoint with what it leaves out, holds."""
+        """Return the names of the parameters whose weights are here or in the checkpoint with the frozen weights."""
         keys = {key for places in self.index.values() for key in places}
         names = {key.partition("/")[2] for key in keys if key.startswith("weight/")}
         return names if self.source is None else names | self.source.weight_names()
 
     def release(self) -> None:
-        """Free what is held of the files; they are read again if more of them is asked for."""
-        self.held.clear()
+        """Free the cached files; reading another tensor reads its file again."""
+        self.cached.clear()
         if self.source is not None:
             self.source.release()
 
     def read(self, file: str, place: Place) -> Tensor:
-        """Return an fp32 tensor of a file; it may share its memory with what is held of that."""
+        """Return an fp32 tensor of a file; it may share its memory with the cached file."""
         start, size = place["offset"], 4 * math.prod(place["shape"])
         part: memoryview | bytearray
-        if file in self.held:
-            part = memoryview(self.held[file])[start : start + size]
+        if file in self.cached:
+            part = memoryview(self.cached[file])[start : start + size]
         else:
             part = bytearray(size)
             with open(self.path / file, "rb") as opened:
                 opened.seek(start)
                 del part[opened.readinto(part) :]
         if len(part) != size:
-            raise CheckpointError(str(self.path / file), "ends early", ANOTHER)
+            raise CheckpointError(str(self.path / file), "ends early", CHOOSE_ANOTHER)
         if not size:
             return torch.empty(place["shape"])
         return torch.frombuffer(part, dtype=torch.float32).view(place["shape"])
 
 
 class Reader:
-    """Returns this rank's share of a tensor by a key such as `exp_avg/NAME`.
+    """Returns this rank's shard of a tensor by a key such as `exp_avg/NAME`.
 
-    All ranks create one together, and call it together for the same keys in the same order: those of `names`, which
-    are the parameters of all pipeline stages. If the tensor-parallel size is the one that the checkpoint was saved
-    with, and there are no stages, a share goes unchanged to the ranks with the same weights; otherwise all of them go
-    to every rank, which cuts its own from the whole tensor.
+    All ranks create one together and call it together, for the same keys in the same order: those of `names`, the
+    parameters of all pipeline stages. With the tensor-parallel size of the checkpoint and without stages, a shard goes
+    unchanged to the ranks with the same weights. Otherwise every rank receives all shards and cuts its own from the
+    whole tensor.
 
-    If a rank cannot read a tensor, all get NaN in its place, so that none waits for it; `check` then raises an error.
+    If a rank cannot read a tensor, all ranks get NaN in its place, so that none waits; `check` then raises an error.
     """
 
     def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], layout: ParallelLayout):
-        """Check the tensors of `parameters`. Raises CheckpointError if one's shape is not the model's."""
+        """Check the shapes of the tensors. Raises CheckpointError if one is not that of its parameter."""
         self._checkpoint, self._parameters, self._layout = checkpoint, parameters, layout
         self._size, self._places = checkpoint.state["tensor_model_parallel_size"], checkpoint.places()
         sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
@@ -164,38 +166,38 @@ class Reader:
         self.names = list(itertools.chain(*layout.gather_stages(list(parameters))))
         self._error: Exception | None = None
         self._check_shapes()
-        self._left_out = None if checkpoint.source is None else Reader(checkpoint.source, parameters, layout)
+        self._source_reader = None if checkpoint.source is None else Reader(checkpoint.source, parameters, layout)
 
     def _check_shapes(self) -> None:
         kinds = sorted({key.partition("/")[0] for key in self._places})
         for name, parameter in self._parameters.items():
-            shape = list(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 `shape` is of an empty tensor
+            shape = list(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3, `shape` is empty
             if getattr(parameter, "tensor_model_parallel", False):
                 whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
                 shape[parameter.partition_dim] = whole // self._size
             for key in (f"{kind}/{name}" for kind in kinds):
                 shares = self._places.get(key, [])
                 if None in shares:
-                    raise self._unusable(f"holds {key} for only some tensor-parallel ranks")
+                    raise self._unusable(f"has {key} for only some tensor-parallel ranks")
                 for _, place in shares:
                     if place["shape"] != shape:
-                        raise self._unusable(f"holds {key} of shape {place['shape']}, and the model's is {shape}")
+                        raise self._unusable(f"has {key} of shape {place['shape']}, and the model's is {shape}")
 
     def _unusable(self, problem: str) -> CheckpointError:
-        return CheckpointError(str(self._checkpoint.path), problem, ANOTHER)
+        return CheckpointError(str(self._checkpoint.path), problem, CHOOSE_ANOTHER)
 
     def __call__(self, key: str) -> Tensor | None:
-        """Return the tensor on this rank's device, or None if it is of another stage's parameter.
+        """Return the tensor on this rank's device, or None for a parameter of another pipeline stage.
 
-        Raises CheckpointError if the checkpoint does not hold it.
+        Raises CheckpointError if the checkpoint does not have it.
         """
         layout = self._layout
-        if key not in self._places and key.startswith(f"{AVERAGE}/"):  # the run kept none so far: it begins here
+        if key not in self._places and key.startswith(f"{AVERAGE}/"):  # the run averages weights from now on
             key = key.replace(AVERAGE, "weight", 1)
         if key not in self._places:
-            if self._left_out is None:
-                raise self._unusable(f"holds no {key}")
-            return self._left_out(key)
+            if self._source_reader is None:
+                raise self._unusable(f"has no {key}")
+            return self._source_reader(key)
         shares, name = self._places[key], key.partition("/")[2]
         parameter = self._parameters.get(name)
         if self._size == layout.tensor_parallel_size and layout.pipeline_size == 1:
@@ -229,10 +231,10 @@ class Reader:
         return torch.full(place["shape"], math.nan)
 
     def check(self) -> None:
-        """Raise CheckpointError on every rank if one could not read a tensor; all call it together after the last."""
+        """Raise CheckpointError on every rank if one could not read a tensor; all ranks call it together at the end."""
         with Agreement(self._layout) as agreement:
             if self._error is not None:
                 raise self._error
         agreement.check(self._checkpoint.path, "cannot load a checkpoint")
-        if self._left_out is not None:
-            self._left_out.check()
+        if self._source_reader is not None:
+            self._source_reader.check()

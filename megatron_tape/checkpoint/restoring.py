@@ -1,9 +1,9 @@
 """Restores a run: weights, Adam's state and random number generators.
 
-docs/training.md lists the files of a checkpoint. Those of tensors hold fp32 weights and moments by parameter name, as a
-tensor-parallel rank holds them. Nothing depends on the ZeRO stage, and the tensors of another tensor-parallel size are
-joined and cut: a run may continue under another layout. Frozen parameters have weights and no moments; with
-`checkpoint.frozen: false` their weights are left out too, and `state.json` says which checkpoint holds them.
+docs/training.md lists the files of a checkpoint. Tensor files hold the fp32 weights and moments of one tensor-parallel
+rank by parameter name. Nothing depends on the ZeRO stage, and shards are merged and split for another tensor-parallel
+size, so a run may continue under another layout. Frozen parameters have weights and no moments. With
+`checkpoint.frozen: false` their weights are not saved either, and `state.json` names the checkpoint that has them.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.interfaces import EngineState
 from megatron_tape.checkpoint.locate import source_record
 from megatron_tape.checkpoint.random_state import restore_random_state
-from megatron_tape.checkpoint.reading import ANOTHER, Checkpoint, Reader
+from megatron_tape.checkpoint.reading import CHOOSE_ANOTHER, Checkpoint, Reader
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.model.names import WRAPPED, kind_of
@@ -28,7 +28,7 @@ from megatron_tape.position import model_config
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
-    """Load the weights into a newly built model with memory; call this before the engine is built."""
+    """Load the weights into a newly built model whose memory is allocated, before the engine is built."""
     parameters = dict(model.named_parameters())
     read = Reader(checkpoint, parameters, layout)
     _write_weights(read, parameters, read.names)
@@ -43,42 +43,42 @@ def _write_weights(read: Reader, parameters: Mapping[str, torch.nn.Parameter], n
 
 
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
-    """Load the weights that a run begins with, as `load_weights` does; return the parameters that `base` does not have.
+    """Load the initial weights of a run as `load_weights` does; return the parameters that `base` does not have.
 
-    These must be initialized. They may be LoRA layers, and what the positional encoding of `base` does not have.
-    Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
+    The caller initializes these. Only LoRA layers and parameters of a positional encoding that `base` does not have may
+    be missing. Raises CheckpointError for other missing parameters, and for parameters that the model does not have.
     """
-    parameters, held = dict(model.named_parameters()), base.weight_names()
+    parameters, saved = dict(model.named_parameters()), base.weight_names()
     settings = model_config(base.state["config"]["model"])
     of_base = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
     of_all_stages = list(itertools.chain(*layout.gather_stages(list(parameters))))
-    new = [name for name in of_all_stages if name not in held]
+    new = [name for name in of_all_stages if name not in saved]
     may_be_new = {
         name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in of_base)
     }
     another = "choose another model to extend"
     if missing := [name for name in new if name not in may_be_new]:
-        raise CheckpointError(str(base.path), f"holds no {missing[0]}", another)
-    if extra := sorted(held.difference(of_all_stages)):
-        raise CheckpointError(str(base.path), f"holds {extra[0]}, which the model of this run does not have", another)
+        raise CheckpointError(str(base.path), f"has no {missing[0]}", another)
+    if extra := sorted(saved.difference(of_all_stages)):
+        raise CheckpointError(str(base.path), f"has {extra[0]}, which the model of this run does not have", another)
     read = Reader(base, parameters, layout)
-    _write_weights(read, parameters, (name for name in read.names if name in held))
+    _write_weights(read, parameters, (name for name in read.names if name in saved))
     read.check()
     base.release()
     return new
 
 
 def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
-    """Restore a newly built engine, whose model already has the weights, and the random number generators.
+    """Restore the random number generators and a newly built engine whose model already has the weights.
 
-    Raises CheckpointError if a trained parameter was frozen in a checkpoint that holds the others' moments.
+    Raises CheckpointError if a trained parameter was frozen in a checkpoint that has moments of other parameters.
     """
     updates = checkpoint.state["optimizer_steps"]
     read = Reader(checkpoint, engine.trained, engine.layout)
     without = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
     if updates and without:
         problem = f"has no moments of {without[0]}, which was frozen there and is trained now"
-        raise CheckpointError(str(checkpoint.path), problem, f"train what it trained, or {ANOTHER}")
+        raise CheckpointError(str(checkpoint.path), problem, f"train the same parameters, or {CHOOSE_ANOTHER}")
     engine.load_training_state(read, updates, read.names)
     read.check()
     with Agreement(engine.layout) as agreement:
@@ -88,10 +88,10 @@ def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
 
 
 def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> files.Source | None:
-    """Return the checkpoint that holds the weights of the `frozen` parameters for a run that begins with `checkpoint`.
+    """Return the checkpoint with the weights of the `frozen` parameters, for a run that starts from `checkpoint`.
 
-    Returns None if the run's own checkpoints hold them. Raises ConfigError if `checkpoint.frozen` is false and no other
-    checkpoint holds them, CheckpointError if the run's checkpoints so far left out different parameters.
+    Return None if the run's own checkpoints have them. Raises ConfigError if `checkpoint.frozen` is false and no other
+    checkpoint has them, and CheckpointError if earlier checkpoints of the run omit different parameters.
     """
     if config.checkpoint.frozen or not frozen:
         return None
@@ -99,14 +99,14 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
     if own and checkpoint.state.get("frozen_from") is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
             problem = f"was saved with checkpoint.frozen: false and other frozen parameters ({min(changed)})"
-            fix = "train what it trained, or set checkpoint.frozen to true"
+            fix = "train the same parameters, or set checkpoint.frozen to true"
             raise CheckpointError(str(checkpoint.path), problem, fix)
         return source_record(checkpoint.source.path)
     refuse(
         own or checkpoint is None,
         "checkpoint.frozen",
-        "is false, but the run did not begin with a checkpoint outside checkpoint.directory "
-        f"{config.checkpoint.directory} that keeps the frozen weights",
+        "is false, but the run did not start from a checkpoint outside checkpoint.directory "
+        f"{config.checkpoint.directory} that has the frozen weights",
         "give one as checkpoint.resume or extension.from, or set it to true",
     )
     return source_record(checkpoint.path)

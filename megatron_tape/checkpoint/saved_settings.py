@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import STATE, read_state
-from megatron_tape.checkpoint.locate import check_whole, to_continue
+from megatron_tape.checkpoint.locate import check_complete, checkpoint_to_continue
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.values import format_value
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 from megatron_tape.position import model_config
 
-FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position.state_precision", "position.mlp_zero")
+CHANGEABLE_MODEL_KEYS = ("seq_length", "attention_backend", "position.state_precision", "position.mlp_zero")
 """Settings of a model that may change while its weights stay the same."""
 ORDER_KEYS = (
     "data.prefix",
@@ -54,7 +54,7 @@ WITHOUT_EFFECT = (
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the checkpoint at `path` is of another model; the settings FREE_IN_A_MODEL may differ.
+    """Raise ConfigError if the checkpoint at `path` is of another model; the settings CHANGEABLE_MODEL_KEYS may differ.
 
     Also raises it if it is of a context extension and the run is not, or the reverse, or if it extends another model or
     trains other parameters.
@@ -86,7 +86,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     saved = sections["model"]
     with suppress(ValueError):  # of another version
         saved = as_dict(model_config(saved))  # with settings that are newer than it
-    differences = model_differences(saved, as_dict(config.model), FREE_IN_A_MODEL)
+    differences = model_differences(saved, as_dict(config.model), CHANGEABLE_MODEL_KEYS)
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
         bool(differences),
@@ -129,10 +129,10 @@ def check_start(config: RunConfig) -> Path | None:
     Raises ConfigError if one that is given is not whole, or if it is not of the same model (see `check_same_model`).
     """
     try:
-        start = to_continue(config)
+        start = checkpoint_to_continue(config)
         if start is None:
             return None
-        check_whole(start, deep=False)
+        check_complete(start, deep=False)
         if (start / STATE).is_file():
             check_same_model(start, config)
         return start
@@ -148,7 +148,7 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     """
     found = []
     for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
-        same_model = key.startswith("model.") and key.removeprefix("model.") not in FREE_IN_A_MODEL
+        same_model = key.startswith("model.") and key.removeprefix("model.") not in CHANGEABLE_MODEL_KEYS
         if not same_model and not key.startswith(WITHOUT_EFFECT):
             found.append((key, f"{key}: was {format_value(was)}, is now {format_value(now)}"))
     sentences = [sentence for _, sentence in found]

@@ -16,8 +16,8 @@ from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.index import INDEX, tensor_file, writers
 from megatron_tape.checkpoint.interfaces import Claim, EngineState
-from megatron_tape.checkpoint.kept_tokenizer import write_tokenizer_files
-from megatron_tape.checkpoint.random_state import RANDOM, random_state, table_of
+from megatron_tape.checkpoint.random_state import RANDOM, pack_states, random_state
+from megatron_tape.checkpoint.saved_tokenizer import write_tokenizer_files
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest
@@ -134,7 +134,7 @@ class Save:
         is_rank_0 = layout.rank == 0
         random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None
         dist.gather_object(random_state(), random_states)
-        self._random = table_of(random_states) if is_rank_0 else None
+        self._random = pack_states(random_states) if is_rank_0 else None
 
     def _write(self) -> None:
         if self._number is not None:

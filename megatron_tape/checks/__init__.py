@@ -7,9 +7,9 @@ from enum import IntEnum
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import STATE, read_state
-from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists, with_kept_tokenizer
 from megatron_tape.checkpoint.locate import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checkpoint.saved_tokenizer import check_tokenizer_exists, with_saved_tokenizer
 from megatron_tape.checks.layout import check_processes
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets, check_same_data
@@ -17,10 +17,10 @@ from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.extension.base_model import (
     Base,
-    begins_with_base,
     check_base,
     check_command,
     find_base,
+    starts_from_base,
     with_base_tokenizer,
 )
 from megatron_tape.huggingface.tokenizer_files import export_problem
@@ -67,8 +67,8 @@ def check(
         progress = {} if state is None else state["progress"]
         saved = progress.get("tokenizer")
         check_same_data(config, progress.get("data", {}), start)
-        config = with_kept_tokenizer(config, start)
-        if begins_with_base(config):
+        config = with_saved_tokenizer(config, start)
+        if starts_from_base(config):
             base = find_base(config.extension.from_, config.logging.directory)
             check_base(config, base)
             config, saved = with_base_tokenizer(config, base)

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.index import check_average, read_index
-from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, saved_tokenizer
 from megatron_tape.checkpoint.locate import find_checkpoint, model_digest
+from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, load_saved_tokenizer
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, record_of
@@ -68,13 +68,13 @@ class Source:
             if file.is_file() and (file.name in names or file.suffix in (".safetensors", ".py"))
         )
 
-    def saved_tokenizer(self) -> Tokenizer | None:
+    def load_saved_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer that a checkpoint was trained with, if it keeps one."""
-        return saved_tokenizer(self.path) if self.checkpoint else None
+        return load_saved_tokenizer(self.path) if self.checkpoint else None
 
     def tokenizer_problem(self) -> str | None:
         """Return why the tokenizer of a checkpoint cannot be exported, as a clause, or None."""
-        tokenizer = self.saved_tokenizer()
+        tokenizer = self.load_saved_tokenizer()
         return None if tokenizer is None else export_problem(tokenizer, self.info.trained_length or 0)
 
     @property

@@ -10,14 +10,14 @@ from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
-from megatron_tape.checkpoint.kept_tokenizer import (
+from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
+from megatron_tape.checkpoint.saved_settings import CHANGEABLE_MODEL_KEYS, model_differences
+from megatron_tape.checkpoint.saved_tokenizer import (
     TOKENIZER,
     check_same_tokenizer,
-    saved_tokenizer,
-    with_kept_tokenizer,
+    load_saved_tokenizer,
+    with_saved_tokenizer,
 )
-from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
-from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.schema import ExtensionConfig, LoggingConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_tape.config.sections import as_dict, build, keys_of, merge, settings_of
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
@@ -208,7 +208,7 @@ def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     return inherited | {"position": {key: value for key, value in inherited["position"].items() if key in own}}
 
 
-def begins_with_base(config: RunConfig) -> bool:
+def starts_from_base(config: RunConfig) -> bool:
     """Return whether a run begins with the model that it extends: it has no checkpoints of its own to continue."""
     resume = config.checkpoint.resume
     own = list_checkpoints(config.checkpoint.directory)
@@ -224,7 +224,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
     extended = {f"position.{key}" for key in ENCODINGS[now].extended_by}
-    free = {*FREE_IN_A_MODEL, *(f"position.{key}" for key in _keys_of_position("rope")), *extended}
+    free = {*CHANGEABLE_MODEL_KEYS, *(f"position.{key}" for key in _keys_of_position("rope")), *extended}
     dropped = was in ENCODINGS[now].replaces
     if added or dropped:
         free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
@@ -316,7 +316,7 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
     directory, name = base.tokenizer, f"that of {KEY} {base.path}"
     own = None
     if base.state is not None and base.path.is_dir():
-        own = saved_tokenizer(base.path)
+        own = load_saved_tokenizer(base.path)
     elif directory is not None:
         with suppress(ValueError, OSError):
             own = load_tokenizer(directory)
@@ -330,7 +330,7 @@ def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, Token
     A directory of transformers whose tokenizer cannot be used changes nothing. Raises ConfigError.
     """
     if base.state is not None:
-        return with_kept_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
+        return with_saved_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
     if config.data.tokenizer is None and config.data.generator is None:
         with suppress(ValueError, OSError):
             record = record_of(load_tokenizer(base.path))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import list_checkpoints
-from megatron_tape.checkpoint.kept_tokenizer import kept_directory
+from megatron_tape.checkpoint.saved_tokenizer import saved_tokenizer_directory
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.io.files import BLOCKS, fingerprint, write_whole
@@ -40,7 +40,9 @@ def inputs(config: RunConfig) -> list[str]:
     if config.data.examples is not None:
         examples = config.data.examples
         files += [path for path in (examples.path, examples.validation) if path is not None]
-    tokenizer = None if kept_directory(config) else config.data.tokenizer  # a checkpoint is shared, and has digests
+    tokenizer = (
+        None if saved_tokenizer_directory(config) else config.data.tokenizer
+    )  # a checkpoint is shared, and has digests
     if tokenizer is not None and Path(tokenizer).is_dir():
         files += sorted(str(path) for path in Path(tokenizer).iterdir() if path.is_file())
     elif tokenizer is not None:

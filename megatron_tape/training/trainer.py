@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.agreement import on_rank_0
-from megatron_tape.checkpoint.kept_tokenizer import with_kept_tokenizer
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.saved_settings import changes
+from megatron_tape.checkpoint.saved_tokenizer import with_saved_tokenizer
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
@@ -117,7 +117,7 @@ class Trainer:
     def _with_tokenizer(self) -> RunConfig:
         """Return the settings with the tokenizer that the run began with, if a checkpoint keeps it."""
         start = self.checkpoint or self.base
-        return with_kept_tokenizer(self.config, None if start is None else start.path)
+        return with_saved_tokenizer(self.config, None if start is None else start.path)
 
     def run(self) -> str | None:
         """Train to the last step.

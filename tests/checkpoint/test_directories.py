@@ -9,7 +9,7 @@ import pytest
 from killed_save_cases import HOME, NAMES, save, value_of
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.locate import what_to_resume
+from megatron_tape.checkpoint.locate import resolve_resume
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import write_record
@@ -23,11 +23,11 @@ def steps(root):
 
 def test_a_checkpoint_from_elsewhere_counts_until_the_run_has_its_own(tmp_path):
     own, import_ = tmp_path / "run", str(tmp_path / "import")
-    assert what_to_resume(import_, own) == import_
+    assert resolve_resume(import_, own) == import_
     (own / "step-00000001").mkdir(parents=True)
-    assert what_to_resume(import_, own) == "auto"
+    assert resolve_resume(import_, own) == "auto"
     for kept in ("none", "auto", str(own / "step-00000001")):
-        assert what_to_resume(kept, own) == kept
+        assert resolve_resume(kept, own) == kept
 
 
 def test_a_published_checkpoint_reads_back_and_is_whole_even_with_further_files(tmp_path):
@@ -73,7 +73,7 @@ def test_checkpoints_are_listed_newest_first_by_number_and_other_names_are_ignor
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000008").write_text("a file")
     assert steps(tmp_path) == [123456789, 99999999, 5]
-    assert steps(tmp_path / "none") == [] and files.newest_whole(tmp_path / "none", warn=pytest.fail) is None
+    assert steps(tmp_path / "none") == [] and files.newest_complete(tmp_path / "none", warn=pytest.fail) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_version_is_not_passed_over_in_favour_of_an_olde
     other = save(tmp_path, 2)
     change(other, MANIFEST, format_version=files.FORMAT_VERSION + more, files=None, parts=["another layout"])
     assert words in files.problems(other)[0]
-    for search in (files.newest_whole, files.checkpointed_step):
+    for search in (files.newest_complete, files.checkpointed_step):
         with pytest.raises(files.OtherFormat) as error:
             search(tmp_path)
         assert error.value.subject == str(other)
@@ -145,7 +145,7 @@ def test_a_manifest_of_the_wrong_shape_is_a_problem_in_one_sentence(tmp_path, ch
     change(path, MANIFEST, **changes)
     (problem,) = files.problems(path)
     assert MANIFEST in problem and "\n" not in problem
-    assert files.newest_whole(tmp_path) is None
+    assert files.newest_complete(tmp_path) is None
 
 
 STATE = {
@@ -190,7 +190,7 @@ def test_links_are_read_and_replaced_and_what_they_point_to_stays(tmp_path):
         (root / target.name).symlink_to(target)
     (root / ".step-00000001.discarded.partial").symlink_to(targets[0])
     (root / "step-00000004").symlink_to(tmp_path / "nowhere")
-    assert value_of(files.newest_whole(root)) == 3.0
+    assert value_of(files.newest_complete(root)) == 3.0
     assert value_of(save(root, 3, value=7)) == 7.0
     assert value_of(save(root, 4, value=8, keep=2)) == 8.0
     assert sorted(os.listdir(root)) == [HOME, "step-00000003", "step-00000004"]
@@ -207,7 +207,7 @@ def test_the_newest_whole_checkpoint_is_found_behind_broken_ones_which_are_named
     os.truncate(tmp_path / "step-00000003" / "run.json", 0)
     (tmp_path / "step-00000002" / "model").unlink()
     warnings = []
-    assert files.newest_whole(tmp_path, warnings.append) == tmp_path / "step-00000001"
+    assert files.newest_complete(tmp_path, warnings.append) == tmp_path / "step-00000001"
     assert "step-00000003" in warnings[0] and "run.json has 0 bytes" in warnings[0]
     assert "step-00000002" in warnings[1] and "model is missing" in warnings[1]
 

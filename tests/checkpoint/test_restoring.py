@@ -100,14 +100,14 @@ def damaged(saved, tmp_path):
     return rewrite
 
 
-@pytest.mark.parametrize("limit, holds", [(reading.HELD_BYTES, [TENSORS]), (1000, [])])
+@pytest.mark.parametrize("limit, holds", [(reading.CACHED_BYTES, [TENSORS]), (1000, [])])
 def test_tensors_that_were_checked_are_held_up_to_a_limit(saved, damaged, monkeypatch, limit, holds):
-    monkeypatch.setattr(reading, "HELD_BYTES", limit)
+    monkeypatch.setattr(reading, "CACHED_BYTES", limit)
     monkeypatch.setattr(reading, "_BLOCK", 10_000)
     checkpoint = damaged(TENSORS)
     held, problems = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
     assert list(held) == holds and problems == []
-    checkpoint.held.update(held)
+    checkpoint.cached.update(held)
     expected = saved[0].training_state()
     read = Reader(checkpoint, saved[0].names, saved[0].layout)
     assert all(torch.equal(read(key), expected[key]) for key in expected)
@@ -140,7 +140,7 @@ def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next
     content[-1] ^= 1
     (paths[1] / TENSORS).write_bytes(content)
     checkpoint = open_to_resume(config_in(tmp_path), engine.layout)
-    assert checkpoint.path == paths[0] and list(checkpoint.held) == [TENSORS]
+    assert checkpoint.path == paths[0] and list(checkpoint.cached) == [TENSORS]
     assert f"checkpoint {paths[1]} is skipped: {TENSORS} has sha256 " in caplog.text
     save(engine, tmp_path, 2)
     assert [step for step, _ in directories.list_checkpoints(tmp_path / "checkpoints")] == [2, 1]
@@ -180,12 +180,12 @@ def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_pa
 @pytest.mark.parametrize(
     "change, problem",
     [
-        (lambda places: places[NAME].update(shape=[32, 64]), f"holds {NAME} of shape [32, 64]"),
+        (lambda places: places[NAME].update(shape=[32, 64]), f"has {NAME} of shape [32, 64]"),
         (lambda places: places[NAME].update(offset=10**9), "begins at byte 1000000000 of"),
         (lambda places: places[NAME].update(offset=-4), "offset is -4"),
         (lambda places: places[NAME].update(shape=[2**40, 2**40]), f"says that {NAME} of shape [1099511627776, "),
-        (lambda places: places.pop(NAME), f"holds no {NAME}"),
-        (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "holds no exp_avg/"),
+        (lambda places: places.pop(NAME), f"has no {NAME}"),
+        (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "has no exp_avg/"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused_despite_a_right_manifest(saved, damaged, change, problem):
@@ -213,7 +213,7 @@ def rank_0s(change):
         text = json.loads(tensors["text"].numpy().tobytes())
         change(tensors, text)
         tensors["text"] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
-        table.update(random_states.table_of([safetensors_bytes(tensors)]))
+        table.update(random_states.pack_states([safetensors_bytes(tensors)]))
 
     return changed
 

@@ -5,8 +5,8 @@ import pytest
 from configurations import make
 from datasets_for_tests import write_dataset
 
-from megatron_tape.checkpoint.kept_tokenizer import check_tokenizer_exists
 from megatron_tape.checkpoint.locate import check_directories
+from megatron_tape.checkpoint.saved_tokenizer import check_tokenizer_exists
 from megatron_tape.config.schema import replace_settings
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError

@@ -260,7 +260,7 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
         process.join()
         assert process.exitcode == -signal.SIGKILL
         reached = rows_written(metrics)
-        newest = checkpoint_files.newest_whole(run.folder / "checkpoints", print)
+        newest = checkpoint_files.newest_complete(run.folder / "checkpoints", print)
         assert newest is not None and checkpoint_files.read_manifest(newest)["step"] >= reached - 1 - in_background
     assert run("--train.steps=30", "--checkpoint.interval=1") == 0
     assert rows(run.folder) == rows(run.folder.parent / "whole")

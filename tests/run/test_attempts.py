@@ -91,7 +91,7 @@ def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_absent(r
     claim(run)
     step = 5 if moment == "after the rename" else 10
     assert checkpointed_step(run / "checkpoints") == step
-    assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{step:08d}"
+    assert checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name == f"step-{step:08d}"
     assert not list((run / "checkpoints").glob(".revoked*"))
 
 

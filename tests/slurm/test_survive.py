@@ -23,7 +23,7 @@ IN_BACKGROUND = {"checkpoint.asynchronous": "true"}
 def check_equal(run, whole, attempts=None, gap=False):
     """Check that a run left the same rows, last checkpoint and TensorBoard curve as the whole one, or a gap."""
     assert rows(run) == rows(whole / "runs/tiny")
-    assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
+    assert checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
@@ -191,7 +191,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole)
             while True:
                 file.write(bytes(1 << 12))
         cluster.until(lambda: "warning: could not" in cluster.log(job), job)
-        whole_before = checkpoint_files.newest_whole(disk / "tiny" / "checkpoints", pytest.fail)
+        whole_before = checkpoint_files.newest_complete(disk / "tiny" / "checkpoints", pytest.fail)
         assert whole_before is not None
         filler.unlink()
         finish(cluster, job)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, saved_tokenizer
+from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, load_saved_tokenizer
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import TOKENIZER_MODEL, difference, load_tokenizer, record_of
 from megatron_tape.errors import CheckpointError, FileError, UserError
@@ -262,7 +262,7 @@ def part_shapes(model: ModelConfig, name: str, shape: tuple[int, ...], rows: int
 def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) -> ExportedTokenizer | None:
     if given == NO_TOKENIZER:
         return None
-    source, tokenizer = str(saved.path / TOKENIZER), saved_tokenizer(saved.path)
+    source, tokenizer = str(saved.path / TOKENIZER), load_saved_tokenizer(saved.path)
     if given is not None:
         own, source, tokenizer = tokenizer, given, load_tokenizer(given)
         if own is not None and TOKENIZER_MODEL in own.files:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
-from megatron_tape.checkpoint.kept_tokenizer import TOKENIZER, write_tokenizer_files
+from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, write_tokenizer_files
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import TOKENIZER_FILES, Tokenizer, find_files, load_tokenizer, record_of

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_tape.checkpoint.directories import read_manifest
-from megatron_tape.checkpoint.locate import to_continue
+from megatron_tape.checkpoint.locate import checkpoint_to_continue
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import naming_the_setting
 from megatron_tape.data.tokenizer import (
@@ -23,7 +23,7 @@ TOKENIZER = "tokenizer"
 _KEY = "data.tokenizer"
 
 
-def saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
+def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
     """Load the tokenizer that a checkpoint keeps, or return None if it keeps none.
 
     Raises CheckpointError for a file that the manifest does not list.
@@ -43,7 +43,7 @@ def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[
     return [f"{TOKENIZER}/{name}" for name in write_files(files, checkpoint / TOKENIZER)]
 
 
-def with_kept_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
+def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
     """Return the settings with the tokenizer that checkpoint `start` keeps, if it keeps one, as `data.tokenizer`.
 
     `start` is what the run continues or begins with. If there is still a tokenizer at `data.tokenizer`, it must be the
@@ -52,7 +52,7 @@ def with_kept_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
     kept, given = start / TOKENIZER, config.data.tokenizer
-    own = saved_tokenizer(start)
+    own = load_saved_tokenizer(start)
     if given is not None and Path(given).exists() and Path(given).resolve() != kept.resolve():
         check_same_tokenizer(given, own, f"that of checkpoint {start}", f"give {kept}")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(kept)))
@@ -76,13 +76,13 @@ def check_tokenizer_exists(config: RunConfig) -> None:
     with naming_the_setting(_KEY, given):
         missing = given is not None and not Path(given).exists()
     fix = "train or fetch it, or correct the path"
-    refuse(missing and kept_directory(config) is None, _KEY, f"is {given}, which does not exist", fix)
+    refuse(missing and saved_tokenizer_directory(config) is None, _KEY, f"is {given}, which does not exist", fix)
 
 
-def kept_directory(config: RunConfig) -> Path | None:
+def saved_tokenizer_directory(config: RunConfig) -> Path | None:
     """Return where the checkpoint that a run continues, judged by the sizes of its files, keeps the tokenizer."""
     with suppress(ValueError, OSError):
-        start = to_continue(config)
+        start = checkpoint_to_continue(config)
         if start is not None and (start / TOKENIZER).is_dir():
             return start / TOKENIZER
     return None
