@@ -40,9 +40,8 @@ def inputs(config: RunConfig) -> list[str]:
     if config.data.examples is not None:
         examples = config.data.examples
         files += [path for path in (examples.path, examples.validation) if path is not None]
-    tokenizer = (
-        None if saved_tokenizer_directory(config) else config.data.tokenizer
-    )  # a checkpoint is shared, and has digests
+    # The checkpoint of a continued run is shared by all nodes, and has digests.
+    tokenizer = None if saved_tokenizer_directory(config) else config.data.tokenizer
     if tokenizer is not None and Path(tokenizer).is_dir():
         files += sorted(str(path) for path in Path(tokenizer).iterdir() if path.is_file())
     elif tokenizer is not None:
