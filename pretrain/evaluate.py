@@ -248,7 +248,7 @@ def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks
     from megatron_tape.evaluation.transformers_model import load_model
 
     with ranks.alone():
-        return load_model(source.info, directory, dtype, device, source.trusts_code, source.saved_tokenizer())
+        return load_model(source.info, directory, dtype, device, source.trusts_code, source.load_saved_tokenizer())
 
 
 if __name__ == "__main__":
