@@ -67,6 +67,18 @@ def test_links_and_paths_lead_somewhere(page):
     assert missing == []
 
 
+def words(page):
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_the_documentation_stays_short():
+    """The appendix of the research log may be longer, and the reference is generated."""
+    docs = [page for page in PAGES[1:] if page.parent.name != "reproductions"]
+    assert words(ROOT / "README.md") <= 1200
+    assert {page.name: words(page) for page in docs if words(page) > 1500} == {}
+    assert sum(map(words, docs)) <= 24_000
+
+
 def prose(page):
     """Return the words of a page without its code and tables."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
