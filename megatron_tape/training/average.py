@@ -1,4 +1,4 @@
-"""An average of the fp32 weights, which each rank keeps of what its optimizer updates."""
+"""An average of the fp32 weights, sharded over ranks like the optimizer's state."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ from megatron_tape.model.names import AVERAGE
 
 
 class WeightAverage:
-    """The average of `weights`, tensors that `optimizer` updates.
+    """The average of `weights`, the tensors that `optimizer` updates.
 
-    It is part of the optimizer's state, as moments are: it is divided, saved and restored with them, and is there after
-    the first update. `update` lets the model have what `weights` hold.
+    The average is part of the optimizer's state from the first update on, and is sharded, saved and restored with its
+    moments. `update` copies `weights` to the model.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, step: int, updates: int, skipped: bool) -> None:
-        """Take the weights after `step` and so many `updates`, none of them in `step` if that was `skipped`."""
+        """Add the weights after `step` to the average; see `AverageSettings.share` for the arguments."""
         share = self._settings.share(step, self._steps, updates, skipped)
         for tensor in self._weights:
             state = self._state[tensor]
@@ -40,7 +40,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Exchange it with the weights for the block."""
+        """Swap the average and the weights within the context."""
         self._exchange()
         yield
         self._exchange()

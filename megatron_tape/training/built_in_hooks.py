@@ -1,4 +1,4 @@
-"""The evaluations that `train.evaluations` may name in every run."""
+"""The built-in evaluations of `train.evaluations`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ValidationLoss(Hook):
-    """The mean loss of `train.eval_steps` global batches of the validation split, also of averaged weights."""
+    """Mean loss over `train.eval_steps` global batches of the validation split, also with averaged weights."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         loss = self._loss(trainer)
@@ -44,7 +44,7 @@ def _exp(value: float) -> float:
 
 
 class Sample(Hook):
-    """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or if `sample_tokens` is 0."""
+    """Text that continues `logging.sample_prompt`. Disabled without a tokenizer, or if `sample_tokens` is 0."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         settings = trainer.config.logging
@@ -58,11 +58,11 @@ class Sample(Hook):
 def sample_text(
     engine: Engine, tokenizer: Tokenizer, prompt: str, length: int, max_length: int, temperature: float = 0.8
 ) -> str:
-    """Continue `prompt` by `length` tokens; all ranks call it together and get the same text.
+    """Sample `length` tokens that continue `prompt`. All ranks call this together and return the same text.
 
-    A separate generator with a fixed seed leaves training's random numbers unchanged. The model sees at most
-    `max_length` tokens at once, and each new token costs one forward pass over them: there is no cache. Ends early at
-    the end of a document, or where logits are not finite.
+    A separate generator with a fixed seed leaves training's random numbers unchanged. The context is limited to the
+    last `max_length` tokens. There is no key-value cache: each new token costs a full forward pass. Sampling ends early
+    at the end of a document, or if logits are not finite.
     """
     layout = engine.layout
     ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
@@ -93,7 +93,7 @@ HOOKS |= {
 
 
 def build_hooks(config: RunConfig) -> dict[str, Hook]:
-    """Return the hooks of every run, what looks for spikes, and what `train.evaluations` names, in their order."""
+    """Return the run's hooks by name: those of every run, spike detection if enabled, and `train.evaluations`."""
     found: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(config.train.profile)}
     if config.train.spikes is not None:
         found["spikes"] = SpikeHook(config.train.spikes)

@@ -1,4 +1,4 @@
-"""A run's saves, also in the background: a failing disk may cost the run a checkpoint, but not the last one."""
+"""Save a run's checkpoints, optionally in the background. Failed saves are skipped, except that of the last step."""
 
 import contextlib
 import logging
@@ -18,18 +18,19 @@ from megatron_tape.training.engine import Engine
 logger = logging.getLogger(__name__)
 
 LAST_SAVE_TRIES = 20
+"""Attempts to save the last step."""
 LAST_SAVE_WAIT = 30.0
-"""Seconds between two attempts to save."""
+"""Seconds between these attempts."""
 POLL_SECONDS = 1.0
 
 
 class CheckpointSaver:
-    """The checkpoints of a run; all ranks create it and call its methods together.
+    """Saves the checkpoints of a run. All ranks create it and call its methods together.
 
-    With `checkpoint.asynchronous` files are written while the run trains on; at most one save is on its way.
+    With `checkpoint.asynchronous`, files are written while training continues; at most one save is pending.
 
-    If the disk fails, that is logged, and the next checkpoint is due as usual. The methods raise StaleAttempt if a
-    newer attempt has taken over the run.
+    A failed save is logged and not retried before the next interval. The methods raise StaleAttempt if a newer attempt
+    has taken over the run.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class CheckpointSaver:
         self._current: Save | None = None
 
     def save(self, step: int, samples: int, progress: dict, wait: bool) -> bool:
-        """Save a checkpoint after `step` steps on `samples` sequences; return whether it is complete.
+        """Save a checkpoint after `step` steps and `samples` sequences; return whether it is complete.
 
-        Without `wait`, an asynchronous one is only begun: `look` and `finish` complete it. At the last step, the save
-        is tried again until the watch is asked to stop. Raises CheckpointError if the last step cannot be saved.
+        Without `wait`, an asynchronous save is only started; `poll` and `finish` complete it. The save of the last step
+        is retried until the process is asked to stop. Raises CheckpointError if the last step cannot be saved.
         """
         self.finish()
         if step == self._config.train.steps:
@@ -59,13 +60,13 @@ class CheckpointSaver:
             self._current = Save(self._writer, step, samples, progress, in_thread=in_thread)
         return False if in_thread else self.finish()
 
-    def look(self) -> None:
-        """Take a save that is on its way further if every rank is ready for that; called between steps."""
+    def poll(self) -> None:
+        """Advance a pending save if every rank is ready for that; called between steps."""
         if self._current is not None and not self._engine.layout.any_rank(self._current.busy):
             self._advance()
 
     def finish(self) -> bool:
-        """Wait for the save that is on its way, if there is one; return whether it is complete."""
+        """Wait for the pending save, if there is one; return whether it is complete."""
         complete = False
         while self._current is not None:
             self._watch.progress("saving")
@@ -98,7 +99,7 @@ class CheckpointSaver:
                 if tries_left == 0:
                     raise
                 _warn(error, f"in {LAST_SAVE_WAIT:g} s, {counted(tries_left, 'time')} more")
-                if _asked_to_stop(self._engine, self._watch, LAST_SAVE_WAIT):
+                if _wait_to_retry(self._engine, self._watch, LAST_SAVE_WAIT):
                     return False
             else:
                 logger.info("saved %s", path)
@@ -107,11 +108,11 @@ class CheckpointSaver:
 
 
 def _warn(error: CheckpointError, next_try: str) -> None:
-    logger.warning("warning: %s; the checkpoints before are whole, the next try is %s", error, next_try)
+    logger.warning("warning: %s; earlier checkpoints are intact, the next attempt is %s", error, next_try)
 
 
-def _asked_to_stop(engine: Engine, watch: Watch, seconds: float) -> bool:
-    """Wait between attempts; every rank returns at once if any rank is asked to stop."""
+def _wait_to_retry(engine: Engine, watch: Watch, seconds: float) -> bool:
+    """Wait before the next attempt; return early, and true, on every rank if any rank is asked to stop."""
     for _ in range(math.ceil(seconds / POLL_SECONDS)):
         if engine.layout.any_rank(watch.stop is not None):
             return True

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO behind a few methods: train a step, evaluate, and return or load the whole training state.
+"""A wrapper of DeepSpeed ZeRO: train a step, evaluate, and save or load the training state.
 
-The state is stored by parameter name and is whole over the data-parallel ranks. It therefore does not depend on ZeRO's
-partitions: a run saved under one ZeRO stage and number of ranks continues under another.
+The state consists of whole tensors by parameter name, gathered over the data-parallel ranks. It is independent of
+ZeRO's partitions, so a run can continue with another ZeRO stage or number of ranks.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; `skipped` when its loss or gradient was not finite, or `leaves_out` said so."""
+    """The result of an optimizer step; `skipped` if its loss or gradient was not finite, or by the skip predicate."""
 
     loss: float
     grad_norm: float
     skipped: bool
     z_loss: float | None = None
-    """What `optimizer.z_loss` adds to the loss whose gradient is taken; `loss` is without it."""
+    """The term that `optimizer.z_loss` adds to the training objective; not included in `loss`."""
 
     @property
     def finite(self) -> bool:
@@ -61,7 +61,7 @@ class StepResult:
 
 
 def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
-    """Translate our settings into DeepSpeed's, which counts a sequence once for each of its context ranks."""
+    """Return DeepSpeed's configuration, which counts a sequence once for each of its context-parallel ranks."""
     stage = config.deepspeed.zero_stage
     zero = {
         "stage": stage,
@@ -71,9 +71,9 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     }
     micro = config.train.micro_batch_size
     in_bf16 = config.train.precision == "bf16"
-    # Asked for it, stage 1 would be DeepSpeed's `BF16_Optimizer`, which skips no step whose gradient is not finite;
-    # there `ScatteredGradients` adds up in fp32.
-    asks_for_fp32 = in_bf16 and stage > 1
+    # With fp32 accumulation, stage 1 would use DeepSpeed's `BF16_Optimizer`, which does not skip steps with gradients
+    # that are not finite. `ScatteredGradients` accumulates in fp32 there.
+    accumulates_in_fp32 = in_bf16 and stage > 1
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
@@ -82,22 +82,23 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "zero_optimization": zero,
         "bf16": {"enabled": in_bf16},
         "communication_data_type": config.deepspeed.communication_precision,
-        "data_types": {"grad_accum_dtype": "fp32" if asks_for_fp32 else None},
+        "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32 else None},
         "steps_per_print": None,
-        # DeepSpeed's own, on by default, would synchronize the device twice in every micro-batch.
+        # DeepSpeed's throughput timer, enabled by default, synchronizes the device twice in every micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
 
 
 def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch.nn.Parameter], None] | None:
-    """Return what leaves of a parameter only this rank's partition under ZeRO 3; None under other stages.
+    """Return a function that keeps only this rank's ZeRO 3 partition of a parameter; None for other stages.
 
-    `parallel.partitions.allocate` calls it for each parameter before the next one gets memory.
+    `parallel.partitions.allocate` calls it for each parameter before it allocates the next one.
     """
     if config.deepspeed.zero_stage < 3:
         return None
     with _torch_launcher_variables(layout):
-        # Given a module, be it empty, DeepSpeed replaces torch's linear function, which would keep gathered weights.
+        # If a module is given, even an empty one, DeepSpeed replaces torch's linear function, which would otherwise
+        # save gathered weights for the backward pass.
         zero = deepspeed.zero.Init(
             module=torch.nn.Module(),
             data_parallel_group=layout.mpu.get_data_parallel_group(),
@@ -106,7 +107,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
         )
 
     def partition(parameter: torch.nn.Parameter) -> None:
-        # Given the parameter's module, DeepSpeed would broadcast what is not there yet.
+        # If the parameter's own module were given, DeepSpeed would broadcast weights that are not loaded yet.
         zero._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
@@ -114,15 +115,15 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
 
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
-    """Return the random numbers of a training step, the same on all ranks; the data has other streams."""
+    """Return the random generator of a training step, identical on all ranks and independent of the data's."""
     return np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step]))
 
 
 class Engine:
-    """A model under training. Every method is called by all ranks together.
+    """A model under training. All ranks call every method together.
 
-    DeepSpeed copies the weights in the constructor, so they must already be in `model`. Under ZeRO 3 they may be there
-    as partitions (see `zero_partition`).
+    DeepSpeed copies the weights in the constructor, so `model` must already have them. With ZeRO 3, they may be
+    partitioned (see `zero_partition`).
     """
 
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
@@ -156,53 +157,55 @@ class Engine:
             deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
         else:
-            late = None if self._tied is None else self.trained.get(TIED)
+            deferred = None if self._tied is None else self.trained.get(TIED)
             zero, overlap = self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm
-            self._scattered = ScatteredGradients(zero, overlap, late, self.clock.waiting)
+            self._scattered = ScatteredGradients(zero, overlap, deferred, self.clock.waiting)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
-        """How many updates Adam has made; skipped steps do not count."""
+        """Number of updates; skipped steps do not count."""
         self.before_update: Callable[[], None] | None = None
-        """Called in every step when the gradients are averaged, and before they are clipped."""
+        """Called in every step after the gradients are averaged and before they are clipped."""
         if self._tied is not None:
             self._tied.start(layout.device)
         self._replicated = replicated_parameters(model)
-        self._total = torch.zeros((), device=layout.device)
-        """The sum of the losses of a step's micro-batches so far."""
-        self._norm_left_out: float | None = None
+        self._loss_sum = torch.zeros((), device=layout.device)
+        """Sum of the losses of a step's micro-batches so far."""
+        self._skipped_norm: float | None = None
+        """Gradient norm of a step that the predicate skipped."""
 
-    def set_skip_predicate(self, judge: Callable[[float, float], bool]) -> None:
-        """Make no update from now on where `judge` returns true for the loss and the gradient norm on any rank."""
+    def set_skip_predicate(self, predicate: Callable[[float, float], bool]) -> None:
+        """Skip updates for which `predicate(loss, gradient norm)` returns true on any rank."""
 
-        def leaves_out(norm: float) -> bool:
-            if not math.isfinite(norm) or not self.layout.any_rank(judge(self._mean_loss(), norm)):
+        def skips(norm: float) -> bool:
+            if not math.isfinite(norm) or not self.layout.any_rank(predicate(self._mean_loss(), norm)):
                 return False
-            self._norm_left_out = norm
+            self._skipped_norm = norm
             return True
 
-        deepspeed_patches.skip_updates(self.deepspeed_engine.optimizer, leaves_out)
+        deepspeed_patches.skip_updates(self.deepspeed_engine.optimizer, skips)
 
     def close(self) -> None:
-        """Let go of the model: DeepSpeed's hooks hold it in circles that Python cannot collect."""
+        """Release the model, to which DeepSpeed's hooks have cyclic references that Python cannot collect."""
         self.deepspeed_engine.destroy()
 
     def set_batch_size(self, sequences: int) -> None:
-        """Take so many sequences over all ranks from the next step on."""
+        """Set the global batch size of the following steps."""
         if sequences * self.layout.context_parallel_size != self.deepspeed_engine.train_batch_size():
             self.deepspeed_engine.set_train_batch_size(sequences * self.layout.context_parallel_size)
-            self.deepspeed_engine.micro_steps = 0  # DeepSpeed finds the last micro-batch of a step by dividing it
+            self.deepspeed_engine.micro_steps = 0  # DeepSpeed divides it to find a step's last micro-batch
             self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
 
     def train_step(self, batches: Iterable[Batch], lr: float, step: int = 0) -> StepResult:
-        """Update once from `micro_batches` batches, each the keyword arguments of the model's forward.
+        """Perform one update from `micro_batches` batches, each the keyword arguments of the model's forward.
 
-        Parameters learn at `lr` times their group's `lr_scale`. What an encoding draws depends on `step` and the seed.
+        The learning rate of a parameter group is `lr` times its `lr_scale`. Random positions depend on `step` and the
+        seed.
         """
         for group in self.deepspeed_engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed_engine.train()
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
-        self._total, self._norm_left_out = torch.zeros((), device=self.layout.device), None
+        self._loss_sum, self._skipped_norm = torch.zeros((), device=self.layout.device), None
         run(itertools.islice(batches, self.micro_batches), step)
         with self.clock.phase(COMMUNICATION):
             loss = self._mean_loss()
@@ -214,7 +217,7 @@ class Engine:
         if self.averages:
             self._average.add(step, self.optimizer_steps, skipped)
         norm = math.nan if skipped and math.isfinite(norm) else norm
-        return StepResult(loss, norm if self._norm_left_out is None else self._norm_left_out, skipped, z_loss)
+        return StepResult(loss, norm if self._skipped_norm is None else self._skipped_norm, skipped, z_loss)
 
     @property
     def averages(self) -> bool:
@@ -222,11 +225,11 @@ class Engine:
         return self._average is not None and self.optimizer_steps > 0
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Let the model have the averaged weights in the block, in which it is only evaluated."""
+        """Swap in the averaged weights within the context, in which the model must not be trained."""
         return self._average.swapped_in()
 
     def _update_weights(self) -> None:
-        """Let the model have the weights of `_masters`, as after a step."""
+        """Copy the fp32 weights of `_masters` to the model, as after a step."""
         zero = self.deepspeed_engine.optimizer
         if self.zero_stage < 3:
             zero.update_lp_params()
@@ -240,37 +243,37 @@ class Engine:
             self._tied.share()
 
     def _masters(self) -> list[Tensor]:
-        """Return the fp32 tensors that the optimizer updates, of which each rank has its share."""
+        """Return the fp32 tensors that the optimizer updates, which are this rank's shard."""
         zero = self.deepspeed_engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.zero_stage == 3 else zero.single_partition_of_fp32_groups
 
     def _mean_loss(self) -> float:
-        return self.layout.tokens.average(self._total / self.micro_batches).item()
+        return self.layout.tokens.average(self._loss_sum / self.micro_batches).item()
 
     def _z_loss(self) -> float:
-        of_stage = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
-        return self.layout.tokens.average(self.layout.broadcast_from_last_stage(of_stage) / self.micro_batches).item()
+        total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
+        return self.layout.tokens.average(self.layout.broadcast_from_last_stage(total) / self.micro_batches).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> None:
-        """Compute the gradients, adding up the losses, and update."""
+        """Accumulate the losses and gradients of all micro-batches, and update."""
         for batch in self.clock.each(DATA, batches):
             with self.clock.phase(FORWARD):
                 loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
-                self._total += loss.detach()
+                self._loss_sum += loss.detach()
             with self.clock.phase(BACKWARD):
                 self.deepspeed_engine.backward(_scaled(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 with self.clock.phase(COMMUNICATION):
                     sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
-                self._show_gradients()
+                self._call_before_update()
             with self.clock.phase(OPTIMIZER):
                 self.deepspeed_engine.step()
 
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> None:
-        """Do the same with Megatron's schedule, which calls the model itself.
+        """Do the same with Megatron's pipeline schedule, which calls the model itself.
 
-        DeepSpeed's hooks stay in place: gradients are added up as elsewhere, and averaged beside the last backward
-        pass, unless a part of a tied embedding's has to come from the last stage.
+        DeepSpeed's hooks still accumulate gradients and average them during the last backward pass, except that of a
+        tied embedding, a part of which comes from the last stage.
         """
         micro_batches, engine = list(self.clock.each(DATA, batches)), self.deepspeed_engine
         positions = self._positions(micro_batches[0], step)
@@ -279,24 +282,24 @@ class Engine:
         tied_trains = self._tied is not None and self._tied.trained
         with self.clock.phase(COMMUNICATION):
             if tied_trains and (gradient := self._tied.gradient()) is not None:
-                self._scattered.add_to_late(gradient)
-            self._total = self.layout.broadcast_from_last_stage(total)
+                self._scattered.add_to_deferred(gradient)
+            self._loss_sum = self.layout.broadcast_from_last_stage(total)
             engine.allreduce_gradients()
             sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
-        self._show_gradients()
+        self._call_before_update()
         with self.clock.phase(OPTIMIZER):
             engine.step()
             engine.optimizer.clear_backward_seen_flag()
             if tied_trains:
                 self._tied.share()
 
-    def _show_gradients(self) -> None:
+    def _call_before_update(self) -> None:
         if self.before_update is not None:
             self.before_update()
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Let DeepSpeed only add up gradients in the block; behind it, they are those of the last micro-batch."""
+        """Make DeepSpeed only accumulate gradients within the context; afterwards, they are the last micro-batch's."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         yield
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
@@ -322,39 +325,41 @@ class Engine:
         return self.layout.broadcast_from_last_stage(self._forward(tokens))
 
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses (B, S) in nats of labels (B, S), each of which follows the token id (B, S) at its place."""
+        """Return the losses (B, S) in nats of `labels` (B, S), the token ids that follow `tokens` (B, S)."""
         return self.layout.broadcast_from_last_stage(self._forward(tokens, labels, by_token=True))
 
     def training_state(self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True) -> dict[str, Tensor]:
-        """Return a copy, on the CPU, of fp32 weights and Adam moments of this tensor-parallel rank.
+        """Return copies, on the CPU, of this tensor-parallel rank's fp32 weights and optimizer moments.
 
-        The keys are `weight/NAME`, `exp_avg/NAME` and so on. Of the ranks with the same weights, `owner(key)` returns a
-        tensor, to which the others send their shares. Frozen parameters are included only if `frozen`; their weights
-        are only as precise as training's arithmetic, and they have no moments. Before the first update, no parameter
-        has moments.
+        Args:
+            owner: maps a key to the replica rank that returns its tensor; the other replicas send it their shards.
+            frozen: whether to include frozen parameters, which have the precision of training and no moments.
+
+        Returns:
+            The tensors by `weight/NAME`, `exp_avg/NAME` and so on. There are no moments before the first update.
         """
-        self._show_moments()
-        me, state, shares = self.layout.replica_rank, {}, []
-        cut = zero_partitions.cuts(self.deepspeed_engine.optimizer, self._cut_parameters())
+        self._link_moments()
+        me, state, shards = self.layout.replica_rank, {}, []
+        partitioned = zero_partitions.partitionings(self.deepspeed_engine.optimizer, self._partitioned_parameters())
         for key, parameter in self._state_keys(frozen):
             kind, _, name = key.partition("/")
-            if name in cut:
+            if name in partitioned:
                 trained = functools.partial(zero_partitions.local_elements, parameter, kind)
-                held = trained if parameter.requires_grad else functools.partial(getattr, parameter, "ds_tensor")
+                local = trained if parameter.requires_grad else functools.partial(getattr, parameter, "ds_tensor")
                 shape = getattr(parameter, "ds_shape", parameter.shape)
-                shares.append(zero_partitions.Share(key, shape, cut[name], owner(key), held))
-            elif owner(key) == me:  # frozen, and whole on every rank
+                shards.append(zero_partitions.Shard(key, shape, partitioned[name], owner(key), local))
+            elif owner(key) == me:  # frozen, and replicated on every rank
                 state[key] = parameter.detach().to("cpu", torch.float32).clone().contiguous()
-        for key, tensor in zero_partitions.gather_to_owners(shares, self.layout.groups.dp_cp, self.layout.device):
+        for key, tensor in zero_partitions.gather_to_owners(shards, self.layout.groups.dp_cp, self.layout.device):
             state[key] = tensor.to("cpu").contiguous()
         return state
 
-    def _cut_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of which every rank holds a part: with ZeRO 3 all, otherwise the trained ones."""
+    def _partitioned_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that ZeRO partitions: all with ZeRO 3, otherwise the trained ones."""
         return self.names if self.zero_stage == 3 else self.trained
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
-        """Return the bytes of each tensor of `training_state`."""
+        """Return the size in bytes of each tensor of `training_state`."""
         return {key: 4 * getattr(p, "ds_numel", p.numel()) for key, p in self._state_keys(frozen)}
 
     def _state_keys(self, frozen: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -364,22 +369,25 @@ class Engine:
                     yield f"{key}/{name}", parameter
 
     def _keys_of(self, name: str, trained: bool) -> tuple[str, ...]:
-        """Return what the state holds of a parameter: `weight` and, if it is trained and was updated, moments."""
+        """Return the kinds of tensors that the state has of a parameter: `weight`, and moments if it was updated."""
         moments = self._moments(self._uses_muon and is_matrix(name)) if trained and self.optimizer_steps else ()
         return ("weight", *moments)
 
     def load_training_state(
         self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Iterable[str] | None = None
     ) -> None:
-        """Load the trained parameters' state from `read(key)`, which returns this rank's tensor of a key.
+        """Load the state of the trained parameters.
 
-        With `names`, the trained parameters of all pipeline stages, it is called for the others, too, and returns None.
+        The model must have the checkpoint's weights when the engine is created, since ZeRO copies them then.
 
-        The model's weights must already be those of the checkpoint when the engine is built: ZeRO copied them then.
+        Args:
+            read: returns this rank's tensor of a key, or None if it belongs to another pipeline stage.
+            optimizer_steps: the number of updates so far.
+            names: the trained parameters of all pipeline stages, for which `read` is called; by default this stage's.
         """
         self.optimizer_steps = optimizer_steps
         if optimizer_steps:
-            self._make_moments(optimizer_steps)
+            self._create_moments(optimizer_steps)
         for name in self.trained if names is None else names:
             for key in self._keys_of(name, trained=True):
                 if (value := read(f"{key}/{name}")) is not None:
@@ -392,8 +400,8 @@ class Engine:
         else:
             safe_set_full_optimizer_state(parameter, value, key)
 
-    def _make_moments(self, steps: int) -> None:
-        """Create Adam's state, which torch creates only at the first step, and link it with ZeRO."""
+    def _create_moments(self, steps: int) -> None:
+        """Create the optimizer's state, which torch creates only at the first step, and link it to ZeRO."""
         of_muon = {tensor for group in self.adam.param_groups if group.get("muon") for tensor in group["params"]}
         for tensor in self._masters():
             keys = self._moments(tensor in of_muon)
@@ -401,27 +409,27 @@ class Engine:
             if tensor not in of_muon:
                 state["step"] = torch.tensor(float(steps), device=tensor.device)
             self.adam.state[tensor] = state
-        self._show_moments()
+        self._link_moments()
 
     def _moments(self, of_muon: bool) -> tuple[str, ...]:
-        """Return what the optimizer's state has of a tensor; the average is kept there, since it is divided as well."""
+        """Return the keys of a tensor's optimizer state, which includes the weight average."""
         moments = (MOMENTUM_BUFFER,) if of_muon else MOMENTS
         return moments if self._average is None else (*moments, AVERAGE)
 
-    def _show_moments(self) -> None:
+    def _link_moments(self) -> None:
         if self.zero_stage < 3 and self.optimizer_steps:
             deepspeed_patches.link_optimizer_states(self.deepspeed_engine.optimizer)
 
 
 def _scaled(loss: Tensor) -> Tensor:
-    """Return the loss, or NaN if it is not finite: its gradient must not be finite either, or a step would follow."""
+    """Return the loss, or NaN if it is not finite, so that its gradient is NaN too and the step is skipped."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def _gather_for_whole_layers(model: torch.nn.Module) -> None:
-    """Let ZeRO 3 gather the encoding's parameters with each layer.
+    """Make ZeRO 3 gather the encoding's parameters together with each layer.
 
-    It would gather them only for `LayerPosition.forward`, but a bias is computed from them before, inside attention.
+    By default, it gathers them for `LayerPosition.forward` only, but attention already computes biases from them.
     """
     for layer in model.modules():
         if isinstance(layer, PositionTransformerLayer):
@@ -431,7 +439,7 @@ def _gather_for_whole_layers(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
-    """Set torchrun's variables, which DeepSpeed looks for even where a single process has made its own group."""
+    """Set torchrun's variables, which DeepSpeed reads even if a single process has initialized its own group."""
     local_rank = layout.device.index or 0 if layout.device.type == "cuda" else layout.rank
     values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
     added = {key: str(value) for key, value in values.items() if key not in os.environ}

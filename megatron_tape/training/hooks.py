@@ -1,7 +1,7 @@
-"""What runs in addition to the training steps: evaluations, and figures of every logged step.
+"""Hooks of the training loop: evaluations, and metrics of every logged step.
 
-A new one is a subclass of `Hook`, which `register` adds by name and `train.evaluations` switches on. All ranks call a
-hook together, so it may communicate; what rank 0 returns is written.
+To add one, subclass `Hook`, `register` it by name, and list the name in `train.evaluations`. All ranks call a hook
+together, so it may communicate. The result of rank 0 is logged.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HookResult:
-    """What a hook found, by name; a scalar has its name in every record."""
+    """Results of a hook by name. A scalar has the same name in every log."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     """Numbers for `metrics.jsonl`, TensorBoard and Weights & Biases."""
     texts: dict[str, str] = field(default_factory=dict)
     """Texts for TensorBoard."""
     words: dict[str, str] = field(default_factory=dict)
-    """Words for `metrics.jsonl`, such as the name of a node."""
+    """Short strings for `metrics.jsonl`, such as the name of a node."""
 
 
 class Training(Protocol):
-    """What hooks may read of the run on this rank, a `training.trainer.Trainer`."""
+    """The part of `training.trainer.Trainer` that hooks may use; the state of the run on this rank."""
 
     config: RunConfig
     watch: Watch
@@ -46,15 +46,15 @@ class Training(Protocol):
     model: LanguageModel
     engine: Engine
     progress: dict[str, Any]
-    """JSON that is saved with a checkpoint, and is there again when the run continues; to be replaced, not changed."""
+    """JSON that is saved in checkpoints and restored when the run continues. Replace it, do not modify it in place."""
     writer: MetricsWriter | None
     """None except on rank 0."""
     step: int
     """The last completed step."""
     samples: int
-    """How many sequences the run has seen, and skipped, by then."""
+    """The number of sequences that the run has trained on or skipped."""
     enters_stage: bool
-    """Whether the next step is the first to read another stage of `data.stages`."""
+    """Whether the next step is the first one of another stage of `data.stages`."""
 
     def logs(self, step: int) -> bool:
         """Return whether the metrics of `step` are logged."""
@@ -64,17 +64,17 @@ class Training(Protocol):
 
 
 class Hook:
-    """Does nothing. A hook keeps what a resumed run would miss in `trainer.progress`."""
+    """Base class of hooks; does nothing. Store state that a resumed run needs in `trainer.progress`."""
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Prepare for training step `step`; `trainer.logs(step)` and `trainer.evaluates(step)` say what follows it."""
+        """Run before training step `step`. See `trainer.logs(step)` and `trainer.evaluates(step)`."""
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        """Look at what the step did; what this returns is written where the step is logged."""
+        """Run after training step `step`; the results are logged if the step is."""
         return HookResult()
 
     def due(self, trainer: Training, step: int) -> bool:
-        """Return whether to evaluate after `step`: here, every `train.eval_interval` steps and after the last."""
+        """Return whether to evaluate after `step`. By default, every `train.eval_interval` steps and after the last."""
         interval, last = trainer.config.train.eval_interval, step == trainer.config.train.steps
         return interval is not None and (step % interval == 0 or last)
 
@@ -84,21 +84,21 @@ class Hook:
 
 
 HOOKS: dict[str, Callable[[], Hook] | None] = dict.fromkeys(EVALUATIONS)
-"""What makes the hook of each name that `train.evaluations` may have; `built_in_hooks` adds our own."""
+"""Functions that create hooks, by the names in `train.evaluations`; `built_in_hooks` adds the built-in ones."""
 
 
 def register(name: str, kind: Callable[[], Hook]) -> None:
-    """Let `train.evaluations` switch on the hook that `kind` makes; call it before the configuration is checked."""
+    """Make the hook that `kind()` returns available to `train.evaluations`. Call this before the settings are read."""
     HOOKS[name] = kind
 
 
 def merge_results(results: Iterable[tuple[str, HookResult]]) -> HookResult:
-    """Return the results of several hooks, each with the hook's name, as one; ValueError where two share a name."""
-    whole = HookResult()
-    for hook, found in results:
+    """Merge results of several hooks, given with the hooks' names. Raises ValueError if two share a name."""
+    merged = HookResult()
+    for hook, result in results:
         for kind in ("scalars", "texts", "words"):
-            held, new = getattr(whole, kind), getattr(found, kind)
-            if twice := held.keys() & new.keys():
-                raise ValueError(f"the evaluation {hook} returns {sorted(twice)[0]}, which another one returned before")
-            held.update(new)
-    return whole
+            old, new = getattr(merged, kind), getattr(result, kind)
+            if duplicates := old.keys() & new.keys():
+                raise ValueError(f"evaluation {hook} returns {sorted(duplicates)[0]}, and so does another evaluation")
+            old.update(new)
+    return merged

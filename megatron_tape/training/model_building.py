@@ -1,4 +1,4 @@
-"""The model of a run, as its settings and this machine determine it, and which of its parameters are trained."""
+"""Build the model of a run, and choose which parameters to train."""
 
 import dataclasses
 import logging
@@ -21,18 +21,18 @@ from megatron_tape.text import counted
 logger = logging.getLogger(__name__)
 
 ParameterFilter = Callable[[str, torch.nn.Parameter], bool]
-"""Whether the parameter of this name is trained."""
+"""Returns whether to train a parameter, given its name and the parameter."""
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """Return the dtype of the forward and backward pass."""
+    """Return the dtype of the forward and backward passes."""
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel | Pipeline:
-    """Return the run's model or this pipeline stage's part of it, after checking its kernels.
+    """Return the run's model, or this pipeline stage's part of it, after verifying its kernels.
 
-    It has no memory for its parameters yet.
+    Parameters are not allocated yet.
     """
     _log_settings(config, layout)
     dtype, recompute = dtype_of(config), config.train.recompute
@@ -73,24 +73,24 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
 
 
 def parameter_filter(extension: ExtensionConfig) -> ParameterFilter:
-    """Return what `extension.trains` chooses."""
+    """Return the filter for the parameters that `extension.trains` selects."""
     return lambda name, parameter: "all" in extension.trains or kind_of(name) in extension.trains
 
 
 def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, recomputes: bool) -> None:
-    """Freeze the parameters for which `trains` is false.
+    """Freeze the parameters for which `trains` returns false.
 
-    Raises ValueError if no parameter is left to train; a pipeline stage may have none.
+    With activation checkpointing (`recomputes`), gradients flow only if a layer's input requires them. The output of a
+    frozen embedding is therefore made to require gradients.
 
-    If layers are recomputed, gradients flow only if a layer's input requires them, so the output of a frozen embedding
-    is made to require them.
+    Raises ValueError if all parameters would be frozen; this is allowed for a pipeline stage.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name, parameter))
     if isinstance(model, LanguageModel) and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model is trained")
     if isinstance(model, Pipeline) and model.tied is not None:
-        # Only the first stage has the parameter, and all must know.
+        # Only the first stage has the parameter, but all stages need to know.
         model.tied.trained = trains(TIED, torch.nn.Parameter(torch.empty(model.tied.shape, device="meta")))
     if not recomputes or model.embedding is None:
         return
@@ -99,21 +99,21 @@ def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, 
 
 
 def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> str:
-    """Return a table of the trained and the total parameters of the whole model by kind, and their sums.
+    """Return a table of the trained and total parameters of the whole model by kind, with sums.
 
-    The model must not be partitioned by ZeRO yet.
+    Call this before ZeRO partitions the model.
     """
     trained: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        cut = getattr(parameter, "tensor_model_parallel", False)
-        for kind in (kind_of(name), "together"):
-            whole = parameter.numel() * (layout.tensor_parallel_size if cut else 1)
-            total[kind] += whole
-            trained[kind] += whole * parameter.requires_grad
+        sharded = getattr(parameter, "tensor_model_parallel", False)
+        for kind in (kind_of(name), "total"):
+            numel = parameter.numel() * (layout.tensor_parallel_size if sharded else 1)
+            total[kind] += numel
+            trained[kind] += numel * parameter.requires_grad
     none: Counter[str] = Counter()
     trained, total = (sum(layout.gather_stages(counted), none) for counted in (trained, total))
-    total["together"] = total.pop("together")  # to the end
+    total["total"] = total.pop("total")  # to the end
     width = max(len(f"{number:,}") for number in total.values())
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]
     lines += [f"{kind:<12}{trained[kind]:>{width},}  {total[kind]:>{width},}" for kind in total]

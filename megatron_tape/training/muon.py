@@ -1,13 +1,13 @@
-"""Muon (Jordan et al., 2024) for the matrices of hidden layers, and AdamW for everything else.
+"""Muon (Jordan et al., 2024) for the matrices of hidden layers, and AdamW for all other parameters.
 
-Muon's update is the orthogonalized momentum, scaled by 0.2 sqrt(max(rows, columns)) (Liu et al., 2025, "Muon is
-scalable"), whose root mean square is about that of AdamW's, so that it takes the same learning rates and weight decay.
-The matrices are those that Hugging Face's names mean: queries, keys and values, and the two halves of the gated MLP,
-are orthogonalized apart from each other.
+Muon's update is the orthogonalized momentum times 0.2 sqrt(max(rows, columns)) (Liu et al., 2025, "Muon is scalable").
+Its root mean square is about that of AdamW's update, so both can use the same learning rate and weight decay. Matrices
+are split as in Hugging Face's checkpoints: queries, keys, values, and the two halves of the gated MLP are
+orthogonalized separately.
 
-A matrix has to be whole for that. ZeRO 1 and 2 cut flat groups of parameters over the ranks; here a group's momentum is
-gathered, and each rank orthogonalizes the matrices of which it updates a part. Tensor-parallel ranks gather a matrix
-from each other, and each orthogonalizes all of it.
+Orthogonalization requires whole matrices, but ZeRO 1 and 2 shard flat groups of parameters over the ranks. The momentum
+of a group is therefore gathered, and each rank orthogonalizes the matrices of which it updates a part. Tensor-parallel
+ranks gather each matrix, and each of them orthogonalizes all of it.
 """
 
 import math
@@ -27,13 +27,13 @@ from megatron_tape.parallel.layout import ParallelLayout
 
 MOMENTUM = 0.95
 MOMENTUM_BUFFER = "momentum_buffer"
-"""What the optimizer's state has of a matrix, as in `torch.optim.Muon`."""
+"""Key of the momentum in the optimizer's state, as in `torch.optim.Muon`."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return U V^T of about the matrix's U S V^T: Jordan's quintic Newton-Schulz iteration in the matrix's dtype."""
+    """Return approximately U V^T for a matrix U S V^T, by Jordan's quintic Newton-Schulz iteration in its dtype."""
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -44,13 +44,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def is_matrix(name: str) -> bool:
-    """Return whether Muon updates the parameter of a `LanguageModel`."""
+    """Return whether Muon updates the parameter of this name in a `LanguageModel`."""
     return kind_of(name) in MATRICES
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """This rank's tensor-parallel share of a parameter, which begins at `first` in a flat tensor."""
+    """This rank's tensor-parallel shard of a parameter, at offset `first` in a flat tensor."""
 
     name: str
     parameter: Parameter
@@ -60,7 +60,7 @@ class Matrix:
 class Matrices:
     """Orthogonalizes the momentum of the matrices in each tensor that the optimizer updates.
 
-    `zero` is the optimizer that `deepspeed.initialize` returned under ZeRO 1 and 2.
+    `zero` is the optimizer that `deepspeed.initialize` returns under ZeRO 1 and 2.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class Matrices:
         self._model, self._layout, self._dtype = model, layout, dtype
         self._ranks = zero.dp_process_group
         of_parameters = {parameter: name for name, parameter in names.items() if is_matrix(name)}
-        self._held: dict[Tensor, list[Matrix]] = {}
+        self._matrices: dict[Tensor, list[Matrix]] = {}
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups):
-            self._held[flat], first = [], 0
+            self._matrices[flat], first = [], 0
             for parameter in group:
                 if parameter in of_parameters:
-                    self._held[flat].append(Matrix(of_parameters[parameter], parameter, first))
+                    self._matrices[flat].append(Matrix(of_parameters[parameter], parameter, first))
                 first += parameter.numel()
 
-    def update(self, held: Tensor, direction: Tensor) -> Tensor:
-        """Return the update of a tensor; `direction`, of its shape, is its momentum. All ranks call this together."""
+    def update(self, tensor: Tensor, direction: Tensor) -> Tensor:
+        """Return the update of `tensor`, given its momentum `direction`. All ranks call this together."""
         part = direction.numel()
         own, begin = direction.reshape(-1).to(self._dtype), self._ranks.rank() * part
         whole = own.new_empty(part * self._ranks.size())
         dist.all_gather_into_tensor(whole, own, group=self._ranks)
         result = torch.zeros_like(direction).view(-1)
-        for matrix in self._held[held]:
+        for matrix in self._matrices[tensor]:
             end = matrix.first + matrix.parameter.numel()
             low, high = max(matrix.first, begin), min(end, begin + part)
             if low < high:
@@ -93,7 +93,7 @@ class Matrices:
         return result.view_as(direction)
 
     def _orthogonal(self, matrix: Matrix, share: Tensor) -> Tensor:
-        """Return this rank's share of the update, given its share of the momentum."""
+        """Return this rank's shard of the update, given its shard of the momentum."""
         layout, parameter = self._layout, matrix.parameter
         size, name = layout.tensor_parallel_size, matrix.name.removeprefix(WRAPPED)
         shares = [share]
@@ -106,7 +106,7 @@ class Matrices:
 
 
 class AdamWAndMuon(torch.optim.AdamW):
-    """AdamW, but Muon in the groups that are marked `muon`, for which `matrices` must be set."""
+    """AdamW, with Muon for the parameter groups that have the key `muon`, which require `matrices`."""
 
     matrices: Matrices | None = None
 
@@ -128,5 +128,5 @@ class AdamWAndMuon(torch.optim.AdamW):
         if MOMENTUM_BUFFER not in state:
             state[MOMENTUM_BUFFER] = torch.zeros_like(tensor)
         momentum = state[MOMENTUM_BUFFER].lerp_(tensor.grad, 1 - MOMENTUM)
-        update = self.matrices.update(tensor, tensor.grad.lerp(momentum, MOMENTUM))  # Nesterov's
+        update = self.matrices.update(tensor, tensor.grad.lerp(momentum, MOMENTUM))  # Nesterov momentum
         tensor.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)

@@ -1,4 +1,4 @@
-"""Norms of gradients by kind of parameter, and of the position state by layer, as hooks of logged steps."""
+"""Hooks that log gradient norms by parameter kind, and norms of the position state by layer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NAMES = ("state_norm", "update_norm")
 
 
 class GradientNorms(Hook):
-    """Norms of the gradients of the embeddings, attention, the MLP and so on, before they are clipped.
+    """Norms of the gradients by parameter kind (embeddings, attention, ...) before clipping.
 
-    The root of the sum of their squares is the norm of all. Each rank adds up the squares of what its own optimizer
-    updates, so that no gradient is sent; only logged steps compute them.
+    The root of the sum of their squares is the global norm. Each rank sums the squares of the gradients that its own
+    optimizer uses, so gradients are not communicated. Only logged steps compute the norms.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class GradientNorms(Hook):
         return False
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        """Return `grad_norm/KIND` for each of `KINDS` of which a parameter is trained."""
+        """Return `grad_norm/KIND` for each of `KINDS` with trained parameters."""
         if not trainer.logs(step):
             return HookResult()
         trainer.engine.before_update = None
@@ -55,16 +55,16 @@ class GradientNorms(Hook):
 
 @torch.no_grad()
 def squares_by_kind(engine: Engine) -> Tensor:
-    """Return, in fp64, the sums of squares of this rank's gradients by `KINDS`, and how many parameters it counts.
+    """Return this rank's sums of squared gradients and its number of parameters by `KINDS`: (2, kinds) in fp64.
 
-    Over all ranks, every element of a gradient is counted once; call it before the optimizer's step.
+    Over all ranks, each element of a gradient is counted once. Call this before the optimizer's step.
     """
     layout = engine.layout
     found: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for name, parameter in engine.trained.items():
-        whole = not getattr(parameter, "tensor_model_parallel", False)
-        if whole and layout.tensor_parallel_rank > 0:
-            continue  # another rank has the same gradient
+        replicated = not getattr(parameter, "tensor_model_parallel", False)
+        if replicated and layout.tensor_parallel_rank > 0:
+            continue  # tensor-parallel rank 0 counts it
         if (part := local_gradient(parameter, engine.zero_stage)) is not None:
             found[kind_of(name)].append(part)
     sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
@@ -76,14 +76,14 @@ def squares_by_kind(engine: Engine) -> Tensor:
 
 
 class PositionNorms(Hook):
-    """Root mean squares of the position state's complex numbers and of their last update; nothing without updates.
+    """Root mean squares of the position state's complex numbers and of their last update, if layers update the state.
 
-    For RoPE the state's is 1 (with yarn, its attention factor) and the update's 0; together they show how far TAPE has
-    moved from RoPE. Every logged step gives both by layer, and as root mean squares over the layers.
+    RoPE's state has 1 (with yarn, the attention factor) and its update 0, so both show how far TAPE is from RoPE. Every
+    logged step returns them by layer and as root mean squares over the layers.
     """
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Let the updates record their norms if the step is logged."""
+        """Enable the recording of norms if the step is logged."""
         self._record(trainer, trainer.logs(step))
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
@@ -105,12 +105,12 @@ class PositionNorms(Hook):
 
 
 def _norms(model: LanguageModel | Pipeline) -> dict[int, Tensor] | None:
-    """Return `LayerPosition.norms` (3, G), summed over all ranks, by layer; None if no layer rewrites the state."""
+    """Return `LayerPosition.norms` (3, G), summed over all ranks, by layer; None if no layer updates the state."""
     layers = [layer for layer in range(model.model.num_layers) if model.encoding.updates(layer)]
     if not layers:
         return None
     own = {update.layer: update.norms for update in model.position_updates()}
-    some = torch.zeros(3, model.model.query_groups, device=next(model.parameters()).device)
-    totals = torch.stack([own.get(layer, some) for layer in layers])
+    zeros = torch.zeros(3, model.model.query_groups, device=next(model.parameters()).device)
+    totals = torch.stack([own.get(layer, zeros) for layer in layers])
     dist.all_reduce(totals)
     return dict(zip(layers, totals))

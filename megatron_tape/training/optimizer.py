@@ -1,4 +1,4 @@
-"""AdamW, or Muon with it, for DeepSpeed's ZeRO."""
+"""Build the optimizer, AdamW or Muon with AdamW, for DeepSpeed's ZeRO."""
 
 import math
 from collections.abc import Callable
@@ -21,13 +21,12 @@ def parameter_groups(
 ) -> list[dict]:
     """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, whether it updates them (`muon`).
 
-    Parameters with weight decay come first.
+    Groups with weight decay come first. Groups of more than `largest` elements are split in the order of the model. All
+    pipeline stages have the same groups, since ZeRO runs collectives over all stages for each group; a stage without
+    parameters for a group adds a placeholder.
 
-    Groups of more than `largest` elements are divided, in the order of the model. All pipeline stages have the same
-    groups, as ZeRO makes a collective of all of them for each; what a stage has no parameter for holds a zero.
-
-    A parameter's attribute `decay`, if it has one, says whether it decays, unless `config.weight_decay_of` has a value
-    for it alone. Otherwise matrices decay, and vectors decay only if there is a value for their kind.
+    Weight decay applies to matrices, and to vectors only if `config.weight_decay_of` has a value for their kind. A
+    parameter's attribute `decay` overrides this, unless `config.weight_decay_of` has a value for that parameter.
     """
     groups: dict[tuple[bool, float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -54,7 +53,7 @@ def parameter_groups(
 
 
 def _parts(parameters: list[torch.nn.Parameter], largest: float) -> list[list[torch.nn.Parameter]]:
-    """Divide the parameters into runs of at most `largest` elements, unless a single parameter has more."""
+    """Split the parameters into parts of at most `largest` elements, unless a single parameter has more."""
     parts: list[list[torch.nn.Parameter]] = []
     room = 0.0
     for parameter in parameters:
@@ -68,19 +67,19 @@ def _parts(parameters: list[torch.nn.Parameter], largest: float) -> list[list[to
 
 
 def _value_of(values: dict[str, float], name: str) -> float | None:
-    """Return the value of a parameter of the encoding by its own name, or else that of its kind, if there is one."""
+    """Return the value for the parameter itself (`position.NAME`), or that for its kind, or None."""
     return values.get(_own_name(name), values.get(kind_of(name)))
 
 
 def _own_name(name: str) -> str | None:
-    """Return the name by which settings mean a parameter of the encoding alone, such as `position.increments`."""
+    """Return the key of a parameter of the encoding, such as `position.increments`; None for other parameters."""
     return f"position.{name.rpartition('.')[2]}" if kind_of(name) == "position" else None
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig, layout: ParallelLayout) -> torch.optim.Optimizer:
-    """Return AdamW, with Muon for matrices if `optimizer.kind` says so, to hand to `deepspeed.initialize`."""
+    """Return the optimizer to pass to `deepspeed.initialize`: AdamW, with Muon for matrices if configured."""
     settings, zero = config.optimizer, config.deepspeed
     largest = zero.reduce_bucket_size if zero.zero_stage < 3 else math.inf
     groups = parameter_groups(model, settings, largest, layout.gather_stages)
-    # A fused kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
+    # The fused kernel reads and writes each tensor once, where separate kernels would need temporaries of that size.
     return AdamWAndMuon(groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, fused=True)

@@ -1,4 +1,4 @@
-"""Traces of a few training steps, for chrome://tracing or ui.perfetto.dev."""
+"""Trace a few training steps, for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_SIGNAL = 2
-"""Steps that are profiled after a signal."""
+"""Number of steps to profile after a signal."""
 
 
 class Profiling(Hook):
-    """Profiles the steps of `train.profile`, and the next two after a signal, on the ranks that it names."""
+    """Profiles the steps of `train.profile`, and the next two steps after a signal, on its ranks."""
 
     def __init__(self, settings: ProfileSettings):
         self._settings = settings
-        self._asked = settings.steps
-        """The first and the last step of the next trace."""
+        self._requested = settings.steps
+        """First and last step of the next trace."""
         self._active: profile | None = None
         self._first = 0
 
@@ -35,14 +35,14 @@ class Profiling(Hook):
 
     def before_step(self, trainer: Training, step: int) -> None:
         if trainer.watch.take_profile_request() and self._active is None:
-            self._asked = [step, step + ON_SIGNAL - 1]
-        if self._asked is None or self._active is not None or trainer.layout.rank not in self._settings.ranks:
+            self._requested = [step, step + ON_SIGNAL - 1]
+        if self._requested is None or self._active is not None or trainer.layout.rank not in self._settings.ranks:
             return
-        if self._asked[0] <= step <= self._asked[1]:
+        if self._requested[0] <= step <= self._requested[1]:
             self._begin(trainer, step)
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        if self._active is not None and step in (self._asked[1], trainer.config.train.steps):
+        if self._active is not None and step in (self._requested[1], trainer.config.train.steps):
             self._end(trainer, step)
         return HookResult()
 
@@ -54,7 +54,7 @@ class Profiling(Hook):
         self._active.start()
 
     def _end(self, trainer: Training, step: int) -> None:
-        finished, self._active, self._asked = self._active, None, None
+        finished, self._active, self._requested = self._active, None, None
         finished.stop()
         directory = Path(trainer.config.logging.directory) / "profile"
         path = directory / f"steps-{self._first}-{step}-rank-{trainer.layout.rank}.json.gz"

@@ -1,4 +1,4 @@
-"""The learning rate of every step, as a pure function: nothing to save, nothing to restore."""
+"""The learning rate schedule, as a pure function of the step; it has no state to save or restore."""
 
 import math
 
@@ -6,11 +6,11 @@ from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int) -> float:
-    """Learning rate of `step`, counted from 1 to `total_steps`.
+    """Return the learning rate of `step`, which counts from 1 to `total_steps`.
 
-    It rises linearly to `optimizer.lr` at step `schedule.warmup_steps` and then, by `schedule.kind`, falls to
-    `optimizer.min_lr` at `total_steps` along half a cosine or a power of the remaining share, stays (constant),
-    or stays until the last `schedule.decay_steps` and falls linearly (wsd). Past `total_steps` it stays.
+    The rate rises linearly to `optimizer.lr` at step `schedule.warmup_steps`. It then decays to `optimizer.min_lr` at
+    `total_steps`, by `schedule.kind`: along half a cosine, along a power of the remaining fraction (polynomial), or
+    linearly in the last `schedule.decay_steps` (wsd); or it remains constant. After `total_steps` it does not change.
     """
     assert step >= 1, "steps count from 1"
     if step <= schedule.warmup_steps:

@@ -1,4 +1,4 @@
-"""Notices steps whose loss or gradient norm is far above those of the last updates; see `train.spikes`."""
+"""Detect steps with a loss or gradient norm far above that of recent updates; see `train.spikes`."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEVIATIONS = 1.4826
-"""Standard deviations of normal numbers in their median absolute deviation."""
+"""Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
 SMALLEST = 1e-3
-"""The least that counts as a standard deviation, as a share of the median: a plateau has no spikes."""
+"""Minimum of the standard deviation as a fraction of the median, so that a plateau has no spikes."""
 VALUES, FOUND = "spike_values", "spikes_found"
-"""What a checkpoint's `progress` keeps: the last values, and how many spikes there were."""
+"""Keys in a checkpoint's `progress`: recent values, and the number of spikes so far."""
 
 
 class Rewind(Exception):
-    """The run is to be started again from its newest checkpoint, on every rank alike; the message says why."""
+    """Raised on every rank to restart the run from its newest checkpoint; the message is the reason."""
 
 
 class Spikes:
-    """The losses and the gradient norms of the last `window` updates."""
+    """Losses and gradient norms of the last `window` updates."""
 
     def __init__(self, settings: SpikeSettings, values: list[list[float]] | None = None):
         self._settings = settings
         self.values = values or [[], []]
-        """To be replaced, not changed: checkpoints hold it."""
+        """Losses and gradient norms. Replaced rather than modified, since checkpoints refer to it."""
 
     def is_spike(self, loss: float, norm: float) -> bool:
-        """Return whether a step with these is a spike; what is not finite is none."""
+        """Return whether a step with this loss and gradient norm is a spike; values that are not finite are not."""
         return any(self._above(values, value) for values, value in zip(self.values, (loss, norm)))
 
     def _above(self, values: list[float], value: float) -> bool:
@@ -53,23 +53,24 @@ class Spikes:
         return value > middle + self._settings.threshold * max(deviation, SMALLEST * abs(middle))
 
     def add(self, loss: float, norm: float) -> None:
-        """Take the loss and the gradient norm of an update."""
-        kept = self._settings.window - 1
-        self.values = [[*values[-kept:], value] for values, value in zip(self.values, (loss, norm))]
+        """Add the loss and the gradient norm of an update."""
+        previous = self._settings.window - 1
+        self.values = [[*values[-previous:], value] for values, value in zip(self.values, (loss, norm))]
 
 
 def drop_history_if_stage_changed(
     progress: Mapping[str, Any], stages: Sequence[Stage], seen: int, samples: int
 ) -> dict[str, Any]:
-    """Return a run's progress, without the losses before if `samples` - `seen` samples are passed over and the next are
-    of another stage of the data than those.
+    """Return a run's progress, without the spike history if skipped data ends in another stage.
+
+    The run has trained on `seen` samples and continues at `samples`. Losses on another stage's data are not comparable.
     """
     same = samples == seen or stage_at(stages, samples) == stage_at(stages, seen - 1)
     return {key: value for key, value in progress.items() if same or key != VALUES}
 
 
 class SpikeHook(Hook):
-    """Warns of spikes, lets the engine skip them, or raises `Rewind`; every rank decides from the same figures."""
+    """Warns of spikes, lets the engine skip them, or raises `Rewind`. All ranks decide from the same values."""
 
     def __init__(self, settings: SpikeSettings):
         self._settings = settings
@@ -81,7 +82,7 @@ class SpikeHook(Hook):
             if self._settings.action == "skip":
                 trainer.engine.set_skip_predicate(self._spikes.is_spike)
         if trainer.enters_stage:
-            self._spikes.values = [[], []]  # losses of other data say nothing of what is usual now
+            self._spikes.values = [[], []]  # losses on other data are not comparable
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
         if result.finite:
@@ -97,21 +98,21 @@ class SpikeHook(Hook):
         return False
 
     def _found(self, trainer: Training, step: int, loss: float, norm: float) -> None:
-        """Record a spike; raises Rewind if the run is to start again, TrainingStopped if it has had too many."""
+        """Record a spike. Raises Rewind if the run is to restart, or TrainingStopped after too many spikes."""
         action, number = self._settings.action, trainer.progress.get(FOUND, 0) + 1
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
             spike: Spike = {"step": step, "loss": loss, "grad_norm": norm, "action": action, "number": number}
             with contextlib.suppress(OSError, FileError):
                 trainer.watch.attempt.record_spike(spike)
-        message = "spike at step %d (%s): loss %.4g, gradient norm %.4g; the medians before are %.4g and %.4g"
+        message = "spike at step %d (%s): loss %.4g, gradient norm %.4g (recent medians %.4g and %.4g)"
         logger.warning(message, step, action, loss, norm, *map(median, self._spikes.values))
         if action == "warn":
             return
         if number > self._settings.limit:
             raise TrainingStopped(
-                f"step {step} is the spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}); "
-                "lower optimizer.lr, look at the data, or raise train.spikes.limit"
+                f"step {step} is spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}); "
+                "lower optimizer.lr, check the data, or raise train.spikes.limit"
             )
         if action == "rewind":
             attempt = trainer.watch.attempt
@@ -119,4 +120,4 @@ class SpikeHook(Hook):
                 if trainer.layout.rank == 0:
                     attempt.record_skipped_data({"step": step, "samples": trainer.samples, "spikes": number})
             agreement.check(attempt.home, "cannot record which data is skipped")
-            raise Rewind(f"a spike at step {step} sends the run back to its newest checkpoint")
+            raise Rewind(f"a spike at step {step} returns the run to its newest checkpoint")

@@ -1,4 +1,4 @@
-"""Seconds of a training step by phase."""
+"""Time the phases of a training step."""
 
 import contextlib
 import itertools
@@ -12,16 +12,16 @@ import torch
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, SAVE = "data", "forward", "backward", "optimizer", "save"
 FORWARD_BACKWARD = "forward_backward"
-"""With pipeline stages, forward and backward passes alternate, and waiting for other stages is part of both."""
+"""With pipeline stages, forward and backward passes alternate; this phase includes waiting for other stages."""
 COMMUNICATION = "communication"
-"""Waiting for gradients that are averaged and for weights that ZeRO 3 gathers."""
+"""Waiting for the averaging of gradients and for ZeRO 3's all-gathers."""
 
 
 class StepClock:
-    """Adds up seconds by phase; of nested phases, the inner one counts.
+    """Sums seconds by phase. Time in nested phases counts for the innermost phase.
 
-    On a GPU the seconds are those of its stream: an event marks each change of phase, and nothing waits for the GPU
-    until `read`. A phase that leaves the GPU idle, such as waiting for data, lasts until the next work reaches it.
+    On a GPU, time is measured on its stream: an event is recorded at each change of phase, without synchronization
+    until `read`. A phase in which the GPU is idle, such as waiting for data, lasts until the next kernel starts.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
@@ -29,15 +29,15 @@ class StepClock:
         self._clock = clock
         self._open: list[str] = []
         self._marks: list[tuple[Any, str | None]] = []
-        """Moments (seconds, or events on a GPU), and the phase that begins there."""
+        """Points in time (seconds, or events on a GPU), and the phase that starts there."""
         self._spare: list[torch.cuda.Event] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block as `name`."""
+        """Measure the context as phase `name`."""
         if self._stream is not None and torch.cuda.current_stream() != self._stream:
-            yield  # beside the computation
+            yield  # overlapped with computation
             return
         self._open.append(name)
         self._mark()
@@ -48,11 +48,11 @@ class StepClock:
             self._mark()
 
     def waiting(self) -> AbstractContextManager:
-        """Count a block within another phase as waiting for other ranks; outside of a step it is not counted."""
+        """Measure a context within a phase as waiting for other ranks; do nothing outside of phases."""
         return self.phase(COMMUNICATION) if self._open else contextlib.nullcontext()
 
     def each(self, name: str, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items, and count the waiting for each as `name`."""
+        """Yield the items, and measure the wait for each as phase `name`."""
         iterator = iter(items)
         while True:
             with self.phase(name):
@@ -70,7 +70,7 @@ class StepClock:
         return found
 
     def add_up(self, at_least: int = 0) -> None:
-        """Add up the marks so far if there are `at_least` so many; waits for the GPU. Call it between steps."""
+        """Sum the recorded marks, if there are `at_least` so many. Synchronizes the GPU; call it between steps."""
         if self._open or len(self._marks) < max(2, at_least):
             return
         if self._stream is not None:

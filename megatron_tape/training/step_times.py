@@ -1,4 +1,4 @@
-"""Figures of logged steps: seconds by phase, memory, the slowest rank, and ranks that stay slow."""
+"""Per-step timing metrics: seconds by phase, memory, the slowest rank, and warnings about slow ranks."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ logger = logging.getLogger(__name__)
 
 COMPUTING = (FORWARD, BACKWARD, FORWARD_BACKWARD)
 MOST_MARKS = 10_000
-"""Changes of phase that are kept until they are added up."""
+"""Maximum number of phase changes to store before they are summed."""
 WINDOW = 10
-"""The fewest steps over which ranks are compared."""
+"""Minimum number of steps over which ranks are compared."""
 SLOW = 1.3
-"""Times as long as the median rank that a slow rank computes."""
+"""A rank is slow if its computing time exceeds this multiple of the median rank's."""
 
 
 class StepTimes(Hook):
-    """Figures of every logged step, as means over the steps since the one before; every run has this hook.
+    """Timing metrics of every logged step, averaged over the steps since the previous one. Every run has this hook.
 
-    `seconds/PHASE` are those of rank 0. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
-    those of a rank's own forward and backward passes, `seconds/data_slowest` is the longest any rank waited for data,
-    and `slowest_rank` names the slowest with its node. Rank 0 warns once of each rank that is much slower than others.
+    `seconds/PHASE` are times of rank 0. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
+    the forward and backward times of the median and the slowest rank, `seconds/data_slowest` is the longest wait for
+    data, and `slowest_rank` is the slowest rank and its node. Rank 0 warns once about each slow rank.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._names: Sequence[str] = ()
-        """What every rank computes on."""
+        """The device of each rank."""
         self._warm = False
-        """Whether what is compared comes after the first logged step, since the first steps also prepare much."""
+        """Whether the first logged step is over. The steps up to it include warm-up and are not compared."""
         self._compared = 0
         self._computed: list[float] = []
-        """Seconds by rank, over the steps that have been compared."""
+        """Computing time of each rank, summed over the compared steps."""
         self._reported: set[int] = set()
 
     def due(self, trainer: Training, step: int) -> bool:
@@ -72,8 +72,8 @@ class StepTimes(Hook):
         return found
 
     def _compare(self, layout: ParallelLayout, steps: int, seconds: dict[str, float], found: HookResult) -> None:
-        """Add the slowest rank's figures to `found`, and report ranks that are slow; all ranks call it together."""
-        self._names = self._names or layout.gather(_own_name(layout.device))
+        """Add metrics of the slowest rank to `found`, and warn about slow ranks. All ranks call this together."""
+        self._names = self._names or layout.gather(_device_name(layout.device))
         own = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0)]
         own = torch.tensor(own, dtype=torch.float64, device=layout.device)
         of_ranks = own.new_empty(layout.world_size, len(own))
@@ -99,11 +99,11 @@ class StepTimes(Hook):
         for rank, mean in enumerate(means):
             if 0 < SLOW * median < mean and rank not in self._reported:
                 self._reported.add(rank)
-                message = "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s a step)"
+                message = "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s per step)"
                 logger.warning(message, rank, self._names[rank], mean / median, mean)
 
 
-def _own_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     node = node_name()
     if device.type != "cuda":
         return node
@@ -111,7 +111,7 @@ def _own_name(device: torch.device) -> str:
 
 
 def utilization(flops_per_second: float, config: RunConfig, layout: ParallelLayout) -> dict[str, float]:
-    """Return `throughput/mfu`, the share of the GPUs' bf16 peak that a run reaches; empty if the peak is unknown."""
+    """Return `throughput/mfu`, the run's fraction of the GPUs' bf16 peak; empty if the peak is unknown."""
     if layout.device.type != "cuda" or config.train.precision != "bf16":
         return {}
     peak = peak_flops(torch.cuda.get_device_name(layout.device))

@@ -1,4 +1,4 @@
-"""Trains all or some parameters of a model, from the newest checkpoint or from the start to the last step."""
+"""The training loop: train all or some parameters of a model, from the start or the newest checkpoint."""
 
 import atexit
 import dataclasses
@@ -57,14 +57,14 @@ from megatron_tape.training.step_times import utilization
 logger = logging.getLogger(__name__)
 
 GARBAGE_INTERVAL = 100
-"""Steps between two collections of Python's garbage, which all ranks make together."""
+"""Steps between garbage collections, which all ranks perform at the same time."""
 
 FindBase = Callable[[RunConfig, ParallelLayout, Watch], Path]
-"""Returns the checkpoint whose weights a run begins with at step 0; all ranks call it together."""
+"""Returns the checkpoint that provides a run's initial weights at step 0; all ranks call it together."""
 
 
 class Trainer:
-    """A run on this rank; every rank creates one, and all ranks call its methods together."""
+    """A training run. Every rank creates one, and all ranks call its methods together."""
 
     def __init__(
         self,
@@ -74,13 +74,18 @@ class Trainer:
         find_base: FindBase | None = None,
         more_hooks: Callable[[RunConfig], dict[str, Hook]] = lambda config: {},
     ):
-        """Join the other ranks, claim the run and find its checkpoint or, without one, the weights it begins with.
+        """Initialize the process group, claim the run, and find its checkpoint or its initial weights.
 
-        `trains` chooses which parameters are trained, by default those of `extension.trains`. `more_hooks` makes hooks
-        that run in addition to those that `train.evaluations` names.
+        Args:
+            config: the run's settings.
+            watch: this process's watchdog.
+            trains: selects the parameters to train; by default those of `extension.trains`.
+            find_base: finds the initial weights if there is no checkpoint; by default, weights are initialized.
+            more_hooks: returns hooks to run in addition to those of `train.evaluations`.
 
-        Raises ConfigError if a setting does not match the checkpoint or the tokenizer, CheckpointError if a checkpoint
-        cannot be used.
+        Raises:
+            ConfigError: a setting does not match the checkpoint or the tokenizer.
+            CheckpointError: a checkpoint cannot be used.
         """
         self.config, self.watch, self._more_hooks = config, watch, more_hooks
         self.trains = parameter_filter(config.extension) if trains is None else trains
@@ -115,17 +120,20 @@ class Trainer:
         self._data: dict[str, str] = {}
 
     def _with_tokenizer(self) -> RunConfig:
-        """Return the settings with the tokenizer that the run began with, if a checkpoint keeps it."""
+        """Return the settings with the tokenizer that the run started with, if a checkpoint contains it."""
         start = self.checkpoint or self.base
         return with_saved_tokenizer(self.config, None if start is None else start.path)
 
     def run(self) -> str | None:
         """Train to the last step.
 
-        Returns None, or why the run has to be started again: a spike sends it back to its newest checkpoint, or the
-        watch was asked to stop; in that case the state was saved after the current step, if that was possible. Raises
-        TrainingStopped if the loss or gradient remains infinite or NaN, and ConfigError if data.tokenizer is another
-        tokenizer than that of the checkpoint.
+        Returns:
+            None, or the reason why the run must be restarted: a spike returned it to its newest checkpoint, or it was
+            asked to stop. In the latter case, the state was saved after the current step if possible.
+
+        Raises:
+            TrainingStopped: the loss or gradient remains infinite or NaN.
+            ConfigError: data.tokenizer differs from the checkpoint's tokenizer.
         """
         if self.step >= self.config.train.steps:
             logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
@@ -134,18 +142,18 @@ class Trainer:
         if self.step > 0:
             for change in changes(self.checkpoint.state["config"], self.config):
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
-        # Later collections need not look at what is imported, which takes longer than a step of a small model.
+        # Exclude imported modules from later collections: scanning them takes longer than a step of a small model.
         gc.collect()
         gc.freeze()
-        atexit.register(gc.unfreeze)  # libraries complain of objects that outlive the process
+        atexit.register(gc.unfreeze)  # libraries warn about objects that are not collected at exit
         self.tokenizer = load_run_tokenizer(self._with_tokenizer())
         self._data = fingerprints(self.config) if self.layout.rank == 0 else {}
         self._build()
         try:
-            gc.disable()  # each rank would collect at a moment of its own, while all others wait
+            gc.disable()  # ranks would collect at different times, while all others wait
             stopped = self._train()
             reason = None if stopped is None else f"{self.watch.stop or 'a signal to another rank'} {stopped}"
-        except Rewind as rewind:  # on every rank alike, as is TrainingStopped
+        except Rewind as rewind:  # raised on every rank, as is TrainingStopped
             self.saves.finish()
             reason = str(rewind)
         except TrainingStopped:
@@ -156,7 +164,7 @@ class Trainer:
             if self.writer is not None:
                 self.writer.close()
         self.engine.close()
-        if reason is not None and self.layout.rank == 0:  # before any rank exits and the launcher ends the others
+        if reason is not None and self.layout.rank == 0:  # before any rank exits and the launcher stops the others
             self.watch.record_end(INTERRUPTED, reason)
         self._leave_together()
         return reason
@@ -167,8 +175,8 @@ class Trainer:
         return self.samples > 0 and stage_at(self.stages, last) != stage_at(self.stages, self.samples - 1)
 
     def _leave_together(self) -> None:
-        """Wait for the other ranks: a process that ends closes connections that they may still be using."""
-        self.watch.done = True  # before the attempt's directory goes, whose absence means a newer attempt
+        """Wait for the other ranks, which may still use connections that the end of this process closes."""
+        self.watch.done = True  # before the attempt's directory is removed, which would indicate a newer attempt
         self.layout.any_rank(False)
         if self.layout.rank == 0:
             self.watch.attempt.leave()
@@ -186,10 +194,10 @@ class Trainer:
         config, layout = self.config, self.layout
         self.watch.progress("indexing the data", self.step)
         eod = None if self.tokenizer is None else self.tokenizer.eod
-        moved = partial(self.watch.progress, "indexing the data")
-        self.batches = build_batches(self._with_tokenizer(), layout, eod, self.step, self.samples, moved)
+        on_progress = partial(self.watch.progress, "indexing the data")
+        self.batches = build_batches(self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress)
         self.stages = stages_of(config)
-        # Started early: forked later, from a larger process, the loader processes would delay the first step.
+        # Start the loader processes early: forking a larger process later would delay the first step.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
         seed_everything(config.train.seed, layout)
@@ -207,7 +215,7 @@ class Trainer:
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
             restoring.load_training_state(self.checkpoint, self.engine)
-            seen = self.checkpoint.state["consumed_samples"]  # fewer than now if data is skipped
+            seen = self.checkpoint.state["consumed_samples"]  # less than self.samples if data is skipped
             self.progress |= drop_history_if_stage_changed(
                 self.checkpoint.state["progress"], self.stages, seen, self.samples
             )
@@ -227,7 +235,7 @@ class Trainer:
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _fill_weights(self) -> None:
-        """Give the parameters memory and load them; initialize those that there is nothing to load for."""
+        """Allocate the parameters and load them; initialize those that the loaded weights do not contain."""
         config, layout = self.config, self.layout
         allocate(self.model, layout.device, zero_partition(config, layout))
         if self.checkpoint is not None:
@@ -235,10 +243,10 @@ class Trainer:
             return
         new = None
         if self.base is not None:
-            self.watch.progress("loading the weights to begin with")
+            self.watch.progress("loading the initial weights")
             new = restoring.load_base_weights(self.base, self.model, layout)
-            found = f"; new are {counted(len(new), 'parameter')}, such as {new[0]}" if new else ""
-            logger.info("beginning with the weights of %s%s", self.base.path, found)
+            found = f"; {counted(len(new), 'new parameter')}, such as {new[0]}" if new else ""
+            logger.info("starting with the weights of %s%s", self.base.path, found)
             if not new:
                 return
         self.watch.progress("initializing the weights")
@@ -271,12 +279,12 @@ class Trainer:
         writer.text("parameters", self.parameters, self.step)
         writer.text("layout", config.parallel.describe(self.layout.world_size), self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
-            # What is allowed once is not allowed for good.
+            # allow_changed applies to one attempt only.
             file.write(to_yaml(dataclasses.replace(config, data=dataclasses.replace(config.data, allow_changed=False))))
         return writer
 
     def _train(self) -> str | None:
-        """Train to the last step; return None, or at which step the run was stopped."""
+        """Train to the last step; return None, or a phrase with the step at which the run was stopped."""
         config, layout, watch = self.config, self.layout, self.watch
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"
@@ -300,7 +308,7 @@ class Trainer:
                 self._log(result, rate, timed_samples * config.model.seq_length / seconds, found)
                 seconds, timed_samples = 0.0, 0
             with self.engine.clock.phase(SAVE):
-                self.saves.look()
+                self.saves.poll()
             stopping = layout.any_rank(watch.stop is not None)
             last, saved = step == config.train.steps, False
             if step % config.checkpoint.interval == 0 or last or stopping:
@@ -327,12 +335,12 @@ class Trainer:
         if bad_steps >= self.config.train.max_bad_steps:
             raise TrainingStopped(
                 f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or gradient that is not "
-                "finite; lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data (train.max_bad_steps "
-                "sets this limit)"
+                "finite; lower optimizer.lr, raise schedule.warmup_steps, or check the data (train.max_bad_steps sets "
+                "this limit)"
             )
 
     def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, HookResult]]) -> None:
-        """Evaluate, if that is due at this step, and log the step's metrics and texts."""
+        """Run the evaluations that are due at this step, and log the step's metrics and texts."""
         flops = speed * flops_per_token(self.config.model, self.config.extension)
         own = {
             metrics.LOSS: result.loss,
@@ -350,16 +358,16 @@ class Trainer:
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
         found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]
-        whole = merge_results(found)
+        merged = merge_results(found)
         if self.writer is None:
             return
-        self.writer.log(self.step, whole.scalars, whole.words)
-        for tag, text in whole.texts.items():
+        self.writer.log(self.step, merged.scalars, merged.words)
+        for tag, text in merged.texts.items():
             self.writer.text(tag, text, self.step)
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
-    """Begin an attempt if no launcher has begun one; all ranks call this together."""
+    """Start an attempt if the launcher has not started one; all ranks call this together."""
     outcome: list[Any] = [None, None]
     if layout.rank == 0:
         size = layout.world_size
@@ -372,5 +380,5 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
     dist.broadcast_object_list(outcome, src=0)
     number, problem = outcome
     if problem is not None:
-        raise ConfigError("logging.directory", f"{config.logging.directory} cannot hold the run: {problem}")
+        raise ConfigError("logging.directory", f"{config.logging.directory} cannot be used: {problem}")
     return Attempt.open(config.logging.directory, config.checkpoint.directory, number)

@@ -179,10 +179,10 @@ def test_only_what_is_named_changes_and_the_rest_is_the_bases(extend, bases, cap
     moved = {key.partition("/")[2] for key in after if key.startswith("exp_avg/")}
     assert {kind_of(name) for name in moved} == {"position", "norms"}
     reported = capfd.readouterr().err
-    assert "beginning with the weights of" in reported
+    assert "starting with the weights of" in reported
     table = {line.split()[0]: line.split()[1:] for line in reported.splitlines() if len(line.split()) == 3}
     assert table["position"] == ["1,168", "1,168"] and table["mlp"] == ["0", "13,824"]
-    assert table["together"] == ["1,392", "28,528"]
+    assert table["total"] == ["1,392", "28,528"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(extend.folder / "run" / "tensorboard"), size_guidance={"tensors": 0})

@@ -40,7 +40,7 @@ def test_a_chain_whose_extension_and_evaluation_are_preempted_loses_nothing(clus
     assert interrupted.outcome == "interrupted" and finished.facts["checkpoint_step"] >= 3
     assert [row["step"] for row in rows(run)] == list(range(1, STEPS + 1))
     log = cluster.log(extension)
-    assert log.count("beginning with the weights of runs/first/checkpoints/step-00000004") == 1
+    assert log.count("starting with the weights of runs/first/checkpoints/step-00000004") == 1
 
     def values():
         return sum(file.read_bytes().count(b'"value"') for file in (run / "evaluation").glob("*/parts/*/*.jsonl"))

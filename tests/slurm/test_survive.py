@@ -196,7 +196,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole)
         filler.unlink()
         finish(cluster, job)
         check_equal(start.run, whole, attempts=1, gap=True)
-        assert "the next try is at the next interval" in cluster.log(job)
+        assert "the next attempt is at the next interval" in cluster.log(job)
     finally:
         cluster.control("stop", check=False)
         subprocess.run(["umount", "--lazy", disk], check=True)

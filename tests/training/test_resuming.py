@@ -41,7 +41,7 @@ def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is
         assert {key: row[f"seconds/{key}"] for key in expected} == expected
         assert row["slowest_rank"] == f"1 on {slow['node']}"
     (warning,) = slow["warnings"]
-    assert f"rank 1 on {slow['node']} computes 3.00 times as long as the median rank (6 s a step)" in warning
+    assert f"rank 1 on {slow['node']} computes 3.00 times as long as the median rank (6 s per step)" in warning
 
 
 def test_the_update_of_a_spike_is_left_out(resumed):
