@@ -94,7 +94,7 @@ def names_in(trace):
 
 def test_two_evaluations_cannot_return_the_same_name():
     found = HookResult(scalars={"train/loss": 1.0})
-    with pytest.raises(ValueError, match="the evaluation toy returns train/loss"):
+    with pytest.raises(ValueError, match="evaluation toy returns train/loss"):
         merge_results([("training", found), ("toy", found)])
 
 
