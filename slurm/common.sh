@@ -1,4 +1,4 @@
-# Functions that the scripts in this folder share; it is sourced, never run. See docs/cluster.md.
+# Functions for the scripts in this folder, which source this file. See docs/cluster.md.
 # shellcheck shell=bash
 
 # load_site ROOT: read ROOT/slurm/site.env, if it exists, and choose the Python to run.
@@ -30,19 +30,19 @@ load_site() {
   fi
 }
 
-# split_words ARRAY NAME TEXT: put the words of TEXT into ARRAY as a shell does, where quotes keep spaces, but expand
-# nothing. NAME is what the user calls the text.
+# split_words ARRAY NAME TEXT: split TEXT into ARRAY as a shell does, with quotes but without expansions. NAME is the
+# variable or option that the error message names.
 split_words() {
   local -n words=$1
   xargs -r printf '%s\0' <<<"$3" >/dev/null 2>&1 ||
-    fail "$2 is $3, whose quotes do not match; close them on the line where they are opened"
+    fail "$2 is $3, whose quotes do not match; close each quote on the line that opens it"
   mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$3")
 }
 
-# submit ARGS...: sbatch without what Slurm has set for a job in which this runs: the new job's srun would take its CPUs
-# and memory from that.
+# submit ARGS...: run sbatch without the variables of the job in which this runs, if any. The new job's srun would take
+# its CPUs and memory from them.
 submit() {
-  command -v sbatch >/dev/null || fail "sbatch is not found; call this where jobs can be submitted"
+  command -v sbatch >/dev/null || fail "sbatch is not found; run this on a node where you can submit jobs"
   (
     for name in ${!SLURM_@}; do
       case $name in SLURM_CONF | SLURM_CLUSTERS | SLURM_JWT) ;; *) unset "$name" ;; esac
@@ -51,59 +51,59 @@ submit() {
   )
 }
 
-# add_job VARIABLE ARGS...: submit one of several jobs, and put its number into VARIABLE. If this script fails or is
-# interrupted before it ends, the jobs that it has added are cancelled.
-added_jobs=() added_cluster='' stopped=''
-add_job() {
+# submit_job VARIABLE ARGS...: submit one of several jobs, and store its ID in VARIABLE. If this script fails or is
+# interrupted before it ends, all submitted jobs are cancelled.
+submitted_jobs=() submitted_cluster='' stopped=''
+submit_job() {
   local -n number=$1
   shift
-  if [ ${#added_jobs[@]} = 0 ]; then
-    trap 'cancel_added $?' EXIT
+  if [ ${#submitted_jobs[@]} = 0 ]; then
+    trap 'cancel_submitted $?' EXIT
     trap 'stopped=129' HUP
     trap 'stopped=130' INT
     trap 'stopped=143' TERM
   fi
-  # A signal must not end sbatch between its request and its answer, since the job's number would be lost.
+  # Ignore signals while sbatch runs. Otherwise the job could be submitted and its ID lost.
   number=$(trap '' HUP INT TERM && submit --parsable "$@")
-  [[ $number =~ ^([0-9]+)(\;(.*))?$ ]] || fail "sbatch printed '$number' instead of a job's number"
-  number=${BASH_REMATCH[1]} added_cluster=${BASH_REMATCH[3]}
-  added_jobs+=("$number")
+  [[ $number =~ ^([0-9]+)(\;(.*))?$ ]] || fail "sbatch printed '$number' instead of a job ID"
+  number=${BASH_REMATCH[1]} submitted_cluster=${BASH_REMATCH[3]}
+  submitted_jobs+=("$number")
   [ -z "$stopped" ] || exit "$stopped"
 }
 
-# cancel_added STATUS: cancel the jobs that add_job has submitted, unless STATUS is 0.
-cancel_added() {
-  if [ "$1" = 0 ] || [ ${#added_jobs[@]} = 0 ]; then return; fi
+# cancel_submitted STATUS: cancel the jobs that submit_job submitted, unless STATUS is 0.
+cancel_submitted() {
+  if [ "$1" = 0 ] || [ ${#submitted_jobs[@]} = 0 ]; then return; fi
   trap '' HUP INT TERM
-  local cancel=(scancel ${added_cluster:+"--clusters=$added_cluster"} "${added_jobs[@]}")
+  local cancel=(scancel ${submitted_cluster:+"--clusters=$submitted_cluster"} "${submitted_jobs[@]}")
   if "${cancel[@]}"; then
-    echo "error: not all jobs were submitted; those that were (${added_jobs[*]}) have been cancelled" >&2
+    echo "error: not all jobs could be submitted; cancelled those that were: ${submitted_jobs[*]}" >&2
   else
-    echo "error: not all jobs were submitted; cancel those that were with: ${cancel[*]}" >&2
+    echo "error: not all jobs could be submitted; cancel those that were: ${cancel[*]}" >&2
   fi
 }
 
-# run_python ARGS...: Python, in the container if there is one, with the modules of $ROOT.
+# run_python ARGS...: run Python, in the container if one is set, with the modules of $ROOT.
 run_python() {
   PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "${container[@]}" "$TAPE_PYTHON" "$@"
 }
 
-# `python -m` looks in the working directory first, which may hold a different version of the code from $ROOT.
+# Replaces `python -m`, which would import the code from the working directory, possibly another version than $ROOT's.
 RUN_MODULE='import runpy, sys
 sys.path[0] = sys.argv.pop(1)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 
 run_module() { run_python -c "$RUN_MODULE" "$ROOT" "$@"; }
 
-say() { echo "$(date +%T) $*"; }
+log() { echo "$(date +%T) $*"; }
 
 fail() {
   echo "error: $*" >&2
   exit 1
 }
 
-# check_arguments MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]: refuse what cannot work before a job is put in
-# the queue.
+# check_arguments MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]: reject invalid settings before a job is
+# submitted.
 check_arguments() {
   local module=$1
   shift
@@ -111,8 +111,8 @@ check_arguments() {
   run_module pretrain.attempt check --module "$module" -- "${ARGUMENTS[@]}"
 }
 
-# with_recipe DEFAULT [RECIPE] [--section.key value ...]: put the arguments into ARGUMENTS, with the recipe DEFAULT of this
-# repository if they name none.
+# with_recipe DEFAULT [RECIPE] [--section.key value ...]: store the arguments in ARGUMENTS. If they name no recipe, add
+# the recipe DEFAULT of this repository.
 with_recipe() {
   local default=$ROOT/$1 argument
   shift
@@ -124,7 +124,7 @@ with_recipe() {
   ARGUMENTS=("$default" "$@")
 }
 
-# ----- a job: one attempt at a run, requeued until the run is finished -----
+# ----- training jobs: one attempt at a run per start, requeued until the run is finished -----
 
 # run_job MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]
 run_job() {
@@ -133,7 +133,7 @@ run_job() {
   with_recipe "$@"
   set -- "${ARGUMENTS[@]}"
   local nodes gpus tasks job_link requeued=()
-  look_at_job
+  read_job
   job_link=$PWD/runs/.jobs/$SLURM_JOB_ID
   if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     requeued=(--requeued)
@@ -141,12 +141,12 @@ run_job() {
   local left
   left=$(seconds_left)
   if [ -n "$left" ] && [ "$left" -lt 900 ]; then
-    say "warning: the time limit is ${left} s away, and Slurm sends its warning 180 s before it, unless --signal says" \
-      "otherwise; give the job more time if that is too little to start and take a step"
+    log "warning: ${left} s are left before the time limit, and Slurm warns the job 180 s before it (see --signal);" \
+      "raise the limit if the run cannot start and take a step in that time"
   fi
 
   local variables
-  patiently variables run_module pretrain.attempt begin --module "$module" --job "$SLURM_JOB_ID" --source "$ROOT" \
+  retry_on_75 variables run_module pretrain.attempt begin --module "$module" --job "$SLURM_JOB_ID" --source "$ROOT" \
     --job-link "$job_link" "${requeued[@]}" --nodes "$nodes" --processes $((SLURM_JOB_NUM_NODES * tasks)) \
     --scratch="${TAPE_SCRATCH:-}" --log="$(job_log)" -- "$@" || exit 1
   eval "$variables"
@@ -155,36 +155,36 @@ run_job() {
   [ -z "$SIGNALED" ] || echo "$SIGNALED" >"$ATTEMPT_DIRECTORY/stop"
 
   if [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
-    step pretrain.preflight --config "$CONFIG" --nodes "$nodes" --gpus $((gpus < tasks ? gpus : tasks)) \
+    run_step pretrain.preflight --config "$CONFIG" --nodes "$nodes" --gpus $((gpus < tasks ? gpus : tasks)) \
       "${preflight_options[@]}"
     if [ "$STEP_STATUS" = 0 ] && [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
       MASTER_PORT=$TRAINING_PORT
-      step "$module" --config "$CONFIG" --checkpoint.resume "$RESUME"
+      run_step "$module" --config "$CONFIG" --checkpoint.resume "$RESUME"
     fi
   fi
-  conclude
+  finish_attempt
 }
 
-# look_at_job: set nodes, gpus (of each) and tasks (on each), and print them.
-look_at_job() {
-  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array; submit it without --array"
+# read_job: set nodes, gpus (per node) and tasks (per node), and print them.
+read_job() {
+  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array task; submit it without --array"
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
   [ -n "$nodes" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST prints nothing; check that scontrol works here"
   gpus=${SLURM_GPUS_ON_NODE:-0}
-  # One task per GPU; on nodes without GPUs, one per node. srun starts them, gives each its rank, and ends all when one
-  # dies. A second launcher (torchrun) below it would only intercept Slurm's signals to the processes.
-  # Asked of the job, as SLURM_NTASKS_PER_NODE may be that of a session in which the job was submitted.
+  # One task per GPU, or one per node without GPUs. srun starts them, sets their ranks, and ends all when one dies.
+  # torchrun is not used: it would intercept Slurm's signals to the processes.
+  # Read from scontrol, since SLURM_NTASKS_PER_NODE may come from the session that submitted the job.
   tasks=$(job_field NtasksPerN:B:S:C)
   tasks=${tasks%%:*}
   [ "${tasks:-0}" -gt 0 ] 2>/dev/null || tasks=$((gpus > 0 ? gpus : 1))
-  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
+  log "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
 }
 
-# run_evaluation ARGS...: run pretrain.evaluate on every rank. It keeps what it has finished, so that the job may end at
-# any moment: it is requeued after a warning and, a few times, after a crash.
+# run_evaluation ARGS...: run pretrain.evaluate on every rank. It stores finished parts, so the job can end at any
+# moment. It is requeued after a warning and, a few times, after a crash.
 run_evaluation() {
   local nodes gpus tasks
-  look_at_job
+  read_job
   export MASTER_ADDR MASTER_PORT
   MASTER_ADDR=$(head_address "${nodes%%,*}")
   MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0} * 1009) % 12000))
@@ -192,28 +192,28 @@ run_evaluation() {
   mkdir -p "$PWD/runs/.jobs"
   rm -f "$TAPE_FAILURE"
   STEP_STATUS=75
-  [ -n "$SIGNALED" ] || step pretrain.evaluate "$@"
+  [ -n "$SIGNALED" ] || run_step pretrain.evaluate "$@"
   [ "$STEP_STATUS" = 0 ] && exit 0
-  # srun ends the other ranks when one fails. They say 75 or, while they start, die of its TERM, and the largest status
-  # is the step's.
+  # srun ends the other ranks when one fails. These exit with 75, or with 143 if SIGTERM arrives while they start. The
+  # status of the step is the largest one.
   case $STEP_STATUS in 75 | 143) [ ! -e "$TAPE_FAILURE" ] || STEP_STATUS=1 ;; esac
   [ "$SIGNALED" = TERM ] && exit 1
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
-  # 1 is an error and 2 a mistake in the command; both have said what is wrong.
+  # 1 is an error and 2 a usage error; the program has printed either.
   if [ "$STEP_STATUS" -gt 2 ]; then
-    ! may_start_again || requeue
+    ! may_retry_crash || requeue
     fail "the evaluation has crashed again; see above, and submit the same command to continue"
   fi
   exit 1
 }
 
-# run_task ARGS...: do one run of pretrain.compare, that of this task of an array. It continues from its checkpoint, and
-# is requeued after a warning and, a few times, after a crash.
+# run_task ARGS...: run this array task's run of pretrain.compare. It continues from its checkpoint, and is requeued
+# after a warning and, a few times, after a crash.
 run_task() {
   STEP_STATUS=75
   if [ -z "$SIGNALED" ]; then
     (
-      # In place of this shell, so that it gets the signals.
+      # exec, so that Python gets the signals.
       export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
       exec "${container[@]}" "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" pretrain.compare "$@" --only "$SLURM_ARRAY_TASK_ID"
     ) &
@@ -229,24 +229,24 @@ run_task() {
   [ "$STEP_STATUS" = 0 ] && exit 0
   [ "$SIGNALED" = TERM ] && exit 1
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
-  # 1 is a run that has failed and 2 a mistake in the command; both have said what is wrong.
-  [ "$STEP_STATUS" -le 2 ] || ! may_start_again || requeue
+  # 1 is a failed run and 2 a usage error; the program has printed either.
+  [ "$STEP_STATUS" -le 2 ] || ! may_retry_crash || requeue
   fail "the run has failed; see above, and submit the same command to continue"
 }
 
-# may_start_again: count a crash of a job without attempts, and succeed unless that is as many as a run may have. Other
-# restarts of the job, such as those after preemption, are not counted.
-may_start_again() {
+# may_retry_crash: count a crash of a job that keeps no attempt records, and succeed before the third. Other restarts,
+# such as after preemption, do not count.
+may_retry_crash() {
   local crashes=$PWD/runs/.jobs/$SLURM_JOB_ID.crashes
   mkdir -p "$PWD/runs/.jobs"
-  # Slurm may have given this number to another job before.
+  # Slurm may have reused the job ID.
   [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$crashes"
   echo "$STEP_STATUS" >>"$crashes" && [ "$(wc -l <"$crashes")" -lt 3 ]
 }
 
-# patiently VARIABLE COMMAND...: put the command's output into VARIABLE; retry after status 75, which means that the
-# file system does not answer.
-patiently() {
+# retry_on_75 VARIABLE COMMAND...: store the command's output in VARIABLE. Retry after exit status 75: the file system
+# does not respond.
+retry_on_75() {
   local -n output=$1
   shift
   local tries status
@@ -254,18 +254,19 @@ patiently() {
     output=$("$@")
     status=$?
     [ $status = 75 ] || return $status
-    say "trying again in a minute ($tries of 10)"
+    log "trying again in a minute ($tries of 10)"
     sleep 60
   done
   return 1
 }
 
-# step MODULE ARGS...: run the module on every rank, and wait for its end even if signals arrive; sets STEP_STATUS.
-# What the run recorded decides, not this status, because srun's status is unreliable after signals.
-# --overlap: if Slurm has not yet noticed that the previous step has ended, srun would wait to be notified and otherwise
-# check again only after SlurmctldTimeout, two minutes. (Slurm has --overlap since 20.11.)
-# block:block: consecutive ranks of a node on one socket, as consecutive GPUs are; Slurm would alternate between sockets.
-step() {
+# run_step MODULE ARGS...: run the module on every rank, and wait until it ends, also when signals arrive. Sets
+# STEP_STATUS. srun's status is unreliable after signals, so the records of the run decide what happens next.
+# --overlap (Slurm 20.11 or newer): otherwise srun may wait up to two minutes (SlurmctldTimeout) until Slurm notices
+# that the previous step has ended.
+# --distribution=block:block: place consecutive ranks of a node on one socket, like consecutive GPUs. Slurm's default
+# alternates between sockets.
+run_step() {
   local module=$1
   shift
   # shellcheck disable=SC2046
@@ -277,7 +278,7 @@ step() {
     "${container[@]}" "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
   local srun=$!
   SRUN=$srun
-  [ -z "${ATTEMPT_DIRECTORY:-}" ] || end_with_ranks $srun &
+  [ -z "${ATTEMPT_DIRECTORY:-}" ] || kill_stuck_srun $srun &
   local watcher=$!
   while :; do
     wait $srun
@@ -289,14 +290,14 @@ step() {
   SRUN=
 }
 
-# end_with_ranks PID: end an srun that still waits for tasks that no longer exist, which happens when a node comes back
-# before Slurm notices that it was gone. srun is ended if a rank has recorded its end and a minute later it still runs.
-end_with_ranks() {
-  local patience=${TAPE_SRUN_PATIENCE:-60}
+# kill_stuck_srun PID: kill an srun that waits for tasks that no longer exist. This happens when a node restarts before
+# Slurm notices that it was down. srun is killed if it still runs a minute after a rank recorded its end.
+kill_stuck_srun() {
+  local delay=${TAPE_SRUN_KILL_DELAY:-60}
   while kill -0 "$1" 2>/dev/null; do
     if compgen -G "$ATTEMPT_DIRECTORY/rank-*.json" >/dev/null; then
-      [ "$patience" -gt 0 ] || kill -KILL "$1"
-      patience=$((patience - 2))
+      [ "$delay" -gt 0 ] || kill -KILL "$1"
+      delay=$((delay - 2))
     fi
     sleep 2
   done
@@ -307,8 +308,8 @@ cpus_per_task() {
   echo $((cpus > 0 ? cpus : 1))
 }
 
-# head_address NODE: print its name or, if that does not resolve, the address that Slurm uses for it. If neither does, a
-# single node needs no name, and several say so themselves before they wait for each other.
+# head_address NODE: print the name of the node or, if it does not resolve, the address that Slurm uses for it. If that
+# does not resolve either, print 127.0.0.1 for a job on one node; the preflight of a larger job reports the error.
 head_address() {
   local address
   for address in "$1" "$(scontrol show node "$1" | sed -n 's/^ *NodeAddr=\([^ ]*\).*/\1/p')"; do
@@ -320,22 +321,22 @@ head_address() {
   if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then echo 127.0.0.1; else echo "$1"; fi
 }
 
-# job_field NAME: print a field of this job as scontrol shows it. The job's name, in the first line, and its arguments,
-# from the line of its command on, may look like fields.
+# job_field NAME: print a field of this job as scontrol shows it. Skip the first line and everything from Command= on:
+# the job's name and arguments may look like fields.
 job_field() {
   scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "1d;/^ *Command=/,\$d;s/^\(.* \)\{0,1\}$1=\([^ ]*\).*/\2/p"
 }
 
-# job_log: print where the output of this job goes, as scontrol shows it after the job's arguments.
+# job_log: print the path of this job's output. scontrol shows it after the job's arguments.
 job_log() { scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *StdOut=//p' | tail -n 1; }
 
-# conclude: end or requeue the job, depending on the run's records.
-conclude() {
+# finish_attempt: end or requeue the job, as the records of the run say.
+finish_attempt() {
   local answer verdict reason
-  patiently answer run_module pretrain.attempt decide --run="$RUN_DIRECTORY" --checkpoints="$CHECKPOINT_DIRECTORY" \
+  retry_on_75 answer run_module pretrain.attempt decide --run="$RUN_DIRECTORY" --checkpoints="$CHECKPOINT_DIRECTORY" \
     --attempt "$ATTEMPT"
   read -r verdict reason <<<"$answer"
-  say "attempt $ATTEMPT: $reason"
+  log "attempt $ATTEMPT: $reason"
   case $verdict in
     done) exit 0 ;;
     again) requeue "$(sed -n 's/^exclude //p' <<<"$answer")" ;;
@@ -347,11 +348,11 @@ conclude() {
   esac
 }
 
-# nodes_to_avoid NODES: print the ExcNodeList that also excludes NODES (a,b) from the next start, or nothing if too few
-# other nodes with the same CPUs, features and GPUs would be left, because the job would then wait forever.
-nodes_to_avoid() {
+# excluded_nodes NODES: print an ExcNodeList that also excludes NODES (a,b) from the next start. Print nothing if too
+# few other nodes with the same CPUs, features and GPUs would remain: the job would wait forever.
+excluded_nodes() {
   local bad=$1 before
-  # With a list of nodes or a reservation given at submission, other nodes cannot be used.
+  # A job submitted with a node list or a reservation cannot use other nodes.
   [ -z "$(job_field Reservation)" ] && [ "$(job_field ReqNodeList)" = "(null)" ] || return 0
   before=$(job_field ExcNodeList)
   [ "$before" = "(null)" ] || bad=$before,$bad
@@ -363,13 +364,13 @@ nodes_to_avoid() {
       END { for (kind in kinds) left += spare[kind]; if (left >= needed) print list }'
 }
 
-# requeue [BAD_NODES]: have Slurm start this job again, without BAD_NODES if there are enough others. This also ends the
-# script. If Slurm does not answer, retry for ten minutes.
+# requeue [BAD_NODES]: requeue this job, without BAD_NODES if enough other nodes remain, and end this script. Retry for
+# ten minutes if Slurm does not respond.
 requeue() {
   local tries avoid=
   if [ -n "${1:-}" ]; then
-    avoid=$(nodes_to_avoid "$1")
-    [ -n "$avoid" ] || say "too few other nodes like $1 are left to exclude it: the next start may use it again"
+    avoid=$(excluded_nodes "$1")
+    [ -n "$avoid" ] || log "too few other nodes like $1 are left to exclude it: the next start may use it again"
   fi
   if [ "$(job_field Requeue)" = 0 ]; then
     fail "the job was submitted with --no-requeue; submit the same command to continue"
@@ -377,12 +378,12 @@ requeue() {
   for tries in $(seq 60); do
     case $(job_field JobState)/$(job_field Restarts) in
       RUNNING/"${SLURM_RESTART_COUNT:-0}")
-        say "requeueing${avoid:+ without $avoid}"
-        # Slurm ends this script and its children as soon as it has requeued the job, and accepts the exclusion only then.
+        log "requeueing${avoid:+ without $avoid}"
+        # Slurm kills this script and its children once it has requeued the job, and accepts the exclusion only then.
         if [ -n "$avoid" ]; then trap '' TERM; else trap 'exit 1' TERM; fi
         if scontrol requeue "$SLURM_JOB_ID"; then
           if [ -n "$avoid" ]; then
-            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$avoid" || say "warning: Slurm did not exclude $avoid"
+            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$avoid" || log "warning: Slurm did not exclude $avoid"
             exit 1
           fi
           sleep 300 & # Slurm kills this script
@@ -390,10 +391,10 @@ requeue() {
           exit 1
         fi
         ;;
-      /) ;; # the controller does not answer
+      /) ;; # the controller does not respond
       *)
-        # The job was cancelled, or requeued by Slurm itself, which may already be running the next attempt elsewhere.
-        say "Slurm has ended this job; if it does not requeue it, submit the same command to continue"
+        # The job was cancelled, or Slurm requeued it and may already run the next attempt elsewhere.
+        log "Slurm has ended this job; if it does not requeue it, submit the same command to continue"
         exit 1
         ;;
     esac
@@ -402,14 +403,14 @@ requeue() {
   fail "Slurm did not requeue job $SLURM_JOB_ID; submit the same command to continue"
 }
 
-# on_signal NAME: handle a warning of preemption or of the time limit. The ranks see the stop file, save, and end.
+# on_signal NAME: handle a warning of preemption or of the time limit. The ranks see the stop file, save and exit.
 on_signal() {
   SIGNALED=$1
-  if [ "$1" = USR1 ]; then say "$1: the run saves and is requeued"; else say "$1: the run saves, if it can, and ends"; fi
+  if [ "$1" = USR1 ]; then log "$1: saving, then requeueing"; else log "$1: saving if possible, then ending"; fi
   [ -n "${ATTEMPT_DIRECTORY:-}" ] && echo "$1" >"$ATTEMPT_DIRECTORY/stop"
-  # An evaluation has no attempts; srun passes the signal on.
+  # An evaluation has no attempts; srun forwards the signal.
   [ -z "${ATTEMPT_DIRECTORY:-}" ] && [ -n "${SRUN:-}" ] && kill -TERM "$SRUN" 2>/dev/null
-  # If the time limit is near and the ranks may not reach their next step before it, requeue the job anyway.
+  # Requeue the job shortly before the time limit even if the ranks have not reached their next step.
   local left
   left=$(seconds_left)
   if [ -n "$left" ] && [ "$left" -lt 3600 ]; then
@@ -421,7 +422,7 @@ on_signal() {
   fi
 }
 
-# seconds_left: print the seconds until the time limit, or nothing if there is none.
+# seconds_left: print the seconds left before the time limit, or nothing without a limit.
 seconds_left() {
   squeue --noheader --jobs "$SLURM_JOB_ID" --format %L 2>/dev/null |
     awk -F'[-:]' '/^[0-9:-]+$/ {s = 0; n = split($0, parts, /[-:]/); split("1 60 3600 86400", unit, " ")

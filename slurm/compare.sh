@@ -1,13 +1,13 @@
 #!/bin/bash
-# Compare positional encodings with a job array, one task per encoding and seed, and then make the tables and the page.
+# Compare positional encodings in a job array with one task per encoding and seed. A second job makes tables and page.
 #
 #   slurm/compare.sh [--sbatch "OPTIONS"] [--at-once N] --recipe RECIPE --encodings A,B,... [--seeds N] [...]
 #
-# The arguments after the first two are those of python -m pretrain.compare; relative paths are relative to where you
-# submit. OPTIONS, such as "--gpus=1 --time=4:00:00", are for the tasks of the array, each of which uses one GPU, or
-# one CPU core where there is none. N limits how many of them run at once (default: as many as Slurm starts).
-# A task is requeued after preemption and the time limit's warning, and goes on from its checkpoint. If some fail, submit
-# the same command again: what is finished is not repeated. If the job for the tables cannot be submitted, or this is
+# The arguments after --sbatch and --at-once are those of python -m pretrain.compare. Relative paths are relative to the
+# directory that you submit from. OPTIONS, such as "--gpus=1 --time=4:00:00", apply to the tasks of the array; each uses
+# one GPU, or one CPU core without GPUs. N limits the number of tasks that run at once (default: no limit).
+# A task is requeued after preemption and before its time limit, and continues from its checkpoint. If tasks fail, run
+# the same command again: finished runs are not repeated. If the second job cannot be submitted, or this script is
 # interrupted, the array is cancelled. Reads slurm/site.env.
 
 #SBATCH --job-name=tape-compare
@@ -21,7 +21,7 @@ trap 'on_signal USR1' USR1
 trap 'on_signal TERM' TERM
 on_signal() { SIGNALED=$1; }
 
-if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a job: Slurm runs a copy elsewhere
+if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy in another directory
   set -euo pipefail
   case ${1:-} in "" | -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
@@ -41,16 +41,16 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   checked=$(run_module pretrain.compare "$@" --check)
   echo "$checked"
   runs=${checked%% *} # such as 1,200
-  add_job array "${sbatch_options[@]}" "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
+  submit_job array "${sbatch_options[@]}" "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
     "$root/slurm/compare.sh" "$@"
   echo "runs    job $array"
-  # Also after tasks that have failed: the tables then say what is missing.
-  add_job report --dependency="afterany:$array" --output=slurm-%x-%j.out "$root/slurm/compare.sh" "$@"
+  # afterany: run also if tasks have failed. The tables then name the missing runs.
+  submit_job report --dependency="afterany:$array" --output=slurm-%x-%j.out "$root/slurm/compare.sh" "$@"
   echo "report  job $report, after $array"
   exit 0
 fi
 
-# Slurm runs a copy of this file; the code is in the repository it was submitted from.
+# The code is in the repository that this script was submitted from.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/compare\.sh.*||p}}')
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
@@ -59,6 +59,6 @@ if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
   run_module pretrain.compare "$@" --report-only
   exit
 fi
-# The number by which Slurm knows this task alone.
+# The ID of this task only.
 SLURM_JOB_ID=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 run_task "$@"

@@ -1,11 +1,11 @@
 #!/bin/bash
-# Evaluate a model on all GPUs of the nodes; the job is requeued after preemption and crashes until it is finished.
+# Evaluate a model on all GPUs of the nodes. The job is requeued after preemption and crashes until it is finished.
 #
 #   sbatch [sbatch options] slurm/evaluate_tape.sh TASK... --model MODEL [--output DIR] [--TASK.setting value ...]
-#   slurm/evaluate_tape.sh TASK... --model MODEL ...     the same, after reading slurm/site.env for account and partition
+#   slurm/evaluate_tape.sh TASK... --model MODEL ...     submits itself with the options of slurm/site.env
 #
-# The processes share the work; each holds the whole model. MODEL, tasks and settings: python -m pretrain.evaluate --help.
-# sbatch options and site.env: as slurm/pretrain_tape.sh explains.
+# The processes share the work; each loads the whole model. `python -m pretrain.evaluate --help` explains MODEL, tasks
+# and settings. sbatch options and site.env: see slurm/pretrain_tape.sh.
 
 #SBATCH --job-name=tape-evaluate
 #SBATCH --nodes=1
@@ -20,7 +20,7 @@ trap 'on_signal USR1' USR1
 trap 'on_signal TERM' TERM
 on_signal() { SIGNALED=$1; }
 
-if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a job: Slurm runs a copy elsewhere
+if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy in another directory
   case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
@@ -28,7 +28,7 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   submit "${sbatch_options[@]}" "$root/slurm/$(basename "$0")" "$@"
   exit
 fi
-# Slurm runs a copy of this file; the code is in the repository it was submitted from.
+# The code is in the repository that this script was submitted from.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/evaluate_tape\.sh.*||p}}')
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1

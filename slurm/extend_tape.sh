@@ -1,11 +1,11 @@
 #!/bin/bash
-# Extend the context of a model; the job is requeued after preemption, crashes and lost nodes until it is finished.
+# Extend the context of a model. The job is requeued after preemption, crashes and lost nodes until it is finished.
 #
 #   sbatch [sbatch options] slurm/extend_tape.sh [RECIPE] --extension.from MODEL [--section.key value ...]
-#   slurm/extend_tape.sh [RECIPE] ...     the same, after reading slurm/site.env for account and partition
+#   slurm/extend_tape.sh [RECIPE] ...     submits itself, with the account and partition of slurm/site.env
 #
-# MODEL is a run, one of its checkpoints, or a directory in the format of transformers. RECIPE is a YAML file (default:
-# pretrain/recipes/extend/tape.yaml). sbatch options and directories: as slurm/pretrain_tape.sh explains.
+# MODEL is a run, one of its checkpoints, or a directory in the Hugging Face format. RECIPE is a YAML file (default:
+# pretrain/recipes/extend/tape.yaml). sbatch options and paths: see slurm/pretrain_tape.sh.
 
 #SBATCH --job-name=tape-extend
 #SBATCH --nodes=2
@@ -20,7 +20,7 @@ trap 'on_signal USR1' USR1
 trap 'on_signal TERM' TERM
 on_signal() { SIGNALED=$1; }
 
-if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a job: Slurm runs a copy elsewhere
+if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy in another directory
   case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
@@ -28,8 +28,8 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   submit "${sbatch_options[@]}" "$root/slurm/$(basename "$0")" "$@"
   exit
 fi
-# Slurm runs a copy of this file. The code is in the repository it was submitted from or, after a requeue, in the job's
-# copy in the run directory.
+# The code is in the repository that this script was submitted from or, after a requeue, in the job's copy in the run
+# directory.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/extend_tape\.sh.*||p}}')
 link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code

@@ -1,15 +1,15 @@
 #!/bin/bash
-# Tokenize a corpus in a job, which makes the dataset P, or in the tasks of an array, each of which makes one dataset of
-# its share of the input files:
+# Tokenize a corpus in one job, which makes the dataset P, or in a job array. Each task of an array makes one dataset
+# from its share of the input files:
 #
 #   sbatch --cpus-per-task=16 slurm/preprocess.sh --input raw.jsonl --tokenizer t.model --output-prefix P --append-eod
 #   sbatch --array=0-7 --cpus-per-task=16 slurm/preprocess.sh --input 'raw/*.jsonl' --tokenizer t.model \
 #       --output-prefix P --append-eod
 #   slurm/preprocess.sh ARGS...      submits itself as one job
 #
-# ARGS are those of tools/preprocess_data.py; relative paths are relative to where you submit. Every task uses the CPUs
-# that Slurm gives it: one, unless --cpus-per-task or your site asks for more. Train on what the array makes with
-# --data.prefix 'P-*'. If tasks fail, submit the same array again: complete datasets are kept.
+# ARGS are those of tools/preprocess_data.py. Relative paths are relative to the directory that you submit from. A task
+# uses the CPUs that Slurm allocates: one, unless --cpus-per-task or your site asks for more. Train on the datasets of
+# an array with --data.prefix 'P-*'. If tasks fail, submit the same array again: complete datasets are kept.
 #SBATCH --job-name=tape-preprocess
 #SBATCH --ntasks=1
 #SBATCH --requeue
@@ -18,7 +18,7 @@
 
 set -euo pipefail
 
-if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a job: Slurm runs a copy elsewhere
+if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy in another directory
   case ${1:-} in "" | -h | --help) sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh"
@@ -26,8 +26,8 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # started by hand, perhaps within a 
   submit "$0" "$@"
   exit
 fi
-# Slurm runs a copy of this file; the code is in the repository it was submitted from. For an array's last task scontrol
-# prints all of them, and would fail if sed did not read to their end.
+# The code is in the repository that this script was submitted from. sed reads to the end of the output, since scontrol
+# fails if its pipe is closed early: for the last task of an array it prints all tasks.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/preprocess\.sh.*||p}}')
 source "$root/slurm/common.sh"
 load_site "$root"

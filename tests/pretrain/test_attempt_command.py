@@ -157,7 +157,7 @@ def test_a_crash_loop_is_found_even_if_the_batch_script_was_killed_before_the_ve
 
 def test_a_job_without_attempts_starts_again_until_its_third_crash_however_often_it_was_preempted(tmp_path):
     script = f"source {REPOSITORY}/slurm/common.sh; SLURM_JOB_ID=7 STEP_STATUS=139\n"
-    script += "for SLURM_RESTART_COUNT in 0 5 9; do may_start_again && echo again || echo stop; done"
+    script += "for SLURM_RESTART_COUNT in 0 5 9; do may_retry_crash && echo again || echo stop; done"
     (tmp_path / "runs" / ".jobs").mkdir(parents=True)
     (tmp_path / "runs" / ".jobs" / "7.crashes").write_text("1\n" * 5)  # of an earlier job with this number
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)

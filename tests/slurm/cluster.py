@@ -15,12 +15,12 @@ SCRIPT = Path(__file__).parent / "slurm_local.sh"
 PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "squeue", "munged", "python3", "unshare")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 PATIENCE = 180
-"""Seconds in which a job has to change something."""
+"""Seconds without any progress after which a test fails."""
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/lib/x86_64-linux-gnu/slurm-wlm"])
 
 
 def missing():
-    """Return why no cluster can run here, or None."""
+    """Return the reason why no cluster can run here, or None."""
     absent = [name for name in PROGRAMS if name != "slurmstepd" and shutil.which(name, path=SEARCH) is None]
     if absent:
         return (
@@ -31,7 +31,7 @@ def missing():
 
 
 class Cluster:
-    """Virtual nodes, each with its own host name and processes, and a working directory with a copy of the code."""
+    """A cluster of virtual nodes, each with its own host name and processes, and a working directory with the code."""
 
     def __init__(self, nodes="nodeA nodeB", gpus=0, mode="auto"):
         self.directory = Path(tempfile.mkdtemp(prefix="slc", dir="/tmp"))
@@ -71,7 +71,7 @@ class Cluster:
 
     def site(self, *lines):
         text = [f"TAPE_PYTHON={sys.executable}", "export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= PYTHONWARNINGS=ignore"]
-        text.append("TAPE_SRUN_PATIENCE=10")
+        text.append("TAPE_SRUN_KILL_DELAY=10")
         (self.work / "repo" / "slurm" / "site.env").write_text("\n".join([*text, *lines]) + "\n")
 
     def submit(self, script, *arguments, options=()):
@@ -92,7 +92,7 @@ class Cluster:
         return self.until(states, job)
 
     def until(self, condition, job):
-        """Return the condition's value once it is true; fail when nothing has changed for a while."""
+        """Wait for the condition and return its value; fail after PATIENCE seconds without progress."""
         seen, since = None, time.monotonic()
         while not (value := condition()):
             if (found := self.progress()) != seen:
@@ -102,7 +102,7 @@ class Cluster:
         return value
 
     def progress(self):
-        """Return what changes while jobs get on: what they write, and the CPU time of their programs."""
+        """Return what changes while jobs make progress: the files they write, and their CPU time."""
         written = []
         for folder, names, files in os.walk(self.work):
             names[:] = [name for name in names if name != "repo"]
@@ -154,7 +154,7 @@ class Cluster:
 
 
 def _cpu_time(pid):
-    """Return the CPU time of a process in units of five seconds, so that merely waiting counts for little."""
+    """Return the CPU time of a process in units of five seconds, so that an idle process shows no progress."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -163,7 +163,7 @@ def _cpu_time(pid):
 
 
 def copy_code(target):
-    """Copy what a job needs of this repository, as a user's clone would hold it."""
+    """Copy the parts of this repository that a job needs, as in a user's clone."""
     for name in ("megatron_tape", "pretrain", "tools", "slurm"):
         ignored = shutil.ignore_patterns("__pycache__", "site.env")
         shutil.copytree(REPOSITORY / name, target / name, ignore=ignored)

@@ -21,14 +21,14 @@ TESTS = Path(__file__).parents[1]
 def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents and "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(3600))  # a slow machine gets on, too; see Cluster.until
+            item.add_marker(pytest.mark.timeout(3600))  # long, for slow machines; Cluster.until fails earlier
             if MISSING:
                 item.add_marker(pytest.mark.skip(reason=f"needs a Slurm on this machine: {MISSING}"))
 
 
 @pytest.fixture
 def cluster(request):
-    """A separate Slurm cluster of two nodes for each test; `indirect` parameters are Cluster's arguments."""
+    """Start a Slurm cluster of two nodes for each test; `indirect` parameters are the arguments of Cluster."""
     made = clusters.Cluster(**getattr(request, "param", {}))
     made.site()
     with made:
@@ -37,7 +37,7 @@ def cluster(request):
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory):
-    """Return a folder that the first of pytest-xdist's workers to ask for it has filled."""
+    """Return a function that returns a folder shared by pytest-xdist's workers; the first caller fills it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
 
     def folder(name, fill):
@@ -62,19 +62,19 @@ def python(folder, *arguments):
 
 @pytest.fixture(scope="session")
 def inputs(shared):
-    """A folder with a recipe and, in `data`, what it needs."""
+    """Return a folder with a recipe and its data."""
 
     def fill(folder):
         shutil.copy(TESTS / "recipes" / "tiny.yaml", folder)
         (folder / "data").mkdir()
-        # In a process of its own, so that none of the workers needs to import torch.
+        # In a subprocess, so that no worker imports torch.
         python(folder, "-c", "import pathlib, datasets_for_tests as d; d.write_all(pathlib.Path('data'))")
 
     return shared("inputs", fill)
 
 
 def uninterrupted(shared, inputs, name, **overrides):
-    """Return the folder of an uninterrupted run of two processes without Slurm."""
+    """Return the folder of an uninterrupted run on two processes without Slurm."""
 
     def fill(folder):
         shutil.copytree(inputs, folder, dirs_exist_ok=True)
@@ -96,7 +96,7 @@ def whole_of_stages(shared, inputs):
 
 @pytest.fixture
 def prepare(cluster, inputs):
-    """Fill the cluster's working directory; what is injected into programs, sitecustomize.py explains."""
+    """Return a function that fills the cluster's working directory; sitecustomize.py explains `inject`."""
     shutil.copytree(inputs, cluster.work, dirs_exist_ok=True)
 
     def write(*site, sleep=0.1, **inject):
@@ -108,7 +108,7 @@ def prepare(cluster, inputs):
 
 @pytest.fixture
 def start(cluster, prepare):
-    """Prepare the cluster's working directory, and submit a run of two nodes."""
+    """Return a function that prepares the working directory and submits a run on two nodes."""
 
     def submit(options=(), inject=None, overrides=None, site=()):
         prepare(*site, **(inject or {}))

@@ -1,4 +1,4 @@
-"""A small run for the jobs of these tests: its settings, and what it left."""
+"""The small training run of these tests: its settings and its metrics."""
 
 import json
 
@@ -6,7 +6,7 @@ from megatron_tape.run.judging import read_attempts
 
 STEPS, INTERVAL = 60, 5
 TWO_STAGES = {"parallel.pipeline_model_parallel_size": 2, "model.num_layers": 4}
-"""One on each node."""
+"""Pipeline stages: one on each node."""
 
 
 def settings(run="runs/tiny", **overrides):
@@ -26,8 +26,8 @@ def rows(run):
     """Return the rows of a run's metrics without times, speeds and memory."""
     path = run / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    left_out = ("time", "slowest_rank")
-    return [{key: value for key, value in row.items() if "second" not in key and key not in left_out} for row in found]
+    excluded = ("time", "slowest_rank")
+    return [{key: value for key, value in row.items() if "second" not in key and key not in excluded} for row in found]
 
 
 def step_of(run):
@@ -39,7 +39,7 @@ def wait_for_step(cluster, job, run, step):
 
 
 def wait_for_attempt(cluster, job, run, number):
-    """Wait until an attempt has begun."""
+    """Wait until attempt `number` has started."""
 
     def begun():
         return sum("started" in record.facts for record in read_attempts(run)) >= number

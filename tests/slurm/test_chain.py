@@ -1,4 +1,4 @@
-"""slurm/run_all.sh: pretraining, extension and evaluation follow each other on a real Slurm."""
+"""slurm/run_all.sh runs pretraining, extension and evaluation as dependent jobs on a real Slurm."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ EVALUATION += ["--perplexity.stride", "4", "--perplexity.windows", "1", "--perpl
 
 @pytest.fixture
 def chain(cluster, prepare):
-    """Submit a chain of a few steps each, on two nodes; return its jobs."""
+    """Submit a chain of short jobs on two nodes; return the IDs of its jobs."""
     prepare(sleep=0.4)
     shutil.copy(REPOSITORY / "tests" / "recipes" / "extend.yaml", cluster.work)
     arguments = ["tiny.yaml", *settings("runs/first", **{"train.steps": 4, "model.position_encoding": "rope"})]
@@ -29,7 +29,7 @@ def chain(cluster, prepare):
     return re.findall(r"^\w+ +job (\d+)", output, re.M)
 
 
-def test_a_chain_whose_extension_and_evaluation_are_preempted_loses_nothing(cluster, chain, prepare):
+def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(cluster, chain, prepare):
     pretraining, extension, evaluation = chain
     run = cluster.work / "runs" / "extend"
     wait_for_step(cluster, extension, run, 3)
@@ -54,7 +54,7 @@ def test_a_chain_whose_extension_and_evaluation_are_preempted_loses_nothing(clus
     assert found.model.run["step"] == STEPS and (evaluated / "perplexity.png").is_file()
     assert [score.length for score in perplexity.scores if score.metric == "loss"] == [4, 8]
     assert perplexity.processes == 2
-    # One rank fails at its first text, and srun ends the other: no reason to start again, unless it must kill it.
+    # One rank fails at its first text, and srun ends the other. The job restarts only if srun had to kill it.
     prepare(sleep=0.4, cannot_evaluate=1)
     command = [*EVALUATION, "--model", "runs/first", "--perplexity.documents", "19"]
     failing = cluster.submit("evaluate_tape.sh", *command, options=["--nodes=2"])
@@ -63,7 +63,7 @@ def test_a_chain_whose_extension_and_evaluation_are_preempted_loses_nothing(clus
 
 
 @pytest.mark.slow
-def test_after_a_failure_the_later_jobs_are_removed(cluster, chain):
+def test_a_failed_job_cancels_the_later_ones(cluster, chain):
     _, extension, evaluation = chain
     (cluster.work / "data" / "a.bin").rename(cluster.work / "data" / "b.gone")
     assert cluster.wait(extension) in ("FAILED", "CANCELLED")

@@ -14,14 +14,14 @@ logging: {interval: 1, sample_tokens: 0, tensorboard: false}
 
 
 @pytest.mark.slow
-def test_an_array_of_runs_survives_preemption_and_ends_in_the_page(cluster):
-    """One of two tasks is warned as before a preemption: it saves, is requeued, and the page follows all the same."""
+def test_a_comparison_array_completes_after_preemption_and_writes_the_page(cluster):
+    """One of two tasks gets the preemption signal: it saves and is requeued, and the page is still written."""
     (cluster.work / "tiny.yaml").write_text(RECIPE)
     script = f"{cluster.work}/repo/slurm/compare.sh"
     given = ["--recipe", "tiny.yaml", "--encodings", "rope,tape", "--seeds", "1", "--output", "out"]
-    said = cluster.run(script, "--at-once", "2", *given).splitlines()
-    assert said[0] == "2 runs, of which 0 are finished, in out"
-    array, page = (line.split()[2].rstrip(",") for line in said[1:3])
+    output = cluster.run(script, "--at-once", "2", *given).splitlines()
+    assert output[0] == "2 runs, of which 0 are finished, in out"
+    array, page = (line.split()[2].rstrip(",") for line in output[1:3])
     log = cluster.work / f"slurm-tape-compare-{array}_0.out"
     run = cluster.work / "out" / "rope" / "seed-1"
     cluster.until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size, array)

@@ -1,4 +1,4 @@
-"""slurm/common.sh: at which address ranks look for rank 0, and what scontrol says of a job."""
+"""slurm/common.sh: the address of rank 0, and how fields of a job are read from scontrol."""
 
 import subprocess
 from pathlib import Path
@@ -18,7 +18,7 @@ head_address alpha
     "resolved, nodes, address",
     [("alpha 10.0.0.7", 2, "alpha"), ("10.0.0.7", 2, "10.0.0.7"), ("", 1, "127.0.0.1"), ("", 2, "alpha")],
 )
-def test_rank_0_is_found_by_what_resolves(resolved, nodes, address):
+def test_the_head_address_is_one_that_resolves(resolved, nodes, address):
     environment = {"RESOLVED": resolved, "SLURM_JOB_NUM_NODES": str(nodes), "PATH": "/usr/bin:/bin"}
     command = ["bash", "-uc", SCRIPT, "bash", str(COMMON)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
@@ -36,7 +36,7 @@ JobId=7 JobName=my Requeue=0 job
    WorkDir=/work
    StdOut=/logs/a b.out
 """
-# As for the last task of an array: Slurm shows all tasks, more than a pipe holds.
+# For the last task of an array Slurm shows all tasks: more output than a pipe's buffer holds.
 SCONTROL = 'SLURM_JOB_ID=7; scontrol() { for ((task = 0; task < 500; task++)); do printf %s "$JOB"; done; }'
 FIELDS = """
 source "$1"
@@ -45,7 +45,7 @@ job_log
 """
 
 
-def test_arguments_of_a_job_are_not_taken_for_its_fields():
+def test_arguments_of_a_job_are_not_read_as_its_fields():
     environment = {"JOB": JOB, "PATH": "/usr/bin:/bin"}
     command = ["bash", "-euo", "pipefail", "-c", f"{SCONTROL}{FIELDS}", "bash", str(COMMON)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)

@@ -1,4 +1,4 @@
-"""Nodes that must not train together are named before training begins, and avoided if possible."""
+"""The preflight names nodes that cannot train together; the next attempt excludes them if possible."""
 
 import importlib.metadata
 import re
@@ -13,7 +13,7 @@ from megatron_tape.run.judging import read_attempts
 
 
 @pytest.mark.parametrize("cluster", [{"nodes": "nodeA nodeB nodeC"}], indirect=True)
-def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(cluster, start):
+def test_a_node_with_different_data_versions_and_directories_is_named_and_excluded(cluster, start):
     if cluster.mode() == "plain":
         pytest.skip("without namespaces the virtual nodes see the same files")
     changed = cluster.work / "changed.bin"
@@ -48,7 +48,7 @@ def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(c
     assert second.facts["nodes"] == ["nodeA", "nodeC"]
 
 
-def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(cluster, start):
+def test_a_rank_that_does_not_answer_is_retried_on_the_same_nodes_if_there_are_no_others(cluster, start):
     job = start(site=("TAPE_PREFLIGHT_OPTIONS='--timeout 8'",))
     cluster.until(lambda: cluster.kill(1, 1, signal.SIGSTOP), job)
     wait_for_attempt(cluster, job, start.run, 2)
@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(
 
 
 @pytest.mark.parametrize("cluster", [{"nodes": "nodeA nodeB nodeC"}], indirect=True)
-def test_a_node_whose_kernels_do_not_work_is_named_with_rank_and_cause_and_left_out(cluster, start):
+def test_a_node_with_broken_kernels_is_named_with_rank_and_cause_and_excluded(cluster, start):
     job = start(inject={"no_kernels": "nodeB"})
     wait_for_attempt(cluster, job, start.run, 2)
     log = cluster.log(job)
@@ -72,9 +72,9 @@ def test_a_node_whose_kernels_do_not_work_is_named_with_rank_and_cause_and_left_
 
 
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
-def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start):
+def test_gpus_that_slurm_allocated_but_torch_does_not_see_are_named(cluster, start):
     job = start(options=("--gpus-per-node=2",))
-    # A torch without CUDA is a mistake, which stops the job at once; GPUs that a torch with CUDA misses may come back.
+    # A torch built without CUDA stops the job at once. With CUDA, missing GPUs may come back, so the job retries.
     assert cluster.wait(job) == "FAILED", cluster.story(job)
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))

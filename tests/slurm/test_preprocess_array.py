@@ -1,4 +1,4 @@
-"""slurm/preprocess.sh makes one dataset in a job, and one in every task of an array."""
+"""slurm/preprocess.sh makes one dataset per job, or one per array task."""
 
 import pytest
 from tool_runs import write_lines
@@ -25,7 +25,7 @@ def submit(cluster, tmp_path, run_tool):
 
 
 @pytest.mark.slow
-def test_a_job_makes_one_dataset_and_an_array_one_in_each_task(submit, tmp_path):
+def test_a_job_makes_one_dataset_and_an_array_one_per_task(submit, tmp_path):
     state, log = submit("--array=0-1")
     assert state == "COMPLETED", log
     assert [len(IndexedDatasetReader(tmp_path / f"out-0000{index}-of-00002")) for index in range(2)] == [200, 100]

@@ -1,4 +1,4 @@
-"""What is refused before sbatch is called; a program of that name stands in for Slurm's."""
+"""What the job scripts refuse and submit. A fake sbatch replaces Slurm's."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ RECIPE = str(REPOSITORY / "tests" / "recipes" / "tiny.yaml")
 
 @pytest.fixture
 def submit(inputs, tmp_path):
-    """Call a script as a user does; return its status, what sbatch was given, if anything, and what was printed."""
+    """Run a script as a user does; return its exit status, the arguments of sbatch (or None), and its output."""
     shutil.copytree(inputs / "data", tmp_path, dirs_exist_ok=True)
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
@@ -49,34 +49,34 @@ def submit(inputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script, arguments, told",
+    "script, arguments, message",
     [
         ("pretrain_tape.sh", ["--bad.key", "1"], "bad.key is an unknown key"),
         ("pretrain_tape.sh", ["missing.yaml"], "missing.yaml does not exist"),
         ("run_all.sh", [RECIPE, "--data.prefix=a", "--extend", RECIPE, "--bad.key", "1"], "bad.key is an unknown key"),
     ],
 )
-def test_a_mistake_is_refused_before_sbatch_whether_a_recipe_is_named_or_not(submit, script, arguments, told):
-    status, submitted, said = submit(script, *arguments)
-    assert (status, submitted) == (2, None) and told in said
+def test_invalid_settings_are_refused_before_sbatch(submit, script, arguments, message):
+    status, submitted, output = submit(script, *arguments)
+    assert (status, submitted) == (2, None) and message in output
 
 
-def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit, tmp_path):
+def test_valid_commands_are_submitted_and_incomplete_ones_explained(submit, tmp_path):
     assert submit("run_all.sh", RECIPE)[:2] == (1, None) and "--extend RECIPE is missing" in submit("run_all.sh")[2]
     assert "sbatch --array=0-7" in submit("preprocess.sh", "--help")[2]
     for script, arguments in (("pretrain_tape.sh", [RECIPE, "--data.prefix=a"]), ("preprocess.sh", ["--input", "*.x"])):
         assert submit(script, *arguments)[:2] == (0, arguments)
-        # A terminal on a node of the cluster is a job, too, whose CPUs and memory are not those of the new one.
+        # An interactive session is a job, too; the new job must not inherit its CPUs and memory.
         session = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_PER_CPU": "100"}
         assert submit(script, *arguments, SLURM_CONF="/etc/slurm.conf", **session)[:2] == (0, arguments)
-        passed_on = (tmp_path / "environment").read_text().splitlines()
-        assert [line for line in passed_on if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
+        inherited = (tmp_path / "environment").read_text().splitlines()
+        assert [line for line in inherited if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
 
 
 @pytest.mark.parametrize(
-    "last, count, told", [(None, 0, ""), (2, 3, " --part 1/3"), (1, 1, "the array does not begin at 0")]
+    "last, count, expected", [(None, 0, ""), (2, 3, " --part 1/3"), (1, 1, "the array does not begin at 0")]
 )
-def test_tasks_of_an_array_preprocess_a_part_each(tmp_path, last, count, told):
+def test_each_array_task_preprocesses_one_part(tmp_path, last, count, expected):
     """Slurm runs a copy of the script."""
     script = shutil.copy(REPOSITORY / "slurm" / "preprocess.sh", tmp_path)
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "   Command={REPOSITORY}/slurm/preprocess.sh --input x"\n')
@@ -89,44 +89,45 @@ def test_tasks_of_an_array_preprocess_a_part_each(tmp_path, last, count, told):
     command = ["bash", script, "--input", "a b*"]
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
     if last == 1:
-        assert done.returncode == 1 and told in done.stderr
+        assert done.returncode == 1 and expected in done.stderr
     else:
-        assert done.stdout == f"{REPOSITORY}/tools/preprocess_data.py --workers 2 --input a b*{told}\n"
+        assert done.stdout == f"{REPOSITORY}/tools/preprocess_data.py --workers 2 --input a b*{expected}\n"
 
 
 CHAIN = [RECIPE, "--data.prefix=a", "--model.position_encoding=rope"]
 CHAIN += ["--extend", str(REPOSITORY / "tests" / "recipes" / "extend.yaml"), "--data.prefix=a"]
 
 
-def test_a_chain_is_submitted_with_the_options_of_the_site(submit):
+def test_a_chain_is_submitted_with_the_site_options(submit):
     options = {"TAPE_SBATCH_OPTIONS": "--gpus-per-node=8 --comment='a * b'"}
-    status, submitted, said = submit("run_all.sh", "--sbatch", '-A\n"me too"', *CHAIN, **options)
-    assert status == 0 and submitted[:4] == ["--gpus-per-node=8", "--comment=a * b", "-A", "me too"], said
-    assert "pretraining  job 41, in" in said and "extension    job 42, after 41, in" in said and "scancel" not in said
-    status, _, said = submit("run_all.sh", "--sbatch", "--comment='a", *CHAIN)
-    assert status == 1 and "error: --sbatch is --comment='a, whose quotes do not match" in said
+    status, submitted, output = submit("run_all.sh", "--sbatch", '-A\n"me too"', *CHAIN, **options)
+    assert status == 0 and submitted[:4] == ["--gpus-per-node=8", "--comment=a * b", "-A", "me too"], output
+    assert "pretraining  job 41, in" in output and "extension    job 42, after 41, in" in output
+    assert "scancel" not in output
+    status, _, output = submit("run_all.sh", "--sbatch", "--comment='a", *CHAIN)
+    assert status == 1 and "error: --sbatch is --comment='a, whose quotes do not match" in output
 
 
 COMPARISON = ["--recipe", RECIPE, "--encodings", "rope", "--data.prefix=a", "--output=out"]
 
 
 @pytest.mark.parametrize("script, arguments", [("run_all.sh", CHAIN), ("compare.sh", COMPARISON)])
-def test_jobs_of_a_submission_that_fails_half_way_are_cancelled(submit, script, arguments):
-    status, _, said = submit(script, *arguments, FAILS_AT="42")
-    assert status == 1 and said.endswith(
-        "scancel 41\nerror: not all jobs were submitted; those that were (41) have been cancelled\n"
+def test_a_failed_submission_cancels_the_submitted_jobs(submit, script, arguments):
+    status, _, output = submit(script, *arguments, FAILS_AT="42")
+    assert status == 1 and output.endswith(
+        "scancel 41\nerror: not all jobs could be submitted; cancelled those that were: 41\n"
     )
-    status, _, said = submit(script, *arguments, FAILS_AT="44", CANCEL_STATUS="1", FAKE_CLUSTER="far")
-    assert status == 1 and said.endswith("cancel those that were with: scancel --clusters=far 43\n")
+    status, _, output = submit(script, *arguments, FAILS_AT="44", CANCEL_STATUS="1", FAKE_CLUSTER="far")
+    assert status == 1 and output.endswith("cancel those that were: scancel --clusters=far 43\n")
 
 
-def test_jobs_of_an_interrupted_submission_are_cancelled(submit):
-    ended, _, said = submit("run_all.sh", *CHAIN, SIGNAL="INT")
-    assert ended == 130 and "those that were (41) have been cancelled" in said
+def test_an_interrupted_submission_cancels_the_submitted_jobs(submit):
+    status, _, output = submit("run_all.sh", *CHAIN, SIGNAL="INT")
+    assert status == 130 and "cancelled those that were: 41" in output
 
 
 @pytest.mark.parametrize(
-    "arguments, given",
+    "arguments, added",
     [
         ([], None),
         (["--logging.note=a", "--data.prefix", "x --config=y"], None),
@@ -135,8 +136,8 @@ def test_jobs_of_an_interrupted_submission_are_cancelled(submit):
         (["--config=x"], []),
     ],
 )
-def test_the_default_recipe_is_left_out_only_where_one_is_named(arguments, given):
+def test_the_default_recipe_is_added_only_if_none_is_given(arguments, added):
     script = 'source "$1"; ROOT=/r; shift; with_recipe default "$@"; printf "%s\\0" "${ARGUMENTS[@]}"'
     command = ["bash", "-euc", script, "bash", str(REPOSITORY / "slurm" / "common.sh"), *arguments]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
-    assert found == (["/r/default"] if given is None else given) + arguments
+    assert found == (["/r/default"] if added is None else added) + arguments

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm with interruptions, lost nodes and full disks: each ends like an uninterrupted run."""
+"""Jobs on a real Slurm with interruptions, lost nodes and full disks end like an uninterrupted run."""
 
 import os
 import random
@@ -17,11 +17,14 @@ from megatron_tape.run.judging import read_attempts
 
 slow = pytest.mark.slow
 IN_BACKGROUND = {"checkpoint.asynchronous": "true"}
-"""Saves of the tests that interrupt runs in most ways; the others save as by default."""
+"""For the tests with the most kinds of interruption; the others save synchronously, the default."""
 
 
 def check_equal(run, whole, attempts=None, gap=False):
-    """Check that a run left the same rows, last checkpoint and TensorBoard curve as the whole one, or a gap."""
+    """Check that a run has the same metrics and last checkpoint as the uninterrupted one, and all TensorBoard steps.
+
+    With `gap`, steps may be missing from TensorBoard.
+    """
     assert rows(run) == rows(whole / "runs/tiny")
     assert checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -45,7 +48,7 @@ def finish(cluster, job):
 
 
 @slow
-def test_kills_of_a_rank_at_four_random_moments_and_of_the_controller(cluster, start, whole):
+def test_a_run_survives_four_kills_of_a_rank_and_one_of_the_controller(cluster, start, whole):
     moments = random.Random(20261121)
     job = start(overrides=IN_BACKGROUND)
     log = cluster.work / f"slurm-tape-pretrain-{job}.out"
@@ -76,15 +79,13 @@ def test_kills_of_a_rank_at_four_random_moments_and_of_the_controller(cluster, s
     assert starts == sorted(starts)
 
 
-def test_a_two_node_run_equals_one_without_slurm_and_is_not_delayed_by_a_step_that_holds_the_nodes(
-    cluster, start, whole
-):
-    # Like the preflight step may: without --overlap, srun waits for Slurm to report its end, or for two minutes.
-    held = '[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &'
+def test_a_two_node_run_equals_one_without_slurm_and_does_not_wait_for_an_earlier_step(cluster, start, whole):
+    # As the preflight may: without --overlap, srun waits up to two minutes until Slurm reports the end of that step.
+    earlier_step = '[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &'
     container, inside = cluster.work / "container", cluster.work / "inside"
     container.write_text(f'#!/bin/sh\necho "$@" | tr "\\n" " " >>{inside}\necho >>{inside}\nexec "$@"\n')
     container.chmod(0o755)
-    job = start(inject={"sleep": 0}, site=(held, "sleep 2", f"TAPE_CONTAINER={container}"))
+    job = start(inject={"sleep": 0}, site=(earlier_step, "sleep 2", f"TAPE_CONTAINER={container}"))
     finish(cluster, job)
     for module in ("pretrain.attempt begin", "pretrain.preflight", "pretrain.train", "pretrain.attempt decide"):
         assert f" {module} " in inside.read_text(), module
@@ -94,15 +95,15 @@ def test_a_two_node_run_equals_one_without_slurm_and_is_not_delayed_by_a_step_th
 
 
 @slow
-def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copy_of_the_code(cluster, start, whole):
-    # The steps between two interruptions take longer than Slurm needs to notice a time limit.
+def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copied_code(cluster, start, whole):
+    # Slow steps: those between two interruptions take longer than Slurm needs to notice a time limit.
     job = start(options=("--partition=low",), inject={"sleep": 1.2}, overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 3)
     (cluster.work / "repo" / "pretrain" / "train.py").write_text("raise RuntimeError('not the copy')")
     cluster.run("scancel", "--signal=USR1", job)
     wait_for_attempt(cluster, job, start.run, 2)
     wait_for_step(cluster, job, start.run, 20)
-    # Slurm looks every half minute which jobs to warn, here the batch script, and ends those that go on.
+    # Every 30 s Slurm looks for jobs to warn (here the batch script), and ends those past their limit.
     cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+2minutes")
     wait_for_attempt(cluster, job, start.run, 3)
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # a requeued job keeps the limit
@@ -112,7 +113,7 @@ def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copy_o
     other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 3")
     assert cluster.wait(other) == "COMPLETED"
     finish(cluster, job)
-    # Of the attempts, only the one after the time limit may end before it has trained, while its limit is changed.
+    # Only the attempt after the time limit may end before it has trained, while its limit is being changed.
     found = check_equal(start.run, whole)
     assert [record.number for record in found if record.outcome is None] in ([], [3])
     records = [record for record in found if record.outcome is not None]
@@ -122,7 +123,7 @@ def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copy_o
 
 
 @slow
-def test_pipeline_stages_on_two_nodes_survive_signals_and_the_death_of_either_node(cluster, start, whole_of_stages):
+def test_pipeline_stages_on_two_nodes_survive_signals_and_the_loss_of_either_node(cluster, start, whole_of_stages):
     if cluster.mode() == "plain":
         pytest.skip("without user namespaces killing a virtual node leaves its processes alive")
     job = start(overrides=TWO_STAGES | IN_BACKGROUND)
@@ -146,7 +147,7 @@ def test_pipeline_stages_on_two_nodes_survive_signals_and_the_death_of_either_no
 
 @slow
 @pytest.mark.parametrize("cluster", [{"nodes": "n1 n2 n3", "mode": "net"}], indirect=True)
-def test_a_partition_leaves_an_old_attempt_that_ends_and_writes_nothing(cluster, start, whole):
+def test_an_old_attempt_on_a_disconnected_node_ends_and_writes_nothing(cluster, start, whole):
     job = start(inject={"sleep": 0.3}, overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 12)
     assert read_attempts(start.run)[-1].facts["nodes"] == ["n1", "n2"]
@@ -163,7 +164,7 @@ def test_a_partition_leaves_an_old_attempt_that_ends_and_writes_nothing(cluster,
 
 
 @slow
-def test_a_hang_leaves_every_ranks_stack_and_the_run_continues(cluster, start, whole):
+def test_after_a_hang_all_stacks_are_written_and_the_run_continues(cluster, start, whole):
     once = cluster.work / "hung"
     job = start(inject={"hang": [1, 17], "once": str(once)}, overrides={"train.hang_timeout": 10})
     finish(cluster, job)
@@ -175,7 +176,7 @@ def test_a_hang_leaves_every_ranks_stack_and_the_run_continues(cluster, start, w
 
 
 @slow
-def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole):
+def test_a_full_disk_costs_one_checkpoint_but_not_the_run(cluster, start, whole):
     disk = cluster.work / "runs"
     disk.mkdir()
     if os.geteuid() != 0:
@@ -203,7 +204,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole)
 
 
 @slow
-def test_a_crash_loop_stops_after_three_attempts_with_the_error_first(cluster, start):
+def test_a_crash_loop_stops_after_three_attempts_and_shows_the_error_first(cluster, start):
     job = start(inject={"crash": [1, 3]})
     assert cluster.wait(job) == "FAILED"
     records = read_attempts(start.run)
@@ -218,7 +219,7 @@ def test_a_crash_loop_stops_after_three_attempts_with_the_error_first(cluster, s
     assert "failed" in shown.splitlines()[0] and "made to fail" in shown.splitlines()[0]
 
 
-def test_a_wrong_configuration_ends_the_job_in_seconds_with_one_sentence(cluster, start):
+def test_an_invalid_configuration_ends_the_job_with_one_error_line(cluster, start):
     job = start(overrides={"model.num_attention_heads": 5})
     assert cluster.wait(job) == "FAILED"
     (error,) = [line for line in cluster.log(job).splitlines() if line.startswith("error: ")]
