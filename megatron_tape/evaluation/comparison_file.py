@@ -1,7 +1,6 @@
-"""`comparison.json`: what runs of several variants of one recipe, each with several seeds, came to. Imports no torch.
+"""`comparison.json`: results of several variants of one recipe, each with several seeds. Imports no torch.
 
-The file is small, so that it can be kept in a repository, and whoever has it need not repeat its runs: it says with
-which settings they were made.
+The file is small enough for a repository, and records the settings of its runs, so that runs need not be repeated.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from megatron_tape.io.records import write_record
 
 NAME = "comparison.json"
 TRAINING = "training"
-"""The task of scores that describe the training itself."""
+"""Task name of scores about the training itself."""
 Settings = dict[str, dict[str, Any]]
 _SHOWN = 300
-"""Characters of a difference that a message shows."""
+"""Maximum number of characters of a difference in a message."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a variant came to with one seed, and on what."""
+    """Results of a variant with one seed, and where they were measured."""
 
     variant: str
     seed: Whole
     scores: list[Score]
     seconds: Number
-    """Of training and evaluation, without those before an interruption."""
+    """Time of training and evaluation, without the time before an interruption."""
     created: Number
     hardware: str
     versions: dict[str, str]
     data: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of the files that were read in training and evaluation, by path; unknown of older runs."""
+    """Fingerprints of the files read in training and evaluation, by path; empty for older runs."""
 
     @property
     def name(self) -> tuple[str, int]:
@@ -57,11 +56,11 @@ class Comparison:
     """The contents of `comparison.json`."""
 
     settings: Settings
-    """Those of the recipe, which all variants share but for what their names say."""
+    """Settings of the recipe. Variants change only what their names say."""
     evaluation: Settings
-    """Those of each task."""
+    """Settings of each task."""
     baseline: str
-    """The variant with which the others are compared."""
+    """The variant to which the others are compared."""
     runs: list[FinishedRun] = field(default_factory=list)
     format: Literal[1] = 1
 
@@ -72,13 +71,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """What a variant came to in one metric."""
+    """Results of a variant in one metric."""
 
     variant: str
     values: dict[int, float]
-    """By seed."""
+    """Values by seed."""
     difference: PairedTest | None
-    """From the baseline, over the seeds of both; None for the baseline itself, and without common seeds."""
+    """Difference from the baseline over common seeds; None for the baseline, or without common seeds."""
 
     @property
     def mean(self) -> float:
@@ -86,27 +85,27 @@ class Row:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the seeds; None for a single one."""
+        """Standard deviation over the seeds; None for one seed."""
         return float(np.std(list(self.values.values()), ddof=1)) if len(self.values) > 1 else None
 
 
 def empty(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
-    """Return a comparison without runs, of a recipe's own settings and the tasks that are evaluated."""
+    """Return a comparison without runs, from a recipe's settings and the evaluated tasks."""
     evaluation = {task.name: dataclasses.asdict(task.settings) for task in tasks}
-    # As they are read back.
+    # The same types as after reading the file.
     settings, evaluation = json.loads(json.dumps([config_dict(base), evaluation]))
-    # Where runs lie on this machine concerns nobody else.
+    # Paths on this machine are not part of the results.
     del settings["logging"], settings["checkpoint"]["directory"]
     return Comparison(settings, evaluation, baseline)
 
 
 def read_comparison(path: str | Path) -> Comparison:
-    """Read such a file. Raises FileError for another or a damaged file, and OSError."""
+    """Read a comparison. Raises OSError, or FileError if the file is invalid."""
     return read_dataclass(path, Comparison)
 
 
 def write_comparison(path: Path, comparison: Comparison) -> None:
-    """Replace the file, whole or not at all. Of scores, what is not their default is written."""
+    """Replace the file atomically. Default values of scores are not written."""
     content = dataclasses.asdict(comparison)
     defaults = {f.name: f.default for f in dataclasses.fields(Score)}
     for run in content["runs"]:
@@ -128,13 +127,13 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
 
 
 def first_of(differences: Sequence[str]) -> str:
-    """Return the first differences as text, and how many others there are."""
+    """Return the first differences and the number of others as text."""
     others = f"; and {len(differences) - 3} others" if len(differences) > 3 else ""
     return "; ".join(one if len(one) <= _SHOWN else f"{one[:_SHOWN]}..." for one in differences[:3]) + others
 
 
 def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[str]:
-    """Describe the settings that differ; what has no effect on results is left out."""
+    """Describe the settings that differ, except those without effect on results."""
     found = changed_settings(recorded.settings, base, of_variants=True)
     for task, settings in now.evaluation.items():
         before = recorded.evaluation.get(task)
@@ -146,12 +145,12 @@ def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[
 
 
 def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = False) -> list[str]:
-    """Describe the settings that are not as they were saved; a recipe's `of_variants` may have another encoding."""
+    """Describe the settings that differ from saved ones. With `of_variants`, the encoding may differ."""
     free = {"attention_backend", *(["position_encoding"] if of_variants else [])}
     now = json.loads(json.dumps(config_dict(config)))
     found = model_differences(saved.get("model", {}), now.pop("model"), free, ("was", "is now"))
     found += _changes("", saved, now)
-    # What else is watched changes no result, but the loss on the validation split is one.
+    # Of the evaluations, only the loss on the validation split is part of the results.
     now = config.train.evaluations
     was = saved.get("train", {}).get("evaluations", now)
     was = was if isinstance(was, (list, tuple)) and all(isinstance(name, str) for name in was) else ()
@@ -169,7 +168,7 @@ def _changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str
 
 
 def rows(comparison: Comparison) -> dict[Score, list[Row]]:
-    """Return what each variant came to, by metric (see `Score.subject`), in the order in which they come."""
+    """Return the results of each variant by metric (see `Score.subject`), in order."""
     found: dict[Score, dict[str, dict[int, float]]] = {}
     for run in comparison.runs:
         for score in run.scores:
@@ -190,9 +189,9 @@ def _rows(by_variant: dict[str, dict[int, float]], baseline: str) -> list[Row]:
 def training_scores(
     config: RunConfig, speed: float | None, validation_loss: float | None, parameters: int, flops_per_token: int
 ) -> list[Score]:
-    """Return the figures of a training: loss, time, size and arithmetic.
+    """Return scores of the training itself: loss, time, parameters and arithmetic.
 
-    `speed` is the median of its tokens per second, and `validation_loss` that of its last step.
+    `speed` is the median of tokens per second; `validation_loss` is that of the last step.
     """
     tokens = config.train.global_batch_size * config.model.seq_length
     teraflops = flops_per_token * config.train.samples_after(config.train.steps) * config.model.seq_length / 1e12

@@ -1,4 +1,4 @@
-"""The processes that share an evaluation."""
+"""The processes of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share an evaluation; a single one needs no process group."""
+    """The processes of an evaluation. A single process needs no process group."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def join(cls) -> Ranks:
-        """Return the ranks that torchrun or a Slurm job has started, after they have found each other."""
+        """Connect the processes that torchrun or Slurm has started, and return them."""
         ranks = cls(*rank_and_size())
         if ranks.count > 1:
             with ranks.alone():
                 check_master_address()
             import torch.distributed as dist
 
-            # Ranks wait for each other at the end of a task, whose units may take hours.
+            # Ranks wait for each other at the end of a task, which may take hours.
             with ranks.alone():
                 dist.init_process_group("gloo", timeout=timedelta(days=7))
         return ranks
@@ -48,7 +48,7 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, and an empty list on the others; all wait for each other."""
+        """Return the values of all ranks on rank 0, and an empty list elsewhere. Includes a barrier."""
         if self.count == 1:
             return [value]
         import torch.distributed as dist
@@ -60,12 +60,12 @@ class Ranks:
         return values or []
 
     def first(self, work: Callable[[], T]) -> T:
-        """Return on every rank what `work` returns on rank 0; its error ends the others, too."""
+        """Run `work` on rank 0 and return its result on every rank; an error ends all ranks."""
         value, failure = None, None
         if self.rank == 0:
             try:
                 value = work()
-            except Exception as error:  # raised below, when the others know that they need not wait
+            except Exception as error:  # raised below, after the other ranks know of it
                 failure = error
         value, failed = self.share((value, failure is not None))
         if failure is not None:
@@ -75,7 +75,7 @@ class Ranks:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around what only this rank does: a UserError, which only rank 0 reports, becomes a ValueError elsewhere."""
+        """Turn a UserError into a ValueError except on rank 0, so that only rank 0 reports it."""
         try:
             yield
         except UserError as error:
@@ -90,7 +90,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def shares(self, units: list[Unit]) -> list[list[Unit]]:
-        """Return which of the units each rank does: the costly ones first, each to the rank with the least to do."""
+        """Return the units of each rank: the most expensive first, each to the rank with the least work."""
         loads, shares = [0.0] * self.count, [[] for _ in range(self.count)]
         for unit in sorted(units, key=lambda unit: -unit.cost):
             rank = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""The record of a score, and `results.json`: the scores of a model, with everything that is needed to judge them.
+"""Scores, and `results.json`: the scores of a model with their settings, data and versions.
 
 Imports no torch.
 """
@@ -23,37 +23,37 @@ NAME = "results.json"
 _BYTES = 1 << 28
 Number = Annotated[float, Strict()]
 Whole = Annotated[int, Strict()]
-"""Of a file neither texts nor truth values are taken for numbers."""
+"""Numbers in files. Strings and booleans are not converted."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One figure of an evaluation, from the task that measures it to pages, model cards and comparisons."""
+    """One measured value, as tasks, result files, pages, model cards and comparisons use it."""
 
     metric: str
-    """What it is, in the field's terms, such as `perplexity` or `accuracy`."""
+    """The name of the metric, such as `perplexity` or `accuracy`."""
     value: Number
     better: Literal["lower", "higher", "neither"]
-    """neither for what describes a model without judging it."""
+    """`neither` for values that describe a model without ranking it."""
     low: Number | None = None
-    """The interval in which the value lies with 95 % confidence."""
+    """Lower end of the 95 % confidence interval."""
     high: Number | None = None
     length: Whole | None = None
-    """Tokens of context that it is about; None if it is not about one length."""
+    """Context length in tokens; None if the score is not about one length."""
     group: str = ""
-    """What tells it apart from the task's other scores of this metric, such as the name of a dataset or subtask."""
+    """Distinguishes scores of one metric, such as by dataset or subtask."""
     count: Whole | None = None
-    """How many samples are behind it."""
+    """Number of samples."""
     unit: str = ""
-    """Such as `nats per token`; nothing for shares between 0 and 1."""
+    """Such as `nats per token`; empty for shares between 0 and 1."""
     counted: str = "sample"
-    """What `count` counts, such as documents or tokens, in the singular."""
+    """The unit of `count` in the singular, such as document or token."""
     task: str = ""
-    """The task that measured it, which the runner enters."""
+    """Name of the task; set by the runner."""
 
     @property
     def subject(self) -> Score:
-        """What it is about, alike for all models: itself without values."""
+        """This score without its values: the same for all models."""
         return replace(self, value=0.0, low=None, high=None, count=None)
 
     @property
@@ -67,13 +67,13 @@ class Score:
 
     @property
     def error_bar(self) -> tuple[float, float]:
-        """How far the interval reaches below and above the value; 0 if it is not known."""
+        """Length of the interval below and above the value; 0 if unknown."""
         low, high = (self.value if end is None else end for end in (self.low, self.high))
         return max(0.0, self.value - low), max(0.0, high - self.value)
 
     @property
     def shown_count(self) -> str:
-        """What the value is measured on, such as `32 documents`; nothing if it is not known."""
+        """The number of samples, such as `32 documents`; empty if unknown."""
         return "" if self.count is None else counted(self.count, self.counted)
 
     @property
@@ -91,30 +91,30 @@ class EvaluatedModel:
     trained_length: Whole | None
     config: dict[str, Any]
     run: dict[str, Any] | None = None
-    """The settings and the step of a checkpoint."""
+    """Settings and step of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The outcome of one task."""
+    """Results of one task."""
 
     settings: dict[str, Any]
     data: dict[str, str]
-    """The digests of the files that were read."""
+    """Digests of the files that were read."""
     seconds: Number
     processes: Whole
     scores: list[Score]
     details: dict[str, Any]
     notes: list[str]
     examples: dict[str, Any]
-    """The values of the task's units."""
+    """Values of the task's units."""
     dtype: str
     hardware: str
     versions: dict[str, str]
     identity: str = ""
-    """A digest of all that the values depend on."""
+    """Digest of everything the values depend on."""
     parts_before: Whole = 0
-    """Parts that were done before an interruption, whose time is not in `seconds`."""
+    """Number of parts finished before an interruption; their time is not in `seconds`."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +124,19 @@ class Results:
     label: str
     model: EvaluatedModel
     created: Number
-    """When the last task was finished, in seconds since 1970."""
+    """Time when the last task finished, in seconds since 1970."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
     format: Literal[1] = 1
 
 
 def results_file(path: str | Path) -> Path:
-    """Return the file that is meant by itself or by the directory that holds it."""
+    """Return the results file of a path that is the file or its directory."""
     path = Path(path)
     return path / NAME if path.is_dir() else path
 
 
 def read_results(path: str | Path) -> Results:
-    """Read a results file, or that of a directory. Raises OSError, or FileError for another or a damaged file."""
+    """Read a results file, or that of a directory. Raises OSError, or FileError if it is invalid."""
     results = read_dataclass(results_file(path), Results, _BYTES)
     tasks = {
         name: replace(task, scores=[replace(score, task=name) for score in task.scores])
@@ -146,7 +146,7 @@ def read_results(path: str | Path) -> Results:
 
 
 def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> Any:
-    """Read a JSON file as an object of a dataclass. Raises OSError, or FileError for another or a damaged file."""
+    """Read a JSON file as a dataclass. Raises OSError, or FileError if it is invalid."""
     try:
         value = parse_record(read_small(file, limit), dict[str, Any])
     except ValueError as error:
@@ -160,13 +160,13 @@ def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> A
 
 
 def write_results(directory: Path, results: Results) -> None:
-    """Replace the results in a directory, whole or not at all."""
+    """Replace the results in a directory atomically."""
     write_record(directory / NAME, asdict(results))
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep other processes of this project from changing the results in a directory meanwhile."""
+    """Lock the results in a directory against other processes of this project."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Intervals in which scores lie with 95 % confidence, and a test of differences between pairs.
+"""95 % confidence intervals of scores, and a test of paired differences.
 
 scipy is loaded by the functions that need it: loading it takes longer than checking a command.
 """
@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 Interval = tuple[float | None, float | None]
-"""Low and high; None where the data says nothing about the spread."""
+"""Low and high end; None if the data does not determine the spread."""
 TAIL = 2.5
-"""Per cent of resampled values below an interval, and as many above it."""
+"""Percentage of resampled values below an interval, and also above it."""
 NORMAL_QUANTILE = 1.959963984540054
-"""How many standard errors a 95 % interval reaches to each side."""
+"""Half the width of a 95 % interval in standard errors."""
 
 
 def bootstrap_ratio(numerators: Sequence[float], denominators: Sequence[float], samples: int = 1000) -> Interval:
     """Return the percentile interval of sum(`numerators`) / sum(`denominators`) over resampled documents.
 
-    Both have one entry per document, such as nats and tokens, which are drawn together. The interval is (None, None)
-    unless at least two documents have a denominator that is not 0: a single one shows no spread.
+    Both have one entry per document, such as nats and tokens, which are drawn together. Returns (None, None) unless at
+    least two documents have a nonzero denominator.
     """
     pairs = np.stack([np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1)
     if np.count_nonzero(pairs[:, 1]) < 2:
@@ -36,7 +36,7 @@ def bootstrap_ratio(numerators: Sequence[float], denominators: Sequence[float], 
 def percentiles(resampled: np.ndarray) -> Interval:
     """Return the interval in which 95 % of resampled values lie."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of values that are not finite
+        warnings.simplefilter("ignore", RuntimeWarning)  # infinite values and NaN
         low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
     return float(low), float(high)
 
@@ -47,10 +47,9 @@ def bootstrap_mean(values: Sequence[float]) -> Interval:
 
 
 def wilson(successes: float, count: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a share, which also holds near 0 and 1 and for few samples.
+    """Return Wilson's score interval of a share. It holds near 0 and 1 and for few samples.
 
-    `successes` need not be whole, as where a sample has several answers of which some are right;
-    `scipy.stats.binomtest` takes whole ones only.
+    `successes` may be fractional, for samples with several answers; `scipy.stats.binomtest` takes integers only.
     """
     if count == 0:
         return 0.0, 1.0
@@ -58,15 +57,15 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     center = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     low, high = ((center + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
-    # Rounding would leave a tiny number in place of these.
+    # Avoids tiny numbers from rounding.
     return 0.0 if successes == 0 else low, 1.0 if successes == count else high
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Differences between pairs: their mean, its 95 % interval, and Student's paired t test.
+    """Student's paired t test: the mean of the differences, its 95 % interval, and p.
 
-    Without at least two pairs whose differences vary, nothing is known of the spread: `low`, `high` and `p` are None.
+    `low`, `high` and `p` are None without at least two pairs whose differences vary.
     """
 
     count: int
@@ -74,16 +73,16 @@ class PairedTest:
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    """The probability of a mean difference at least this large, on either side, if there is none in truth and
-    differences are normally distributed."""
+    """Two-sided p value: the probability of a mean at least this far from 0 if the true mean is 0 and differences are
+    normally distributed."""
 
 
 def paired_t(differences: Sequence[float]) -> PairedTest:
-    """Test whether the mean of differences, at least one, is zero."""
+    """Test whether the mean of the differences, at least one, is zero."""
     from scipy.special import stdtr
 
     count, mean = len(differences), float(np.mean(differences))
-    # Differences of equal values differ by rounding alone.
+    # Differences that vary only by rounding count as equal.
     if count < 2 or np.std(differences) <= 1e-12 * max(map(abs, differences)):
         return PairedTest(count, mean)
     error = float(np.std(differences, ddof=1)) / math.sqrt(count)
@@ -92,7 +91,7 @@ def paired_t(differences: Sequence[float]) -> PairedTest:
 
 
 def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
-    """Return the tests with their p values corrected for their number by Holm's method (1979)."""
+    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979)."""
     known = sorted((test.p, place) for place, test in enumerate(tests) if test.p is not None)
     corrected, largest = list(tests), 0.0
     for rank, (p, place) in enumerate(known):
@@ -102,7 +101,7 @@ def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
 
 
 def t_quantile(freedom: int) -> float:
-    """Return the t between whose two signs Student's T lies with 95 % probability."""
+    """Return the 97.5 % quantile of Student's t distribution."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - TAIL / 100))

@@ -1,4 +1,4 @@
-"""Synthetic tasks, one file each, behind `Generator`; `data.generator` and the evaluations choose by name."""
+"""Synthetic tasks, one file each. `data.generator` and the evaluations choose a task by name."""
 
 from megatron_tape.synthetic.addition import Addition
 from megatron_tape.synthetic.generator import EVALUATION, TRAINING, VALIDATION, Generator, random_of

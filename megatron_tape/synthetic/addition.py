@@ -1,7 +1,7 @@
-"""Addition of two numbers, digit by digit, all written with the lowest digit first.
+"""Addition of two numbers, digit by digit, with the lowest digit first.
 
 As in "Transformers Can Do Arithmetic with the Right Embeddings" (McLeish et al., 2024), which the TAPE paper follows:
-every pair of operand lengths is equally likely, and numbers do not begin with zero.
+every pair of operand lengths is equally likely, and the highest digit is not zero.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from megatron_tape.synthetic.generator import Generator
 
 @dataclass(frozen=True, kw_only=True)
 class Addition(Generator):
-    """`a+b=c` and an end mark; the answer is the sum with the end mark.
+    """Sequences `a+b=c` with an end token; the answer is the sum with the end token.
 
-    Tokens: the digits 0 to 9, then `+`, `=`, the end mark, and the index hints.
+    Tokens: the digits 0 to 9, then `+`, `=`, the end token, and the index hints.
     """
 
     task: Literal["addition"] = "addition"
@@ -25,9 +25,9 @@ class Addition(Generator):
     digits: int = 40
     """Digits of the longest operand."""
     hints: int = 0
-    """Number of index hints (Zhou et al., 2023), with which models extrapolate whose encoding does not: every digit
-    follows the hint of its place, which all three numbers share. The hints of a sum are consecutive, begin with a
-    random one, and start again after the last. 0 means none."""
+    """Number of index hints (Zhou et al., 2023); 0 disables them. Every digit follows the hint of its place, which all
+    three numbers share. The hints of a sum are consecutive from a random one on, modulo this number. With hints, models
+    can extrapolate even if their encoding does not."""
 
     PLUS: ClassVar[int] = 10
     EQUALS: ClassVar[int] = 11
@@ -36,8 +36,9 @@ class Addition(Generator):
     def check(self) -> None:
         refuse(self.digits < 1, "digits", f"is {self.digits}", "set it to at least 1")
         places = self.digits + 1
-        few, problem = self.hints != 0 and self.hints < places, f"is {self.hints}, but sums have up to {places} digits"
-        refuse(few, "hints", problem, "set it to at least that, or to 0")
+        too_few = self.hints != 0 and self.hints < places
+        problem = f"is {self.hints}, but sums have up to {places} digits"
+        refuse(too_few, "hints", problem, f"set it to at least {places}, or to 0")
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +55,7 @@ class Addition(Generator):
         return self.problem(random, int(first), int(second))
 
     def problem(self, random: np.random.Generator, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the sum of two operands of `first` and `second` digits; return tokens and answer as `sequence` does."""
+        """Draw a sum whose operands have `first` and `second` digits; return tokens and answers as `sequence` does."""
         a, b = _number(random, first), _number(random, second)
         start = int(random.integers(self.hints)) if self.hints else 0
         written = [self._with_hints(number, start) for number in (a, b, add(a, b))]
@@ -70,19 +71,19 @@ class Addition(Generator):
 
 
 def _number(random: np.random.Generator, digits: int) -> np.ndarray:
-    """Draw a number of exactly so many digits, lowest first."""
+    """Draw a number with exactly this many digits, lowest first."""
     number = random.integers(10, size=digits)
     number[-1] = random.integers(1, 10)
     return number
 
 
 def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the digits of the sum of two numbers given by their digits, lowest first."""
+    """Return the digits of the sum of two numbers; all digits are lowest first."""
     columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
     columns[: len(a)] += a
     columns[: len(b)] += b
-    # A column hands on a carry if it makes one itself (10 or more), or is 9 and gets one: what counts is the last
-    # column up to it that is not 9.
+    # A column carries if it is 10 or more, or if it is 9 and receives a carry: the last column up to it that is not 9
+    # decides.
     decides = np.maximum.accumulate(np.where(columns != 9, np.arange(len(columns)), -1))
     carries = (decides >= 0) & (columns[decides] > 9)
     columns[1:] += carries[:-1]

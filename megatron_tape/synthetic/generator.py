@@ -1,19 +1,19 @@
-"""What a synthetic task is: sequences of tokens drawn at random, some of which are answers that can be known.
+"""The interface of synthetic tasks: random sequences of tokens, some of which are answers.
 
-A task is one file with a subclass of `Generator`, a documented dataclass of its settings, entered in `GENERATORS`. The
-trainer trains on its sequences (`data.generator`) and the evaluation of the same name scores models on them. Only
-numpy is used. A sequence depends on nothing but the settings and the random generator it is drawn with, for which
-`random_of` gives every sample its own stream.
+A task is one file with a subclass of `Generator`, a documented dataclass of its settings, listed in `GENERATORS`. The
+trainer trains on its sequences (`data.generator`), and the evaluation of the same name scores models on them. Only
+numpy is used. A sequence depends only on the settings and on its random stream, which `random_of` makes for each
+sample.
 """
 
 import numpy as np
 
 TRAINING, VALIDATION, EVALUATION = range(3)
-"""Purposes of samples; those of different purposes are drawn from independent streams, whatever the seed."""
+"""Purposes of samples. Each has independent random streams, whatever the seed."""
 
 
 def random_of(seed: int, purpose: int, index: int) -> np.random.Generator:
-    """Return the stream of random numbers of sample `index` >= 0: it depends on these three numbers alone."""
+    """Return the random stream of sample `index` >= 0, which depends only on the three arguments."""
     return np.random.Generator(np.random.Philox(counter=[0, 0, index, 0], key=[seed, purpose]))
 
 
@@ -24,25 +24,25 @@ class Generator:
     """
 
     task: str
-    """Its name, by which `data.generator` chooses it."""
+    """The name of the task in `data.generator`."""
 
     def check(self) -> None:
-        """Raise ConfigError, whose key is the setting's name, if a setting cannot work."""
+        """Raise ConfigError for an invalid setting; its key is the setting's name."""
         raise NotImplementedError
 
     @property
     def vocab_size(self) -> int:
-        """How many different tokens the sequences consist of."""
+        """Number of distinct tokens."""
         raise NotImplementedError
 
     @property
     def length(self) -> int:
-        """Tokens (N) of the longest sequence."""
+        """Length (N) of the longest sequence in tokens."""
         raise NotImplementedError
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence; return its tokens (N,), int64, and which of them are answers (N,), bool.
+        """Draw a sequence; return its tokens (N,), int64, and a mask of the answers (N,), bool.
 
-        An answer follows from the tokens before it, and is what a model is to predict.
+        An answer is determined by the tokens before it, and the model has to predict it.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Grid navigation ("MapFormer", Rambaud et al., 2025): a walk over a torus whose cells hold objects.
 
-At every step an action is followed by what the new cell holds. Whoever keeps track of the position knows this for cells
-that were visited before. Every sequence has a map of its own, so that nothing can be learnt by heart.
+At every step, an action is followed by the content of the new cell. A model that tracks its position can predict this
+for cells it has visited. Every sequence has its own map, so maps cannot be memorized.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from megatron_tape.synthetic.generator import Generator
 
 @dataclass(frozen=True, kw_only=True)
 class GridNavigation(Generator):
-    """`steps` pairs of an action and the observation that follows; those of cells seen before are the answers.
+    """`steps` pairs of an action and the resulting observation; observations of revisited cells are the answers.
 
-    A cell is seen when a step enters it, so the cell in which the walk begins is not seen yet. Tokens: the objects from
-    0 on, then the blank, then the actions: a step forward and back along each dimension.
+    A cell counts as visited when a step enters it, so the cell where the walk begins does not. Tokens: the objects from
+    0 on, then the blank, then the actions: one step forward and one back along each dimension.
     """
 
     task: Literal["grid_navigation"] = "grid_navigation"
@@ -26,15 +26,15 @@ class GridNavigation(Generator):
     dimensions: int = 2
     """1 for a ring of cells, 2 for a torus."""
     steps: int = 128
-    """Actions of a walk; a sequence has twice as many tokens."""
+    """Actions of a walk. A sequence has twice as many tokens."""
     width: int = 64
     """Cells along each dimension."""
     blank_probability: float = 0.5
-    """Share of the cells that hold nothing."""
+    """Share of empty cells."""
     objects: int = 16
-    """Different objects that the other cells hold."""
+    """Number of distinct objects in the other cells."""
     longest_run: int | None = None
-    """Steps for which a direction is kept at most: each run's length is drawn evenly from 1 to this; null means 10 in
+    """Maximum number of steps in one direction: the length of each run is uniform from 1 to this. The default is 10 in
     one dimension and 3 in two."""
 
     def check(self) -> None:
@@ -55,20 +55,20 @@ class GridNavigation(Generator):
 
     @property
     def blank(self) -> int:
-        """The observation of a cell that holds nothing."""
+        """The observation of an empty cell."""
         return self.objects
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a map and a walk over it; what is seen again is an answer."""
+        """Draw a map and a walk over it; observations of revisited cells are answers."""
         actions, cells = self.walk(random)
-        held = random.integers(self.objects, size=self.width**self.dimensions)
-        held[random.random(len(held)) < self.blank_probability] = self.blank
+        contents = random.integers(self.objects, size=self.width**self.dimensions)
+        contents[random.random(len(contents)) < self.blank_probability] = self.blank
         answers = np.zeros(self.length, dtype=bool)
         answers[1::2] = visited_before(cells)
-        return np.stack([self.blank + 1 + actions, held[cells]], axis=1).reshape(-1), answers
+        return np.stack([self.blank + 1 + actions, contents[cells]], axis=1).reshape(-1), answers
 
     def walk(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the actions (T,) of a walk and the numbers (T,) of the cells that they lead to."""
+        """Draw a walk; return its actions (T,) and the indices (T,) of the cells they lead to."""
         longest = self.longest_run or {1: 10, 2: 3}[self.dimensions]
         runs = random.integers(1, longest + 1, size=self.steps)
         directions = random.integers(2 * self.dimensions, size=self.steps)
@@ -80,7 +80,7 @@ class GridNavigation(Generator):
 
 
 def visited_before(cells: np.ndarray) -> np.ndarray:
-    """Return for every cell (T,) of a walk whether it was visited earlier."""
+    """Return whether each cell (T,) of a walk was visited earlier."""
     before = np.ones(len(cells), dtype=bool)
     before[np.unique(cells, return_index=True)[1]] = False
     return before

@@ -1,7 +1,7 @@
-"""Multi-query associative recall ("Zoology", Arora et al., 2023): pairs of keys and values, then some keys again.
+"""Multi-query associative recall ("Zoology", Arora et al., 2023): pairs of keys and values, then queries.
 
-After a key that comes again stands its value. Every sequence has pairs of its own, so that nothing can be learnt by
-heart.
+A query is a key of one of the pairs, followed by its value. Every sequence has its own pairs, so they cannot be
+memorized.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from megatron_tape.errors import refuse
 from megatron_tape.synthetic.generator import Generator
 
 _GAP_POWER = 0.01
-"""Zoology's: a slot x (from 0) is asked in with a probability proportional to (x + 1) ** (this - 1), so that most keys
-come again soon after the pairs."""
+"""Zoology's value. Slot x (from 0) holds a query with a probability proportional to (x + 1) ** (this - 1), so most
+queries come soon after the pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Generator):
-    """`pairs` of a key and its value, then the same keys in another order with blanks between; values are the answers.
+    """Pairs of a key and its value, then queries in another order with blanks between; their values are the answers.
 
-    Tokens: the keys from 0 on, then as many values, then the blank.
+    Tokens: the keys from 0 on, then the same number of values, then the blank.
     """
 
     task: Literal["recall"] = "recall"
@@ -29,17 +29,17 @@ class Recall(Generator):
     tokens: int = 256
     """Tokens of the longest sequence."""
     shortest: int | None = None
-    """Tokens of the shortest sequence; how often it is doubled, at most to `tokens`, is drawn evenly. null means that
-    all sequences are of `tokens`."""
+    """Tokens of the shortest sequence. Lengths are this times a power of two, at most `tokens`, each equally likely. By
+    default, all sequences have `tokens`."""
     tokens_per_pair: int = 16
-    """How many tokens a sequence has for each of its pairs."""
+    """Tokens of a sequence per pair."""
     keys: int = 128
-    """Different keys, and different values."""
+    """Number of distinct keys, and of distinct values."""
 
     def check(self) -> None:
         refuse(self.tokens_per_pair < 4, "tokens_per_pair", f"is {self.tokens_per_pair}", "set it to at least 4")
         least = self.tokens_per_pair
-        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least}, that of one pair")
+        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least}, which is one pair")
         shortest, fix = self.shortest, f"set it to at least {least} and at most tokens, {self.tokens}"
         refuse(shortest is not None and not least <= shortest <= self.tokens, "shortest", f"is {shortest}", fix)
         pairs = self.tokens // self.tokens_per_pair
@@ -55,11 +55,11 @@ class Recall(Generator):
 
     @property
     def blank(self) -> int:
-        """What stands between the keys that come again."""
+        """The token between queries."""
         return 2 * self.keys
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence of one of the lengths; the values of keys that come again are the answers."""
+        """Draw a sequence of one of the lengths; the values after queries are the answers."""
         length = self.tokens
         if self.shortest is not None:
             doublings = (self.tokens // self.shortest).bit_length()
@@ -69,8 +69,8 @@ class Recall(Generator):
         slots = np.full((length // 2, 2), self.blank)
         slots[:pairs] = known
         likely = np.arange(1, len(slots) - pairs + 1) ** (_GAP_POWER - 1)
-        asked = pairs + random.choice(len(likely), pairs, replace=False, p=likely / likely.sum())
-        slots[asked] = known
+        queries = pairs + random.choice(len(likely), pairs, replace=False, p=likely / likely.sum())
+        slots[queries] = known
         answers = np.zeros(slots.shape, dtype=bool)
-        answers[asked, 1] = True
+        answers[queries, 1] = True
         return slots.reshape(-1), answers.reshape(-1)

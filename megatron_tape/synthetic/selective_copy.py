@@ -1,4 +1,4 @@
-"""Selective copying (Gu and Dao, 2023, section 4.1): symbols among blanks, then the symbols alone in the same order."""
+"""Selective copying (Gu and Dao, 2023, section 4.1): symbols among blanks, then the symbols in the same order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,19 +11,19 @@ from megatron_tape.synthetic.generator import Generator
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveCopy(Generator):
-    """`copied` symbols at random places among `blanks`, a mark, and the symbols again, which are the answer.
+    """`copied` symbols at random places among `blanks`, a separator, and the symbols again as the answer.
 
-    Tokens: the symbols from 0 on, then the blank, then the mark.
+    Tokens: the symbols from 0 on, then the blank, then the separator.
     """
 
     task: Literal["selective_copy"] = "selective_copy"
     """The task."""
     copied: int = 128
-    """Symbols to copy."""
+    """Number of symbols to copy."""
     blanks: int = 128
-    """Blanks among them."""
+    """Number of blanks among them."""
     symbols: int = 16
-    """Different symbols."""
+    """Number of distinct symbols."""
 
     def check(self) -> None:
         for key in ("copied", "symbols"):
@@ -45,7 +45,7 @@ class SelectiveCopy(Generator):
 
     @property
     def mark(self) -> int:
-        """The token after which the copy begins."""
+        """The separator, after which the copy begins."""
         return self.symbols + 1
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
