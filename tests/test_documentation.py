@@ -67,6 +67,13 @@ def test_links_and_paths_lead_somewhere(page):
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_begin_after_an_empty_line(page):
+    """The site shows them as part of the paragraph otherwise."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert re.findall(r"^(?![-|] |  |\d+\. ).+\n(?:- |1\. ).*$", text, re.M) == []
+
+
 def words(page):
     return len(page.read_text(encoding="utf-8").split())
 
