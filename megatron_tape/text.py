@@ -17,9 +17,9 @@ def printable(text: str, one_line: bool = False) -> str:
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def flops_per_second(value: float) -> str:
-    """Write FLOP/s with the unit that shows three digits: `1.50 TFLOP/s`, `25.3 GFLOP/s`."""
-    return _scaled(value, 1000, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"))
+def flop_count(value: float) -> str:
+    """Write floating-point operations with the unit that shows three digits: `1.50 TFLOP`, `25.3 GFLOP`."""
+    return _scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def byte_size(value: float) -> str:

@@ -22,7 +22,7 @@ from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, ONE_GPU, Candidate, SearchResult, fits, search
 from megatron_tape.planning.step_time import EFFICIENCY, step_time
 from megatron_tape.position import encoding_of
-from megatron_tape.text import counted, duration
+from megatron_tape.text import byte_size, counted, duration
 
 PARTS = {
     "weights": "weights",
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:<40}{value}")
     _warn_of_encoding(config.model)
     if not fits(needed, gib):
-        _warn(f"{needed.peak / GIB:.2f} GiB does not fit in {_room(gib)}; --processes N --search lists layouts that do")
+        _warn(f"{byte_size(needed.peak)} does not fit in {_room(gib)}; --processes N --search lists layouts that do")
     return 0
 
 
@@ -122,24 +122,24 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     layout = f"{counted(plan.processes, 'process', 'processes')}: {config.parallel.describe(plan.processes)}"
     yield "layout", f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute {config.train.recompute}"
     yield "attention on a GPU, assumed", _attention(plan)
-    yield "memory per GPU", f"{needed.peak / GIB:8.2f} GiB"
+    yield "memory per GPU", f"{byte_size(needed.peak):>10}"
     for part, name in PARTS.items():
-        yield f"  {name}", f"{getattr(needed, part) / GIB:8.2f} GiB"
+        yield f"  {name}", f"{byte_size(getattr(needed, part)):>10}"
     if config.checkpoint.asynchronous:
         shards = plan.tensor_size * plan.stages
         shard = checkpoint_bytes(plan) // shards
         writers = min(plan.replicas, writer_count(shard, shards, config.checkpoint.writers))
-        copies = f"{shard // writers / GIB:8.2f} GiB, {counted(writers * shards, 'writer')}"
+        copies = f"{byte_size(shard // writers):>10}, {counted(writers * shards, 'writer')}"
         yield "host memory of each writer of a save", copies
     flops = flops_per_step(plan)
     yield "FLOPs per step", f"{flops:.3e}, {flops // plan.processes:.3e} per GPU"
     yield "tokens per step", f"{plan.tokens_per_step:,}"
     yield "tokens of the run", f"{plan.tokens:,} in {counted(config.train.steps, 'step')}"
-    yield "checkpoint", f"{checkpoint_bytes(plan) / 1e9:.2f} GB"
+    yield "checkpoint", byte_size(checkpoint_bytes(plan))
     kept = f"at most {config.checkpoint.keep} kept, 1 being written"
     if milestones := config.checkpoint.milestones(config.train.steps):
         kept += f", {milestones} kept for good"
-    yield "disk for checkpoints", f"{checkpoints_bytes(plan) / 1e9:.2f} GB for {kept}"
+    yield "disk for checkpoints", f"{byte_size(checkpoints_bytes(plan))} for {kept}"
 
 
 def _attention(plan: Plan) -> str:

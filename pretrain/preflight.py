@@ -43,7 +43,7 @@ from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
 from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
-from megatron_tape.text import counted
+from megatron_tape.text import byte_size, counted, flop_count
 
 MIB = 2**20
 SHOWN = 20
@@ -163,9 +163,9 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         say(", ".join(f"{name} {value}" for name, value in facts["versions"].items()))
         say(f"{len(nodes.inputs(config))} input files are the same on every node")
         say(
-            f"{parameters:,} parameters, about {memory(plan).peak / nodes.GIB:.2f} GiB a rank, "
-            f"{flops_per_step(plan) / 1e12:,.2f} TFLOP a step, "
-            f"{checkpoint_bytes(plan) / nodes.GIB:.2f} GiB a checkpoint"
+            f"{parameters:,} parameters, about {byte_size(memory(plan).peak)} per rank, "
+            f"{flop_count(flops_per_step(plan))} per step, "
+            f"{byte_size(checkpoint_bytes(plan))} per checkpoint"
         )
     if size > 1:
         _measure(torch, store, rank, size, options, say)

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.weights_and_biases import WandbRun
-from megatron_tape.text import duration, flops_per_second
+from megatron_tape.text import duration, flop_count
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class MetricsWriter:
             GRAD_NORM: "grad norm {:.3f}".format,
             LEARNING_RATE: "lr {:.3e}".format,
             TOKENS_PER_SECOND: "{:,.0f} tokens/s".format,
-            TFLOPS_PER_SECOND: lambda value: flops_per_second(1e12 * value),
+            TFLOPS_PER_SECOND: lambda value: f"{flop_count(1e12 * value)}/s",
             MFU: "MFU {:.1%}".format,
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]

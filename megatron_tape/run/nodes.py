@@ -14,11 +14,11 @@ from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.io.files import BLOCKS, fingerprint, write_whole
 from megatron_tape.io.versions import toolchain, versions
 from megatron_tape.parallel.launcher import restart_count
+from megatron_tape.text import byte_size
 
 PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
 BLOCKS_OF_ALL = 4096
 """About how many blocks of 64 KiB each node reads of its large inputs, but at least three of each."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def directory_problems(
     if free < needed:
         found.append(
             Problem(
-                f"checkpoint.directory {root} has {free / GIB:.2f} GiB free, and two checkpoints need "
-                f"{2 * checkpoint_bytes / GIB:.2f} GiB; make room or choose another"
+                f"checkpoint.directory {root} has {byte_size(free)} free, and two checkpoints need "
+                f"{byte_size(2 * checkpoint_bytes)}; make room or choose another"
             )
         )
     return found
@@ -156,8 +156,8 @@ def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: i
         for index, device in enumerate(devices):
             if device["total"] < needed:
                 sentence = (
-                    f"{node}: GPU {index} ({device['name']}) has {device['total'] / GIB:.1f} GiB, and the run needs "
-                    f"about {needed / GIB:.1f}; `python -m pretrain.estimate` shows what uses it"
+                    f"{node}: GPU {index} ({device['name']}) has {byte_size(device['total'])}, and the run needs "
+                    f"about {byte_size(needed)}; `python -m pretrain.estimate` shows what uses it"
                 )
                 found.append(Problem(sentence, (node,), too_small))
     return found
