@@ -158,7 +158,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
     before = (tmp_path / "out" / "results.json").read_bytes()
     capsys.readouterr()
     assert run("--model", other, "--output", tmp_path / "out") == 2
-    assert "contains results of another model" in capsys.readouterr().err
+    assert "holds results of another model" in capsys.readouterr().err
     assert (tmp_path / "out" / "results.json").read_bytes() == before
 
 

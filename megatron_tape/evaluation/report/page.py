@@ -50,7 +50,7 @@ from megatron_tape.run.metrics import (
     TOKENS_PER_SECOND,
     VALIDATION_LOSS,
 )
-from megatron_tape.text import counted, flops_per_second
+from megatron_tape.text import counted, flop_count
 
 _SHOWN_POINTS = 300
 """Points of a curve; a longer one is drawn as means over consecutive points."""
@@ -247,7 +247,7 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
         validation, planned = run.curve(VALIDATION_LOSS).last, run.settings.get("train", {}).get("steps", "unknown")
         losses = [number(run.curve(LOSS).recent, 4), number(validation and validation[1], 4)]
         teraflops = run.curve(TFLOPS_PER_SECOND).median
-        flops = number(None) if teraflops is None else Cell(flops_per_second(teraflops * 1e12), teraflops)
+        flops = number(None) if teraflops is None else Cell(f"{flop_count(teraflops * 1e12)}/s", teraflops)
         length = run.settings.get("model", {}).get("seq_length")
         steps = [number(run.last.get("step"), 0, f"of {planned}"), number(run.last.get(TOKENS), 0)]
         speeds = [number(run.curve(TOKENS_PER_SECOND).median), flops]
