@@ -260,7 +260,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Change links that lead to files outside docs/, and those of copied pages, so that they hold in a clone, too."""
+    """Rewrite links of copied pages and links to files outside docs/; the sources keep links that work in a clone."""
     path = page.file.src_uri
     sources = {copy: source for source, copy in COPIED.items()}
     folder = Path(sources.get(path, f"docs/{path}")).parent

@@ -2,9 +2,11 @@
 
 import re
 import shlex
+import textwrap
 from functools import cache
 
 import pytest
+import yaml
 from test_documentation import PAGES, ROOT, hooks
 
 from megatron_tape.config.schema import RunConfig
@@ -144,3 +146,27 @@ def test_settings_in_sentences_exist(page):
     named = {found[1] for span in spans(text) if (found := key.match(span))}
     files = (".py", ".yaml", ".html", ".json", ".md", ".png", ".sh")
     assert sorted(key for key in named if key not in SETTINGS and not key.endswith(files)) == []
+
+
+def recipes(text):
+    """Yield the code blocks that are parts of recipes, as mappings."""
+    for block in blocks(text):
+        try:
+            found = yaml.safe_load(textwrap.dedent(block))
+        except yaml.YAMLError:
+            continue
+        if isinstance(found, dict) and found.keys() <= {key.partition(".")[0] for key in SETTINGS}:
+            yield found
+
+
+def keys_of(values, above=""):
+    """Yield the dotted keys of a mapping, as deep as there are sections."""
+    for key, value in values.items():
+        is_section = isinstance(value, dict) and any(other.startswith(f"{above}{key}.") for other in SETTINGS)
+        yield from keys_of(value, f"{above}{key}.") if is_section else [f"{above}{key}"]
+
+
+def test_settings_in_recipes_exist():
+    found = [(page.name, key) for page in PAGES for part in recipes(page.read_text("utf-8")) for key in keys_of(part)]
+    assert len(found) > 10
+    assert [(page, key) for page, key in found if key not in SETTINGS] == []
