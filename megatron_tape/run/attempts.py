@@ -1,11 +1,10 @@
-"""Attempts at a run: who owns its directory, and the records that each leaves; `judging` reads these.
+"""Attempts of a run: ownership of its directory, and the records that each attempt writes (read by `judging`).
 
 A run that is preempted, crashes or is requeued takes several attempts, each a group of processes. An attempt's records
 are in `RUN/attempts/NNNNNN`. It writes checkpoints through a directory of its own, `CHECKPOINTS/.attempt-NNNNNN`, which
-is its fencing token. The next attempt renames that directory away before it looks for a checkpoint, so an attempt that
-is still alive somewhere (for example on a node cut off from the network) has nowhere left to write: its next save
-fails, and ranks that check whether the directory still exists exit. No lock and no clock is involved. Nothing here
-imports torch.
+is its fencing token. The next attempt renames that directory before it looks for a checkpoint. An attempt that is still
+alive, for example on a node that lost its network connection, can then no longer write: its next save fails, and ranks
+that check for the directory exit. No locks or clocks are involved. This module does not import torch.
 """
 
 import contextlib
@@ -27,23 +26,23 @@ from megatron_tape.io.records import read_record, read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
-"""The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
+"""Number of the attempt that the launcher has started. If it is not set, the run starts an attempt itself."""
 RECORDS = 32
-"""How many ranks' ends are recorded besides rank 0's; when a thousand ranks fail, most only repeat the first error."""
+"""Maximum number of ranks, in addition to rank 0, that record their end. Most others would repeat the first error."""
 STOP_BYTES = 1000
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 TRAINING = "training"
-"""The stage in which steps are made."""
+"""The heartbeat's stage during training steps."""
 SPIKES = "spikes.jsonl"
 SKIPPED = "skipped_data.json"
-"""Which data a run with `train.spikes.action: rewind` skips, among its checkpoints."""
+"""File in the checkpoint directory with the data that a run with `train.spikes.action: rewind` skips."""
 UNREADY = "unready"
-"""The nodes could not train together, for a reason that may pass. After REFUSED, another start would fail again."""
+"""Outcome: the nodes could not train together, for a possibly temporary reason. (After REFUSED, a retry would fail.)"""
 
 
 class Facts(TypedDict, total=False):
-    """The contents of `attempt.json`: what started an attempt, when and where."""
+    """The contents of `attempt.json`: the job, time and place of an attempt's start."""
 
     job: str | None
     started: float
@@ -55,7 +54,7 @@ class Facts(TypedDict, total=False):
 
 
 class End(TypedDict):
-    """How a rank ended, and which nodes caused it: the contents of `rank-RRRRR.json`."""
+    """The contents of `rank-RRRRR.json`: how a rank ended, and which nodes were the cause."""
 
     rank: int
     outcome: Literal["finished", "interrupted", "refused", "unready", "failed", "hung", "stale"]
@@ -66,14 +65,14 @@ class End(TypedDict):
 
 
 class Verdict(TypedDict):
-    """What the batch script should do after an attempt: the contents of `verdict.json`."""
+    """The contents of `verdict.json`: what the batch script should do after an attempt."""
 
     verdict: Literal["done", "again", "stop"]
     reason: str
 
 
 class Heartbeat(TypedDict):
-    """When rank 0 was last known to be alive, what it was doing, and since when: the contents of `heartbeat.json`."""
+    """The contents of `heartbeat.json`: when rank 0 was last alive, its activity, and since when."""
 
     time: float
     since: float
@@ -81,15 +80,15 @@ class Heartbeat(TypedDict):
     step: int | None
     hang_timeout: float | None
     from_step: NotRequired[int]
-    """The step after which the attempt has continued, once it is known: of damaged checkpoints, earlier ones serve."""
+    """The step that the attempt continued from, once it is known; it may skip damaged checkpoints."""
     began: NotRequired[float]
     """When training began."""
     stages: NotRequired[dict[str, float]]
-    """Seconds by stage from then to `since`."""
+    """Seconds by stage from `began` to `since`."""
 
 
 class Spike(TypedDict):
-    """A step that `train.spikes` noticed: a line of `spikes.jsonl`."""
+    """A line of `spikes.jsonl`: a spike that `train.spikes` detected."""
 
     step: int
     loss: float
@@ -101,22 +100,22 @@ class Spike(TypedDict):
 
 
 class SkippedData(TypedDict):
-    """Where a run continues after a spike: the contents of `skipped_data.json`.
+    """The contents of `skipped_data.json`: where a run continues in the data after a spike.
 
-    A run that starts from a checkpoint with fewer `samples` continues with the data after these.
+    A run that starts from a checkpoint with fewer `samples` skips the data up to these.
     """
 
     step: int
-    """Of the spike."""
+    """Step of the spike."""
     samples: int
-    """Sequences up to and including those of that step."""
+    """Number of sequences up to and including that step."""
     spikes: int
-    """How many the run has had."""
+    """Number of spikes so far."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: its records are in `directory`, and it may write checkpoints as long as `home` exists."""
+    """One attempt. Its records are in `directory`; it may write checkpoints as long as `home` exists."""
 
     number: int
     directory: Path
@@ -124,11 +123,11 @@ class Attempt:
 
     @classmethod
     def claim(cls, run_directory: str | Path, checkpoint_directory: str | Path, facts: dict[str, Any]) -> "Attempt":
-        """Begin the next attempt and take the run over from every earlier one.
+        """Start the next attempt and take over the run from all earlier ones.
 
-        `facts` (JSON: job, nodes, ...) are stored in `attempt.json` with the step of the newest checkpoint. Once this
-        returns, no earlier attempt can publish a checkpoint any more. Raises CheckpointError, before it changes
-        anything, if another version of this project wrote the newest checkpoint.
+        `facts` (JSON: job, nodes, ...) are stored in `attempt.json` with the step of the newest checkpoint. After this
+        returns, earlier attempts cannot publish checkpoints. Raises CheckpointError, before any change, if another
+        version of this project wrote the newest checkpoint.
         """
         attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
         checkpointed_step(root)
@@ -168,22 +167,22 @@ class Attempt:
 
     @classmethod
     def launched(cls, run_directory: str | Path, checkpoint_directory: str | Path) -> "Attempt | None":
-        """Return the attempt that a launcher has begun, as TAPE_ATTEMPT says, or None if that is not set.
+        """Return the attempt TAPE_ATTEMPT, which the launcher has started, or None if that variable is not set.
 
-        Raises UserError if it is no attempt of the run, or cannot be read.
+        Raises UserError if the run has no such attempt, or it cannot be read.
         """
-        fix = "unset it, so that the run begins an attempt, or start the program with a script in slurm/"
+        fix = "unset it, so that the run starts an attempt itself, or start the program with a script in slurm/"
         number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=999_999, fix=fix)
         if number == 0:
             return None
         attempt = cls.open(run_directory, checkpoint_directory, number)
         if not os.path.isdir(attempt.directory):  # False also after an error
-            problem = f"is {number}, but {attempt.directory} is not a directory, or cannot be read"
+            problem = f"is {number}, but {attempt.directory} is not a directory or cannot be read"
             raise UserError(ATTEMPT_VARIABLE, problem, fix)
         return attempt
 
     def is_owner(self) -> bool:
-        """Return whether the run still belongs to this attempt. Raises OSError if the file system does not answer."""
+        """Return whether the run still belongs to this attempt. Raises OSError if the file system fails."""
         return self.home.is_dir()
 
     def check_owner(self) -> None:
@@ -192,17 +191,17 @@ class Attempt:
             raise self.loss()
 
     def loss(self) -> StaleAttempt:
-        """Return why the run does not belong to this attempt any more."""
+        """Return the error to raise if the run no longer belongs to this attempt."""
         why = f"a newer attempt has taken over this run, or {self.home} was removed or is no longer mounted"
         return StaleAttempt(f"attempt {self.number} ends: {why}")
 
     def leave(self) -> None:
-        """Remove the directory through which checkpoints were written, once no rank writes any more."""
-        with contextlib.suppress(OSError):  # it holds something
+        """Remove the directory for writing checkpoints, after all ranks have finished writing."""
+        with contextlib.suppress(OSError):  # it is not empty
             self.home.rmdir()
 
     def request_stop(self, reason: str) -> None:
-        """Ask the attempt, from any process, to save a checkpoint and end after its current step."""
+        """Ask the attempt, from any process, to save a checkpoint and stop after its current step."""
         write_whole(self.directory / "stop", [f"{reason}\n".encode()], durable=False)
 
     def heartbeat(self, **facts: Any) -> None:
@@ -214,18 +213,18 @@ class Attempt:
             file.write(f"{json.dumps(spike)}\n".encode())
 
     def record_skipped_data(self, skipped: SkippedData) -> None:
-        """Make the next attempt skip data; raises OSError if a newer attempt has taken over the run, or the disk fails.
+        """Make the next attempt skip data. The record is published from `home`, like a checkpoint.
 
-        As a checkpoint, the record is published from `home`.
+        Raises OSError if a newer attempt has taken over the run, or the disk fails.
         """
         write_whole(self.home.parent / SKIPPED, [f"{json.dumps(skipped)}\n".encode()], staging=self.home)
 
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
     ) -> None:
-        """Record how `rank` ended; `detail` is a traceback, and `bad_nodes` should be left out of the next attempt.
+        """Record how `rank` ended. `detail` is a traceback; the next attempt should exclude `bad_nodes`.
 
-        Only a rank's first record is kept. At most RECORDS are written besides rank 0's.
+        Only a rank's first record is kept. At most RECORDS ranks write one, in addition to rank 0.
         """
         path = self.directory / f"rank-{rank:05d}.json"
         if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
@@ -234,7 +233,7 @@ class Attempt:
 
 
 def stop_reason(directory: Path) -> str | None:
-    """Return the reason why an attempt, with its records in `directory`, was asked to stop; None if it was not."""
+    """Return why the attempt with its records in `directory` was asked to stop, or None if it was not."""
     try:
         reason = read_small(directory / "stop", STOP_BYTES).decode(errors="replace")
     except FileNotFoundError:
@@ -245,7 +244,7 @@ def stop_reason(directory: Path) -> str | None:
 
 
 def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
-    """Return which data the run with these checkpoints skips, or None. Raises FileError for a damaged record."""
+    """Return the data that the run with these checkpoints skips, or None. Raises FileError for a damaged record."""
     try:
         return read_record(checkpoint_directory / SKIPPED, SkippedData)
     except FileNotFoundError:
@@ -266,7 +265,7 @@ def _numbers(directory: Path, prefix: str) -> list[int]:
 
 
 def _revoke(home: Path) -> None:
-    """Take an earlier attempt's directory away, although its owner may be publishing a checkpoint from it.
+    """Remove an earlier attempt's directory, even while its owner may be publishing a checkpoint from it.
 
     Staged checkpoints are renamed rather than emptied: either this rename or the owner's rename, which publishes the
     checkpoint, succeeds, but never both.
@@ -274,7 +273,7 @@ def _revoke(home: Path) -> None:
     revoked = home.with_name(home.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):
         os.rename(home, revoked)
-    if revoked.is_symlink():  # what it leads to is not this run's
+    if revoked.is_symlink():  # its target does not belong to this run
         return
     for staged in list(revoked.glob("step-*")):
         with contextlib.suppress(FileNotFoundError):

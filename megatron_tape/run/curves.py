@@ -1,4 +1,4 @@
-"""What a run has logged, read from its files: its settings, and its metrics as curves. Imports no torch."""
+"""Read a run's settings and logged metrics from its files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron_tape.run.metrics import (
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
 METRICS_READ = (LOSS, VALIDATION_LOSS, LEARNING_RATE, TOKENS_PER_SECOND, TFLOPS_PER_SECOND)
-"""What is read of a row, besides what evaluations found."""
+"""Metrics that are read from a row, in addition to those of evaluations."""
 DURING = "evaluation/"
-"""How metrics begin that an evaluation during training found."""
+"""Prefix of metrics from evaluations during training."""
 MOST_POINTS = 1 << 12
-"""Points of a metric that are kept: of more, every second, fourth, ... one."""
+"""Maximum number of points per metric; longer curves keep every second, fourth, ... point."""
 
 
 class _Row(TypedDict):
@@ -38,7 +38,7 @@ class _Row(TypedDict):
 
 @dataclass
 class Curve:
-    """A metric of a run: its points, or some of them, evenly spaced."""
+    """The values of a metric, or an evenly spaced subset."""
 
     steps: array = field(default_factory=lambda: array("d"))
     values: array = field(default_factory=lambda: array("d"))
@@ -68,12 +68,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: its settings, empty if it has not written any, and what it has logged."""
+    """A training run: its settings (empty if they are not written yet) and its metrics."""
 
     settings: dict[str, dict[str, Any]]
     curves: dict[str, Curve]
     last: dict[str, float]
-    """The numbers of the last row; empty if there is none."""
+    """The values of the last row; empty if there is none."""
 
     def curve(self, metric: str) -> Curve:
         """Return the curve of a metric, which is empty if the metric was never logged."""
@@ -81,7 +81,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's settings and metrics, as far as they are written; FileError or OSError for damaged files."""
+    """Read a run's settings and metrics. Raises FileError or OSError for damaged files."""
     settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]]) if (path / SETTINGS).exists() else {}
     file, curves, row = path / METRICS, defaultdict(Curve), {}
     for number, line in enumerate(read_lines(file), 1):

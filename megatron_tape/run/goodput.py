@@ -1,4 +1,4 @@
-"""Which share of a run's time became steps that were kept, and where the rest went. Imports no torch."""
+"""Goodput: the fraction of a run's time spent on steps that were kept, and the other uses. Does not import torch."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from megatron_tape.run.judging import AttemptRecord
 KEPT, REPEATED, SAVES, EVALUATION = "kept steps", "repeated steps", "saves", "evaluation"
 START, STALLS, BETWEEN, OTHER = "start", "stalls", "between attempts", "other"
 KINDS = (KEPT, REPEATED, SAVES, EVALUATION, START, STALLS, BETWEEN, OTHER)
-"""Kinds of time, in the order in which they are shown."""
+"""Uses of time, in the order of display."""
 
 
 def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None = None) -> dict[str, float]:
-    """Return a run's seconds of each kind, from the start of its first attempt to the end of its last, or `until`.
+    """Return a run's seconds by use, from the start of its first attempt to the end of its last, or to `until`.
 
-    Attempts without a recorded start are left out. Steps after the one from which a later attempt continued are
-    repeated. Seconds of steps are divided evenly.
+    Attempts without a recorded start are ignored. Steps beyond the one that a later attempt continued from count as
+    repeated. All steps of an attempt are assumed to take equally long.
     """
     totals = dict.fromkeys(KINDS, 0.0)
     next_start = oldest = float("inf")
-    """When the attempt after this one began, and the first step from which any later one continued."""
+    """Start of the following attempt, and the earliest step that any later attempt continued from."""
     for attempt in reversed([attempt for attempt in attempts if "started" in attempt.facts]):
         started = attempt.facts["started"]
         ended = attempt.ended if attempt.ended is not None else attempt.heartbeat.get("time", started)
@@ -61,6 +61,6 @@ def _kind(stage: str) -> str:
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the share of each kind in the whole, without those below 0.05 %; none if no time has passed."""
+    """Return the fraction of each use, without those below 0.05 %; empty if no time has passed."""
     whole = sum(seconds.values())
     return {kind: part / whole for kind, part in seconds.items() if whole > 0 and part / whole >= 0.0005}

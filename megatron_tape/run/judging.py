@@ -1,4 +1,4 @@
-"""What the records of a run's attempts say: how each ended, and whether another one is worth starting."""
+"""Evaluate the records of a run's attempts: how each one ended, and whether to start another."""
 
 import contextlib
 import logging
@@ -32,14 +32,14 @@ from megatron_tape.run.attempts import (
 logger = logging.getLogger(__name__)
 
 CRASH_LIMIT = 3
-"""A job stops after this many crashes in a row without a new checkpointed step; as in slurm/common.sh."""
+"""A job stops after this many consecutive crashes without a new checkpointed step; as in slurm/common.sh."""
 IDLE_LIMIT = 10
-"""The same limit for attempts that ended in any way: a run could be interrupted before its first step forever."""
+"""The same limit for attempts that ended in any way, for runs that are always interrupted before their first step."""
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """What the records say about an attempt. `outcome` is None while it runs, and stays None if it was killed."""
+    """The records of an attempt. `outcome` is None while it runs, and remains None if it was killed."""
 
     number: int
     facts: Facts
@@ -53,18 +53,18 @@ class AttemptRecord:
     heartbeat: Heartbeat | dict = field(default_factory=dict)
     spikes: tuple[Spike, ...] = ()
     ended: float | None = None
-    """When the last rank that recorded its end did so."""
+    """Time of the last rank's recorded end."""
 
     @property
     def lost_peer(self) -> bool:
-        """Whether the only error is a lost connection to another rank, which recorded no error itself."""
+        """Whether the only error is a lost connection to another rank, which did not record an error itself."""
         return self.outcome == FAILED and _is_echo(self.message)
 
     @property
     def crashed(self) -> bool:
         """Whether the attempt ended or disappeared without a warning from the scheduler.
 
-        After a warning, some ranks may be killed before others, which then fail.
+        After a warning, ranks may fail because others are killed first; this does not count as a crash.
         """
         warned = self.stop_reason is not None and self.outcome in (None, FAILED)
         return self.outcome not in (FINISHED, INTERRUPTED) and not warned
@@ -77,11 +77,11 @@ def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
 
 
 def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
-    """Return the reason why another attempt is not worth starting, or None if it is.
+    """Return why no further attempt should be started, or None.
 
-    It is not worth starting if the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT ended in any
-    way, without a checkpoint beyond the step that the first of them started from. `step` is the newest checkpointed
-    step now.
+    No attempt should be started if the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT attempts
+    ended in any way, without a checkpoint beyond the step that the first of them started from. `step` is the newest
+    checkpointed step.
     """
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, what in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
@@ -93,15 +93,15 @@ def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str
 
 
 def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> tuple[str, str]:
-    """Judge an attempt whose processes have ended: `done`, `again` or `stop`, and the reason in one sentence.
+    """Return the verdict on an attempt that has ended, `done`, `again` or `stop`, and the reason in one sentence.
 
-    The decision rests on what the run recorded, since a launcher's exit codes are unreliable after signals.
+    The verdict depends on the run's records, since exit codes of launchers are unreliable after signals.
     """
     attempts = read_attempts(run_directory)
     attempt = next((record for record in attempts if record.number == number), None)
     if attempt is None:
-        fix = "see whether the run's directory still exists"
-        raise FileError(str(Path(run_directory) / "attempts"), f"holds no attempt {number}", fix)
+        fix = "check whether the run's directory still exists"
+        raise FileError(str(Path(run_directory) / "attempts"), f"contains no attempt {number}", fix)
     if attempt.outcome == FINISHED:
         return "done", attempt.message
     if attempt.outcome == REFUSED:
@@ -132,7 +132,7 @@ def last_error(attempt: AttemptRecord) -> str:
 
 
 def queue_state(job: str | None) -> str | None:
-    """Return Slurm's state of a job, "" if Slurm no longer knows it, None if there is no job or no answer."""
+    """Return the state of a Slurm job, "" if Slurm does not know it, or None without a job or an answer."""
     if job is None:
         return None
     try:
@@ -147,7 +147,7 @@ def queue_state(job: str | None) -> str | None:
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
-    """Return the nodes that the next attempt should avoid; none if every one of several nodes was bad."""
+    """Return the nodes that the next attempt should exclude; none if all of several nodes were bad."""
     nodes = attempt.facts.get("nodes", [])
     bad = [node for node in nodes if node in attempt.bad_nodes]
     return [] if len(nodes) > 1 and len(bad) == len(nodes) else bad
@@ -156,7 +156,7 @@ def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
 def _read(directory: Path, number: int) -> AttemptRecord:
     ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
     order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
-    # The cause comes first; other ranks fail a moment later as a consequence.
+    # Sort the cause first; other ranks fail later as a consequence.
     ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
     first = ends[0] if ends else {}
     return AttemptRecord(
@@ -176,7 +176,7 @@ def _read(directory: Path, number: int) -> AttemptRecord:
 
 
 def _read_spikes(path: Path) -> Iterator[Spike]:
-    """Yield the spikes in a file that another process may be writing, without lines that cannot be read."""
+    """Yield the spikes in a file that another process may be writing; unreadable lines are skipped."""
     try:
         lines = read_small(path, RECORD_BYTES >> 6).splitlines()
     except FileNotFoundError:
@@ -204,7 +204,7 @@ ECHOES = (
     "recvValue failed",
     "sendBytes failed",
 )
-"""Phrases in a rank's error when another rank is gone. An ncclSystemError alone may be caused by the rank itself."""
+"""Phrases of errors that are caused by the loss of another rank. (A rank itself may cause an ncclSystemError.)"""
 
 
 def _is_echo(message: str) -> bool:
@@ -212,7 +212,7 @@ def _is_echo(message: str) -> bool:
 
 
 def _read_advisory(path: Path, shape: Any) -> dict[str, Any]:
-    """Read a record that a run can do without: one that cannot be used is ignored with a warning."""
+    """Read an optional record; an invalid one is ignored with a warning."""
     try:
         return read_record(path, shape, RECORD_BYTES >> 6)
     except FileNotFoundError:

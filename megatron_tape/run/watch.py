@@ -1,7 +1,7 @@
-"""Watches a training process: handles signals, notices a lost claim to the run or a hang, and writes a heartbeat.
+"""The watchdog of a training process: handle signals, detect hangs and newer attempts, and write a heartbeat.
 
-This runs in a thread of its own, because the main thread may be blocked anywhere: in a collective with a rank that is
-gone, or in a file system that does not answer.
+It runs in a separate thread, because the main thread may be blocked in a collective with a lost rank, or in a file
+system that does not respond.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from megatron_tape.run.attempts import (
 
 POLL_SECONDS = 1.0
 OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
-"""How often the first rank of a node and the others look whether the run still belongs to their attempt. Thousands of
-ranks would otherwise keep the metadata server busy; when one rank of a node ends, the others soon do."""
+"""Seconds between ownership checks of a node's first rank and of the others. Frequent checks by thousands of ranks
+would overload the metadata server, and a node's other ranks end soon after its first."""
 GRACE_SECONDS = 5.0
 STARTUP_SECONDS = 3600.0
-"""The shortest timeout for everything before training: imports, the index of the data, the checkpoint's checksums."""
+"""Minimum timeout of start-up: imports, building the data index, verifying the checkpoint's checksums."""
 EXIT_STALE = 76
 EXIT_HUNG = 77
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -43,25 +43,26 @@ CTRL_C = "Ctrl-C"
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
-    """Return the longest time in seconds that a rank may wait before it is ended, or None for no limit."""
+    """Return the maximum time in seconds that a rank may wait for others, or None for no limit."""
     return None if hang_timeout is None else max(hang_timeout, STARTUP_SECONDS)
 
 
 class Watch:
-    """Created at the very start, so that no signal is lost; `attach` follows once the attempt is known.
+    """The watchdog of this process. Create it first, so that no signal is lost, and `attach` it to the attempt later.
 
-    SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps;
-    SIGUSR2 asks for a profile of the next ones. The first SIGINT during training also sets `stop`, to CTRL_C; before
-    training, where there is nothing to save, and the second time it raises KeyboardInterrupt.
-    After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is added to
-    `stacks-NODE.txt` in the attempt's directory, its last collectives are in `collectives-RANK.json` beside it, and the
-    process ends. Before `begin_training`, the timeout is at least an hour.
+    SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps.
+    SIGUSR2 requests a profile of the next steps. The first SIGINT during training sets `stop` to CTRL_C. SIGINT before
+    training, when there is nothing to save, and the second SIGINT raise KeyboardInterrupt.
+
+    After `hang_timeout` seconds without `progress` (None disables the timeout), the Python stacks of all threads are
+    appended to `stacks-NODE.txt` in the attempt's directory, the last collectives are written to
+    `collectives-RANK.json` there, and the process exits. Before `begin_training`, the timeout is at least an hour.
     """
 
     def __init__(self, hang_timeout: float | None):
         self.stop: str | None = None
         self.done = False
-        """Whether no rank will write anything more."""
+        """Whether all ranks have finished writing."""
         self._hang_timeout = longest_wait(hang_timeout)
         self._training_hang_timeout = hang_timeout
         self._attempt: Attempt | None = None
@@ -97,7 +98,7 @@ class Watch:
         self._profile_requested = True
 
     def take_profile_request(self) -> bool:
-        """Return whether a profile was asked for since the last call."""
+        """Return whether a profile was requested since the last call."""
         requested, self._profile_requested = self._profile_requested, False
         return requested
 
@@ -107,24 +108,24 @@ class Watch:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Note that work has advanced, and what comes next: a stage of the start-up, or of a step."""
+        """Report progress, and the stage of start-up or of a step that begins."""
         before, now = self._facts["stage"], time.monotonic()
         if self._stages is not None:
             self._stages[before] = self._stages.get(before, 0.0) + now - self._since
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
         self._since = now
         if self._attempt is not None and self._hang_timeout is not None:
-            # If a hang holds Python's global lock, the thread cannot act; this timer does not need the lock.
+            # If a hang holds Python's GIL, the watchdog thread is blocked; this timer does not need the GIL.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
     def begin_training(self, step: int = 0) -> None:
-        """Apply `hang_timeout` as it was given from now on; `step` steps are already done."""
+        """Apply the configured `hang_timeout` from now on; the run continues after `step` steps."""
         self.progress(TRAINING)
         self._begun, self._stages = {"from_step": step, "began": time.time()}, {}
         self._hang_timeout = self._training_hang_timeout
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items, and count each as progress."""
+        """Yield the items, and report progress for each."""
         for item in items:
             self.progress(stage)
             yield item
@@ -138,7 +139,7 @@ class Watch:
     def record_end(
         self, outcome: str, message: str, error: BaseException | None = None, bad_nodes: Iterable[str] = ()
     ) -> None:
-        """Record how this rank ended; `bad_nodes` should be left out of the next attempt."""
+        """Record how this rank ended. The next attempt should exclude `bad_nodes`."""
         detail = "" if error is None else "".join(traceback.format_exception(error))
         if self._attempt is not None:
             with contextlib.suppress(OSError):
@@ -159,11 +160,11 @@ class Watch:
                         self._leave(STALE, EXIT_STALE, str(self._attempt.loss()))
                     owner_seen = now
                 if self._rank == 0:
-                    # One rank is enough: all ranks share the result after every step.
-                    # Not assigned unless there is one: a signal may come while the file system answers.
+                    # One rank is enough, since all ranks share the result after every step.
+                    # Do not assign None: a signal may have set `stop` in the meantime.
                     if reason := stop_reason(self._attempt.directory):
                         self.stop = self.stop or reason
-                    elif not self._attempt.directory.is_dir():  # checkpoints may be elsewhere, where one can be saved
+                    elif not self._attempt.directory.is_dir():  # the checkpoint directory may still be writable
                         self.stop = self.stop or f"the loss of {self._attempt.directory}"
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
@@ -185,26 +186,26 @@ class Watch:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
-            # One file for all ranks of a node, to which each adds its stack in one piece.
+            # All ranks of a node share a file, to which each appends with a single write.
             path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
             with open_to_append(path, buffering=0) as stacks:
                 stacks.write(f"{file.read()}\n".encode())
                 os.fsync(stacks.fileno())
-        with contextlib.suppress(Exception):  # whatever torch meets there, the rank has to end
+        with contextlib.suppress(Exception):  # the rank must exit in any case
             self._dump_collectives()
-        # When one rank ends, its launcher ends the others: give each of them time to write its stacks.
+        # When one rank exits, the launcher ends the others: give each of them time to write its stacks.
         time.sleep(GRACE_SECONDS)
         self._leave(
             HUNG,
             EXIT_HUNG,
-            f"nothing happened for {self._hang_timeout:g} s (train.hang_timeout) while {where}; every rank's Python "
+            f"no progress for {self._hang_timeout:g} s (train.hang_timeout) while {where}; every rank's Python "
             f"stack and last collectives are in {self._attempt.directory}",
         )
 
     def _dump_collectives(self) -> None:
-        """Write the last collectives of this rank, as torch's flight recorder has them, beside the stacks."""
+        """Write this rank's last collectives, from PyTorch's flight recorder, to the directory of the stacks."""
         module = sys.modules.get("torch._C._distributed_c10d")
-        names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first only where there is NCCL
+        names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first exists only with NCCL
         dump = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         if dump is not None and (trace := dump()):
             path = self._attempt.directory / f"collectives-{self._rank:05d}.json"

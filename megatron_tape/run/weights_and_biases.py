@@ -1,4 +1,4 @@
-"""Shows a run's metrics in Weights & Biases, too: one run there for all attempts here."""
+"""Log a run's metrics to Weights & Biases. All attempts log to the same W&B run."""
 
 import importlib.util
 import logging
@@ -15,7 +15,7 @@ from megatron_tape.io.records import read_record, write_record
 logger = logging.getLogger(__name__)
 
 RECORD = "wandb.json"
-"""Where a run's directory keeps which run of Weights & Biases it is."""
+"""File in the run's directory with the id of its W&B run."""
 INSTALL = "pip install wandb==0.31.0"
 
 
@@ -24,17 +24,17 @@ class WandbRecord(TypedDict):
 
     id: str
     url: str | None
-    """Its page; None offline."""
+    """Its web page; None if offline."""
 
 
 def installed() -> bool:
-    """Return whether wandb can be imported; the folder of that name that it makes does not count."""
+    """Return whether the package wandb is installed, rather than only a folder `wandb` of its files."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
 def read_wandb(directory: Path) -> WandbRecord | None:
-    """Return what is known of a run's page, None if it has none. Raises ValueError for a damaged record."""
+    """Return a run's W&B record, or None if there is none. Raises ValueError for a damaged record."""
     try:
         return read_record(directory / RECORD, WandbRecord)
     except FileNotFoundError:
@@ -42,10 +42,10 @@ def read_wandb(directory: Path) -> WandbRecord | None:
 
 
 class WandbRun:
-    """A run in Weights & Biases. What fails there is a warning, and training goes on without it."""
+    """A W&B run. If W&B fails, a warning is logged and training continues without it."""
 
     def __init__(self, settings: WandbSettings, directory: str | Path, config: Mapping[str, Any]):
-        """Begin the run, or continue the one that an earlier attempt began; `config` is shown beside it."""
+        """Start the W&B run, or continue that of earlier attempts. `config` is the configuration to show."""
         self._run: Any = None
         self._try(self._begin, settings, Path(directory), config)
 
@@ -64,7 +64,7 @@ class WandbRun:
             config=dict(config),
             settings=wandb.Settings(console="off"),
         )
-        # By our steps, and not by its own count, so that steps that are repeated after a resume are accepted.
+        # Use the run's steps instead of wandb's counter, so that steps repeated after a resume are accepted.
         self._run.define_metric("*", step_metric="step")
         write_record(directory / RECORD, {"id": self._run.id, "url": self._run.url or None})
 
@@ -79,6 +79,6 @@ class WandbRun:
     def _try(self, call: Callable[..., Any], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # whatever fails in a service that training does not need
+        except Exception as error:  # training does not depend on this service
             self._run = None
-            logger.warning("warning: Weights & Biases shows no more of this run (%s)", str(error) or repr(error))
+            logger.warning("warning: logging to Weights & Biases is disabled: %s", str(error) or repr(error))

@@ -192,5 +192,5 @@ def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(job, ca
     assert all(line.startswith(start) for line, start in zip(output.out.splitlines(), printed))
     assert read_attempts("run")[0].verdict["verdict"] == printed[0].split()[0]
     for number in ("2", "9" * 30):
-        with pytest.raises(UserError, match=f"run/attempts holds no attempt {number}"):
+        with pytest.raises(UserError, match=f"run/attempts contains no attempt {number}"):
             attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", number])
