@@ -1,4 +1,4 @@
-"""Adds the models' own files, which an exported model carries as well, to what is built."""
+"""Build hook that adds the modeling code of exported models to the package."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class ModelFiles(BuildHookInterface):
-    """Takes the files from the repository around this folder."""
+    """Includes modeling code from the surrounding repository."""
 
     def initialize(self, version, build_data):
-        """Add the files of TAPE models to the package; those of other encodings need a file that each export has."""
+        """Add the files of TAPE models, but not those of other encodings, which need a file from each export."""
         files = sorted(Path(self.root, "..", "megatron_tape", "huggingface", "modeling").glob("*_tape.py"))
         if not files:  # such as in an unpacked source distribution
             raise FileNotFoundError(
-                "transformers-tape is built in a clone of its repository: pip install ./transformers_tape"
+                "transformers-tape must be built in a clone of its repository: pip install ./transformers_tape"
             )
         for file in files:
             if file.stem.endswith("_encoded_tape"):

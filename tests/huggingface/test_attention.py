@@ -151,7 +151,7 @@ def test_an_attention_that_keeps_its_own_cache_is_refused_before_it_is_called(mo
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", attention)
     model = build()
     model.config._attn_implementation = "vllm"
-    refusal = "vllm's attention .* no position state; for vLLM, install the package transformers_tape"
+    refusal = "vllm's attention .* no position state; to serve TAPE models with vLLM, install the"
     with pytest.raises(NotImplementedError, match=refusal):
         model(tokens(), use_cache=False)
     assert not called

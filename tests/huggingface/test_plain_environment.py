@@ -108,5 +108,5 @@ def test_the_oldest_transformers_does_the_light_rows(ran):
 
 def test_an_older_transformers_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "4.57.6")
-    with pytest.raises(ImportError, match=f"needs transformers {configuration_tape.OLDEST_TRANSFORMERS} or newer"):
+    with pytest.raises(ImportError, match=f"requires transformers {configuration_tape.OLDEST_TRANSFORMERS} or newer"):
         runpy.run_path(configuration_tape.__file__)

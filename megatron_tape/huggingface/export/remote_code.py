@@ -1,8 +1,8 @@
-"""The Python files of an exported model, which transformers loads with `trust_remote_code`.
+"""Collect the Python files of an exported model, which transformers loads with `trust_remote_code`.
 
-TAPE has files of its own. Every other encoding is exported with the same few files, its own, and those of this package
-that it imports. Modules become flat files that import each other relatively, since transformers copies nothing else:
-`position.fire` is `position_fire_tape.py`.
+TAPE has its own files. Any other encoding is exported with a few shared files, its own file, and the modules of this
+package that it imports. Modules become flat files with relative imports, since transformers copies no others:
+`position.fire` becomes `position_fire_tape.py`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
 _PACKAGE = __name__.partition(".")[0]
 _ROOT = Path(__file__).parents[2]
 _AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
-"""What is installed wherever transformers loads a model."""
+"""Modules that are installed wherever transformers loads a model."""
 _TYPES_ONLY = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _KERNELS = f"{_PACKAGE}.ops.kernels"
-"""These stay behind: an exported encoding computes in plain torch."""
-_ENTRY = '''"""The positional encoding {name}, by the names that modeling_encoded_tape uses."""
+"""Not exported: an exported encoding uses plain torch."""
+_ENTRY = '''"""The positional encoding {name}, under the names that modeling_encoded_tape imports."""
 
 from .{interface} import TokenCache
 from .{module} import {encoding} as Encoding
@@ -52,7 +52,7 @@ __all__ = ["Encoding", "TokenCache", "in_some_layers"]
 
 
 def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:
-    """Return the files of an export by name: of TAPE, or of another encoding.
+    """Return the contents of an export's Python files by name, for TAPE or for another encoding.
 
     Raises UserError if the encoding's file cannot be exported.
     """
@@ -61,29 +61,29 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
     if encoding is None:
         return files
     own = {name: text.encode() for name, text in encoding_files(encoding).items()}
-    assert not files.keys() & own.keys(), "an encoding's files are named after their modules"
+    assert not files.keys() & own.keys(), "the names of an encoding's files clash with the shared files"
     others = sorted(name.removesuffix(".py") for name in {**files, **own} if name not in (_ENCODED, "encoding_tape.py"))
     text = files[_ENCODED].decode()
     assert text.count(_IMPORT) == 1
-    named = "".join(f"from .{name} import __name__ as _\n" for name in others)
-    # transformers tells configurations of one directory name apart by their text, and finds a model's class by the
-    # class of its configuration.
+    imports = "".join(f"from .{name} import __name__ as _\n" for name in others)
+    # transformers distinguishes configurations of directories with the same name by their text, and finds a model's
+    # class by the class of its configuration.
     digest = hashlib.sha256(b"".join(content for _, content in sorted(own.items()))).hexdigest()[:16]
     files[_CONFIGURATION] += f"# For the positional encoding {encoding.name}, {digest}.\n".encode()
-    comment = "# Some versions of transformers copy only files that this one names itself.\n"
-    return files | own | {_ENCODED: text.replace(_IMPORT, _IMPORT + comment + named).encode()}
+    comment = "# Some versions of transformers copy only files that this one imports directly.\n"
+    return files | own | {_ENCODED: text.replace(_IMPORT, _IMPORT + comment + imports).encode()}
 
 
 def write_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> None:
-    """Write the files into `directory`."""
+    """Write the Python files of an export to `directory`."""
     for name, content in code_files(encoding).items():
         (directory / name).write_bytes(content)
 
 
 def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> bool:
-    """Return whether the Python files of `directory` are exactly these, byte for byte.
+    """Return whether the Python files of `directory` equal those of `code_files`, byte for byte.
 
-    transformers also runs `custom_generate/generate.py`, if there is one.
+    False if there is a directory `custom_generate`, since transformers also runs its `generate.py`.
     """
     if (directory / "custom_generate").exists():
         return False
@@ -98,16 +98,16 @@ def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None)
 @dataclass(frozen=True)
 class _Module:
     name: str
-    """Its dotted name in this package; that of a user's module is its file's."""
+    """Dotted name in this package; for a user's module, the name of its file."""
     path: Path
     flat: str
-    """The name of its file in an export, without .py."""
+    """Name of its file in an export, without .py."""
 
 
 def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
-    """Return the text of each file by its name; `encoding_tape.py`, one of them, names the class.
+    """Return the text of an encoding's files by name, including `encoding_tape.py`, which imports the class.
 
-    Raises UserError for an import that cannot travel.
+    Raises UserError for an import that cannot be exported.
     """
     own = _module_of(encoding)
     interface, some_layers = (_of_package(f"{_PACKAGE}.position.{name}") for name in ("encoding", "some_layers"))
@@ -132,13 +132,13 @@ def _module_of(encoding: type[PositionEncoding]) -> _Module:
     except (OSError, TypeError):
         path = None
     if path is None or not path.is_file() or encoding.__qualname__ != encoding.__name__:
-        problem = f"cannot be exported: its class {encoding.__qualname__} is not at the top of a file"
+        problem = f"cannot be exported: its class {encoding.__qualname__} is not at the top level of a file"
         raise UserError(f"the positional encoding {encoding.name}", problem, "move it into one")
     return _Module(path.stem, path, f"own_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_tape")
 
 
 def _of_package(name: str) -> _Module | None:
-    """Return the module of this package with that dotted name, if there is one."""
+    """Return the module of this package with this dotted name, or None."""
     first, *rest = name.split(".")
     if first != _PACKAGE or not rest:
         return None
@@ -161,38 +161,38 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
         elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(f"{_PACKAGE}.")):
             indent, end = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
             if indent.strip() or end.partition("#")[0].strip():
-                raise _cannot_travel(module, node, "shares its line with other statements", "give it its own line")
+                raise _not_exportable(module, node, "shares its line with other statements", "give it its own line")
             new = _relative(module, node, needed)
             lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
         else:
             for name in [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]:
                 if name.partition(".")[0] not in _AVAILABLE:
-                    others = "only Python's own modules, torch, transformers, numpy and single names of this package"
-                    raise _cannot_travel(module, node, f"imports {name}, but an export can have {others}")
+                    allowed = "the standard library, torch, transformers, numpy and names of this package's modules"
+                    raise _not_exportable(module, node, f"imports {name}, but an export can import only {allowed}")
     return "\n".join(lines), needed
 
 
 def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> list[str]:
-    """Return the statements of a flat file that import what `node` imports from this package."""
+    """Return the import statements of a flat file that correspond to the import `node` from this package."""
     if node.level:
-        raise _cannot_travel(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
+        raise _not_exportable(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
     if f"{node.module}.".startswith(f"{_KERNELS}."):
         if node.col_offset == 0:
-            raise _cannot_travel(module, node, "needs GPU kernels, which are not exported", "move it into a function")
+            raise _not_exportable(module, node, "needs GPU kernels, which are not exported", "move it into a function")
         return ['raise NotImplementedError("an exported model has no GPU kernels of its own")']
     by_module: dict[_Module, list[str]] = {}
     for alias in node.names:
         target = _defining(str(node.module), alias.name)
         if target is None:
             fix = f"write it as from {_PACKAGE}.MODULE import NAME, with the module that defines the name"
-            raise _cannot_travel(module, node, "names no function, class or constant of a module", fix)
+            raise _not_exportable(module, node, "does not import a function, class or constant of a module", fix)
         by_module.setdefault(target, []).append(ast.unparse(alias))
     needed += by_module
     return [f"from .{target.flat} import {', '.join(names)}" for target, names in by_module.items()]
 
 
 def _defining(module_name: str, name: str) -> _Module | None:
-    """Return the module that defines a name which another one may import from it, or None if none does."""
+    """Return the module of this package that defines a name imported from `module_name`, or None."""
     value = getattr(importlib.import_module(module_name), name, None)
     if value is None or inspect.ismodule(value):
         return None
@@ -200,6 +200,6 @@ def _defining(module_name: str, name: str) -> _Module | None:
     return _of_package(value.__module__ if defined else module_name)
 
 
-def _cannot_travel(module: _Module, node: ast.stmt, why: str, fix: str = "") -> FileError:
+def _not_exportable(module: _Module, node: ast.stmt, why: str, fix: str = "") -> FileError:
     place, problem = f"{module.path}, line {node.lineno}", "cannot be exported with the encoding: it"
     return FileError("this import", f"{problem} {why}", fix, place)

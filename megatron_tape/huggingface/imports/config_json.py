@@ -256,7 +256,7 @@ def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dic
     """Return the settings of an exported encoding."""
     name, given = settings["position_encoding"], settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
-        problem = f"is {name!r:.200} in {path}, which is not registered; known are {', '.join(ENCODINGS)}"
+        problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}"
         raise UserError("position_encoding", problem)
     if scaling_factor != 1.0:
         problem = f"{scaling_factor:g} is for RoPE and TAPE, not for {name}"

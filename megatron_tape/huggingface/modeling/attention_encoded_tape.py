@@ -1,6 +1,6 @@
-"""Attention whose scores a positional encoding changes, in plain torch: a bias, forget gates, or rows of its own.
+"""Attention with scores changed by a positional encoding (a bias, forget gates or rescored rows), in plain torch.
 
-Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E width of the values, r
+Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E size of the values, r
 queries of a block, t tokens up to the last of them.
 """
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 ROWS = 128
-"""Queries of a block."""
+"""Queries per block."""
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Return whether autocast is on where x is."""
+    """Return whether autocast is enabled on the device of x."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Switch autocast off where x is, since encodings choose their own precision.
+    """Disable autocast on the device of x, since encodings choose their own precision.
 
-    The backward passes of their functions run without autocast in any case.
+    The backward passes of their functions never run under autocast.
     """
     return torch.autocast(x.device.type, enabled=False) if under_autocast(x) else nullcontext()
 
@@ -37,27 +37,26 @@ def attend_with_scores(
     dropout: float = 0.0,
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the averages (B, S, H, E) and, `with_weights`, the attention map (B, H, S, T).
+    """Return the averages (B, S, H, E) and, if `with_weights`, the attention weights (B, H, S, T).
 
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E); the mask (B or 1, 1, S, T) is boolean (True is seen) or
-    additive, and the queries, the last S of T tokens, never see later ones. `positions` says what the encoding adds to
-    the scores of all tokens. At least float32 is computed in. For gradients, blocks are computed twice, and no S x T
-    numbers are kept.
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean (True: attend) or
+    additive. The queries are the last S of T tokens; attention is causal. `positions` are the encoding's inputs for all
+    tokens. Computes at least in float32. Training recomputes blocks in the backward pass, and saves no S x T tensors.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     S, T = query.shape[2], key.shape[2]
     q, k, v = (x.to(dtype) for x in (query, key, value))
     bias, rescore = (None if x is None else x.in_float32() for x in (positions.bias, positions.rescore))
-    of_rows = () if rescore is None else rescore.prepared(q, k)
+    prepared = () if rescore is None else rescore.prepared(q, k)
     sums_BHT = None
     if positions.log_gate_TBH is not None:
         gates = positions.log_gate_TBH
         if len(gates) != T:
             raise ValueError(
-                f"the positional encoding gives gates of {len(gates)} tokens, where {T} are attended to; its file must "
-                "keep those of earlier tokens with cache.append"
+                f"the positional encoding returned gates of {len(gates)} tokens instead of {T}; its file must cache "
+                "those of earlier tokens with cache.append"
             )
-        # In float64, as neighbours would lose their differences in long sequences.
+        # In float64, since in long sequences the differences between neighbors would be lost.
         sums_BHT = gates.double().cumsum(0).permute(1, 2, 0)
 
     def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
@@ -77,7 +76,7 @@ def attend_with_scores(
             scores = (q.reshape(B, G, -1, D) * D**-0.5 @ k_BGtD.mT).view(B, H, r, t)
         if rescore is not None:
             given = scores if rescore.takes_scores else None
-            scores = rescore.rows(given, q, k_BGtD, seen, tokens, *of_rows)
+            scores = rescore.rows(given, q, k_BGtD, seen, tokens, *prepared)
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, t))
         if sums_BHT is not None:
@@ -85,7 +84,7 @@ def attend_with_scores(
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
         if added is not None:
             scores = scores + added
-        # A query that sees nothing, of padding, stays finite.
+        # Queries of padding see no key, but must stay finite.
         p = scores.masked_fill(~seen, torch.finfo(dtype).min).softmax(-1)
         p = F.dropout(p, dropout)
         averages = (p.view(B, G, -1, t) @ v_BGtE).view(B, H, r, -1)
@@ -95,10 +94,10 @@ def attend_with_scores(
     size = S if with_weights else ROWS
     for start in range(0, S, size):
         stop = min(start + size, S)
-        given = q[:, :, start:stop], slice(T - S + start, T - S + stop)
+        inputs = q[:, :, start:stop], slice(T - S + start, T - S + stop)
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(block, *given, use_reentrant=False, preserve_rng_state=dropout > 0))
+            outputs.append(checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0))
         else:
-            outputs.append(block(*given))
-    averages = torch.cat([one for one, _ in outputs], dim=2).to(value.dtype)
+            outputs.append(block(*inputs))
+    averages = torch.cat([average for average, _ in outputs], dim=2).to(value.dtype)
     return averages.transpose(1, 2), outputs[0][1].to(value.dtype) if with_weights else None

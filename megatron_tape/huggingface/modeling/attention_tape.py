@@ -1,4 +1,4 @@
-"""Attention of TAPE models, which averages the position state together with the values.
+"""Attention of TAPE models, which also averages the position state.
 
 Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension.
 """
@@ -17,13 +17,13 @@ from transformers.utils.import_utils import is_tracing
 from .configuration_tape import TapeConfig
 
 ROWS, LONGEST, SCORES = 192, 2**21, 2**19
-"""Queries of a block, times the heads of a group; how many scores they may have; and scores at a time per thread."""
+"""Rows per block (queries times heads per group), scores per block of one group, and scores at a time per thread."""
 SERVERS = ("vllm", "sglang")
-"""Attention functions of servers, which keep one key and one value of each token: they have no room for z."""
+"""Attention functions of servers. They store one key and one value per token, and cannot store z."""
 
 
 class TapeAttention(nn.Module):
-    """Attention that rotates by the position state and averages it together with the values."""
+    """Attention that rotates queries and keys by the position state, and averages it with the values."""
 
     def __init__(self, config: TapeConfig, layer_idx: int):
         super().__init__()
@@ -45,9 +45,9 @@ class TapeAttention(nn.Module):
     def forward(
         self, hidden_states, state, attention_mask, past_key_values, average_state, cache_position=None, **kwargs
     ):
-        """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the map or None.
+        """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the attention weights or None.
 
-        hidden_states (B, S, C), state (B, S, G, D); the mask is in the form that the attention implementation expects.
+        hidden_states (B, S, C), state (B, S, G, D); the mask is in the format of the attention implementation.
         """
         query, key, value = self.project(hidden_states, state, average_state)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -64,8 +64,8 @@ class TapeAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, S, H, D), keys (B, S, G, D) and values (B, S, G, D), given hidden states (B, S, C).
 
-        Queries and keys are rotated by the state (B or 1, S, G, D), if there is one. With `average_state`, values are
-        (B, S, G, 2 D): the state is added to them.
+        Queries and keys are rotated by the state (B or 1, S, G, D), if there is one. With `average_state`, the state is
+        concatenated to the values, (B, S, G, 2 D).
         """
         B, S, _ = hidden_states.shape
         D, G = self.head_dim, self.config.num_key_value_heads
@@ -91,10 +91,10 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attend with explicit scores; values may have any width, and are not copied, like keys, for each head of a group.
+    """Compute attention with explicit scores, without repeating keys and values for the heads of a group.
 
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True is seen) or
-    additive. Returns the averages (B, S, H, E) and the attention map (B, H, S, T).
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True: attend) or
+    additive. Returns the averages (B, S, H, E) and the attention weights (B, H, S, T).
     """
     B, H, S, _ = query.shape
     G = key.shape[1]
@@ -111,26 +111,26 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def refuse_servers(implementation: str | None) -> None:
-    """Raise NotImplementedError for a server's attention function, which would give wrong answers."""
+    """Raise NotImplementedError for a server's attention function, which would give wrong results."""
     if implementation in SERVERS:
         raise NotImplementedError(
-            f"{implementation}'s attention for models of transformers keeps one key and one value of each token, and "
-            "no position state; for vLLM, install the package transformers_tape beside it, whose plug-in serves TAPE "
-            "models; without it, use transformers serve or generate"
+            f"{implementation}'s attention for models of transformers stores one key and one value per token, but no "
+            "position state; to serve TAPE models with vLLM, install the package transformers_tape, which has a "
+            "plug-in for it; otherwise use transformers serve or generate"
         )
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return the averages of value's parts of width D, each (B, S, H, D), and the attention map or None.
+    """Return the averages of the values' parts of size D, each (B, S, H, D), and the attention weights or None.
 
-    query (B, H, S, D), key (B, G, T, D) and value (B, G, T, D or 2 D); the mask is in the form that the attention
-    implementation of `module.config` expects. Without a mask, query i sees the first i + 1 keys.
+    query (B, H, S, D), key (B, G, T, D) and value (B, G, T, D or 2 D); the mask is in the format of the attention
+    implementation in `module.config`. Without a mask, query i attends to the first i + 1 keys.
     """
     implementation, D = module.config._attn_implementation, query.shape[-1]
     refuse_servers(implementation)
-    # A single query has so little to do that reading the keys once is faster than any kernel.
+    # For a single query, one pass over the keys is faster than any kernel.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
         averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return averages.split(D, dim=-1), weights
@@ -143,14 +143,14 @@ def attend(
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
         return attention(module, query, key, value, attention_mask, **kwargs)[0].split(D, dim=-1), None
-    # The other kernels require values as wide as keys, so they run once for each part.
+    # Other kernels require values of the same size as keys, so they run once per part.
     parts = value.split(D, dim=-1)
     return [attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
 
 
 def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs) -> bool:
-    """Return whether nothing is asked for but the averages: no gradients, no graph."""
-    # Gradient checkpointing runs without gradients first, and must then compute the same again with them.
+    """Return whether only the averages are needed, without gradients, dropout or tracing."""
+    # In training, gradient checkpointing runs without gradients first, and must compute the same with them later.
     gradients = module.training or any(x.requires_grad for x in tensors)
     return not (gradients or dropout or is_tracing(tensors[0]))
 
@@ -158,11 +158,11 @@ def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, *
 def attend_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float
 ) -> list[Tensor]:
-    """Attend in one pass over wide values on a CPU, with a block of queries at a time.
+    """Compute attention for one block of queries at a time on a CPU, in one pass over values of any size.
 
-    Takes and returns what `attend` does, with a mask (B or 1, 1, S or 1, T), boolean (True is seen) or additive. Whole
-    rows of scores are computed, without the keys that no query of the block sees. Half precision is computed in
-    float32. There are no gradients.
+    Arguments and results are those of `attend`, with a mask (B or 1, 1, S or 1, T), boolean (True: attend) or additive.
+    Computes whole rows of scores, except for keys that no query of the block attends to. Half precision is computed in
+    float32. Does not support gradients.
     """
     (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
     R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)
@@ -173,7 +173,7 @@ def attend_by_blocks(
     outputs = [query.new_empty(B, S, H, D) for _ in range(E // D)]
     rows = min(S, max(16, min(ROWS, LONGEST // T) // R))
     pairs = min(B * G, max(1, SCORES * torch.get_num_threads() // (R * rows * T)))
-    # New memory for every block would cost more than the rest.
+    # Allocating memory for every block would take longer than the computation.
     scores_memory, weights_memory = queries.new_empty(2, pairs * R * rows * T)
     later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     for start in range(0, S, rows):
@@ -186,12 +186,12 @@ def attend_by_blocks(
             shape = (here.stop - first, R * n, high - low)
             scores, weights = (x[: math.prod(shape)].view(shape) for x in (scores_memory, weights_memory))
             torch.bmm(queries[here, :, start:stop].flatten(1, 2), keys[here, low:high].mT, out=scores)
-            of_heads = scores.unflatten(1, (R, n))
+            head_scores = scores.unflatten(1, (R, n))
             if block is None:
-                of_heads[..., start:].masked_fill_(later[:n, :n], float("-inf"))
+                head_scores[..., start:].masked_fill_(later[:n, :n], float("-inf"))
             else:
-                of_sequences = block if len(block) == 1 else block[torch.arange(first, here.stop) // G]
-                _hide(of_heads, of_sequences[..., low:high])
+                masks = block if len(block) == 1 else block[torch.arange(first, here.stop) // G]
+                _apply_mask(head_scores, masks[..., low:high])
             torch.softmax(scores, -1, out=weights)
             torch.bmm(weights, values[here, low:high], out=averages[here])
         for output, part in zip(outputs, averages.view(B, H, n, E).transpose(1, 2).split(D, dim=-1)):
@@ -200,15 +200,15 @@ def attend_by_blocks(
 
 
 def _columns_seen(block: Tensor) -> tuple[int, int]:
-    """Return the range outside of which no query of a block of the mask (B or 1, 1, rows, T) sees a key."""
+    """Return the range of keys that any query of a block of the mask (B or 1, 1, rows, T) attends to."""
     if block.dtype != torch.bool:
         return 0, block.shape[-1]
     seen = block.flatten(0, 2).any(0).nonzero()
     return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
 
 
-def _hide(scores: Tensor, mask: Tensor) -> None:
-    """Add an additive mask to scores, or overwrite what a boolean one hides; a row without any key stays finite."""
+def _apply_mask(scores: Tensor, mask: Tensor) -> None:
+    """Apply a boolean or additive mask to scores in place; rows without any key stay finite."""
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:
@@ -217,9 +217,9 @@ def _hide(scores: Tensor, mask: Tensor) -> None:
 
 @functools.cache
 def fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable | None:
-    """Return the attention of the package megatron_tape if it is installed and has a kernel for these tensors."""
+    """Return the attention of the package megatron_tape, if it is installed and has a kernel for these tensors."""
     try:
-        # transformers would report a plain import as a missing requirement of the model.
+        # Not a plain import, which transformers would report as a missing requirement of the model.
         ops = importlib.import_module("megatron_tape.ops.attention")
     except ImportError:
         return None
@@ -229,7 +229,7 @@ def fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def attend_fused(fused: Callable, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Attend with `megatron_tape.ops.attention`, which averages the value and the state in one pass, without a mask."""
+    """Compute unmasked attention with `megatron_tape.ops.attention`, which averages values and state in one pass."""
     S, D = query.shape[2:]
     q, k, v, z = (x[:, :, :S].permute(2, 0, 1, 3) for x in (query, key, *value.split(D, dim=-1)))
     return [x.transpose(0, 1) for x in fused(q, k, v, z, average_state=True, rotate=False)]

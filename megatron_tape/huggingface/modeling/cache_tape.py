@@ -1,4 +1,4 @@
-"""Caches of TAPE models: which ones keep the position state with the values, and how the dynamic one grows."""
+"""Caches of TAPE models: checks of supported kinds, and a dynamic cache that grows in place."""
 
 from typing import NoReturn
 
@@ -9,14 +9,14 @@ from transformers.cache_utils import DynamicLayer
 
 CACHES = (DynamicCache, StaticCache)
 _STATE = {"keys", "values", "is_initialized", "dtype", "device"}
-"""What a DynamicLayer keeps; a version of transformers in which it keeps more keeps its own layers."""
+"""Attributes of a DynamicLayer. If a version of transformers adds others, its layers are not replaced."""
 
 
 def check_cache(past_key_values: Cache | None) -> None:
-    """Raise NotImplementedError for a cache that is not known to keep the position state with the values."""
+    """Raise NotImplementedError for a cache that may not be able to store the position state with the values."""
     if past_key_values is not None and type(past_key_values) not in CACHES:
         raise NotImplementedError(
-            f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to keep the "
+            f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to store the "
             f"position state with the values; use {' or '.join(cache.__name__ for cache in CACHES)}"
         )
 
@@ -24,20 +24,19 @@ def check_cache(past_key_values: Cache | None) -> None:
 def refuse_paged() -> NoReturn:
     """Raise NotImplementedError for continuous batching."""
     raise NotImplementedError(
-        "this model does not support continuous batching, whose paged cache has no room for what the positions keep "
-        "of each token; use generate, or serve a TAPE model by vLLM"
+        "this model does not support continuous batching, since its paged cache cannot store positions per token; use "
+        "generate, or serve a TAPE model with vLLM"
     )
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of a dynamic cache with room for the next tokens: DynamicLayer copies all tokens for each new one.
+    """A layer of a dynamic cache with preallocated buffers; DynamicLayer copies all tokens for each new one.
 
-    `keys` and `values` are views of the used part of larger buffers. A buffer is written beyond its view only while
-    the view is the attribute that `update` set, so whatever else has been made of it, by crop, reorder_cache, copies
-    or hand, keeps its numbers.
+    `keys` and `values` are views of the used part of larger buffers. `update` writes beyond a view only while the
+    attribute is still the view that it set, so tensors of crop, reorder_cache or copies never change.
     """
 
-    # Otherwise a version of transformers that names DynamicLayer would use this class for all models.
+    # Otherwise some versions of transformers would use this class for all models instead of DynamicLayer.
     _layer_type = None
 
     def __init__(self) -> None:
@@ -45,11 +44,11 @@ class GrowingLayer(DynamicLayer):
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __reduce__(self):
-        # Copies and pickles are transformers' own layers: only one layer may write to a buffer.
+        # Copies and pickles become DynamicLayers, since only one layer may write to a buffer.
         return DynamicLayer, (), {name: value for name, value in vars(self).items() if name != "_buffers"}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, G, S, their width), and return those of all tokens."""
+        """Append keys and values (B, G, S, their size), and return those of all tokens."""
         if not can_write_in_place(key_states):
             self._buffers.clear()
             return super().update(key_states, value_states, *args, **kwargs)
@@ -60,12 +59,12 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, new: Tensor) -> Tensor:
-        """Return the tensors `name` of all tokens, which end with `new`."""
+        """Append `new` to the tensor `name`, and return that of all tokens."""
         old = getattr(self, name)
         used = old.shape[-2] if old.numel() else 0
         total = used + new.shape[-2]
         if used and old[:, :, :0].shape != new[:, :, :0].shape:
-            return torch.cat([old, new], dim=-2)  # raises, and says which sizes differ
+            return torch.cat([old, new], dim=-2)  # raises an error that names the sizes
         buffer, view = self._buffers.pop(name, (None, None))
         if (
             view is not old
@@ -83,7 +82,7 @@ class GrowingLayer(DynamicLayer):
         return view
 
     def reset(self) -> None:
-        """Forget all tokens as DynamicLayer does; in some versions of transformers it sets the tensors to zero."""
+        """Reset as DynamicLayer does, which in some versions of transformers zeroes the tensors in place."""
         if self._buffers:
             self.keys, self.values = self.keys.clone(), self.values.clone()
             self._buffers.clear()
@@ -91,14 +90,14 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_write_in_place(states: Tensor) -> bool:
-    """Return whether nothing records the operations on `states`."""
+    """Return whether no autograd, compilation or tracing records operations on `states`."""
     return not (
         torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(states) is not Tensor
     )
 
 
-def let_grow(cache: Cache | None, states: Tensor) -> None:
-    """Give the layers of a dynamic cache room for the next tokens, unless it is offloaded or something is recorded."""
+def preallocate(cache: Cache | None, states: Tensor) -> None:
+    """Replace the layers of a dynamic cache by `GrowingLayer`s, unless it is offloaded or operations are recorded."""
     if type(cache) is not DynamicCache or not can_write_in_place(states) or cache.offloading:
         return
     for i, layer in enumerate(cache.layers):

@@ -4,14 +4,14 @@ from .configuration_tape import DecoderConfig
 
 
 class EncodedConfig(DecoderConfig):
-    """Settings of a decoder whose positional encoding lies beside it in files of its own.
+    """Configuration of a decoder with a positional encoding in its own files.
 
-    In addition to those of every decoder:
+    In addition to the arguments of `DecoderConfig`:
 
-    position_encoding: the name of the encoding.
-    position_settings: the encoding's settings by name.
-    layers_without_positions: every so many layers, one gets no positions; None means none.
-    attention_output_gate: the heads' outputs are multiplied by sigmoid(W x), x being attention's input.
+    position_encoding: name of the encoding.
+    position_settings: settings of the encoding by name.
+    layers_without_positions: every n-th layer has no positions; None: all layers have positions.
+    attention_output_gate: multiply the heads' outputs by sigmoid(W x), where x is the input of attention.
     """
 
     model_type = "encoded_tape"

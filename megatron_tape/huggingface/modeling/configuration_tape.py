@@ -1,4 +1,4 @@
-"""Configuration of TAPE language models for transformers, and what those with other positional encodings share."""
+"""Configuration of TAPE language models for transformers, and the base of those with other positional encodings."""
 
 import transformers
 from packaging.version import Version
@@ -6,8 +6,8 @@ from packaging.version import Version
 OLDEST_TRANSFORMERS = "5.0.0"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
     raise ImportError(
-        f"this model needs transformers {OLDEST_TRANSFORMERS} or newer, but this is {transformers.__version__}: "
-        "pip install -U transformers"
+        f"this model requires transformers {OLDEST_TRANSFORMERS} or newer, but {transformers.__version__} is "
+        "installed: pip install -U transformers"
     )
 
 GATE_INPUTS = ("mlp", "attention")
@@ -16,14 +16,14 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class DecoderConfig(transformers.PreTrainedConfig):
-    """Settings of a Llama-like decoder, whatever its positional encoding.
+    """Configuration of a Llama-like decoder with any positional encoding.
 
-    Llama's keys have the same meaning as there. In addition:
+    The arguments are those of LlamaConfig, except:
 
-    attention_bias: q, k and v projections have biases, the output projection has none (as in Qwen2).
-    qk_norm: RMSNorm on each head's query and key before positions change them (as in Qwen3).
+    attention_bias: add biases to the q, k and v projections, but not to the output projection (as in Qwen2).
+    qk_norm: apply RMSNorm to each head's query and key before the positions (as in Qwen3).
 
-    Raises ValueError for settings that the model does not support.
+    Raises ValueError for unsupported settings.
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -81,17 +81,16 @@ class DecoderConfig(transformers.PreTrainedConfig):
 
 
 class TapeConfig(DecoderConfig):
-    """Settings of a decoder whose rotary positions are rewritten by content (TAPE, ICML 2025).
+    """Configuration of a decoder whose layers update rotary positions from the content (TAPE, ICML 2025).
 
-    In addition to those of every decoder:
+    In addition to the arguments of `DecoderConfig`:
 
-    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with that type's own
-        keys.
-    position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
-    gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
-        block's output before its residual).
-    position_state_precision: what the position state accumulates in: `fp32`, or `bf16` for the model's own dtype, which
-        is the default for models without this key.
+    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with the keys of that type.
+    position_mlp_size: hidden size of the position MLP; default 4 * num_attention_heads.
+    gate_input: input of the position MLP's gate: `mlp` (the MLP's output before its residual) or `attention` (the
+        attention block's output before its residual).
+    position_state_precision: precision in which the position state accumulates: `fp32`, or `bf16` for the model's dtype
+        (the default, for models without this key).
     """
 
     model_type = "tape"
@@ -106,7 +105,7 @@ class TapeConfig(DecoderConfig):
         **kwargs,
     ):
         if nested := [name for name, value in (rope_parameters or {}).items() if isinstance(value, dict)]:
-            raise ValueError(f"rope_parameters has settings for {nested[0]}; give the settings once, for all layers")
+            raise ValueError(f"rope_parameters has settings for {nested[0]}; give one setting for all layers")
         self.rope_parameters = rope_parameters
         self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
         self.gate_input = gate_input

@@ -1,6 +1,6 @@
-"""Language models with any positional encoding, for transformers: a Llama-like decoder that asks the encoding.
+"""Language models for transformers with any positional encoding: a Llama-like decoder that calls the encoding.
 
-The encoding is a class in a file of its own, which `encoding_tape.py` names. It computes with the sequence axis first.
+`encoding_tape.py` imports the class of the encoding from its own file. Encodings use the sequence as the first axis.
 Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G key/value heads, D head dimension.
 """
 
@@ -26,8 +26,8 @@ from .modeling_tape import (
 _IMPLEMENTATIONS = ("sdpa", "eager")
 
 
-class OneProcess:
-    """The layout of tokens and heads where one process has all of them."""
+class SingleProcess:
+    """The layout of tokens and heads if one process holds all of them."""
 
     model_group = None
     sequence_shards = 1
@@ -39,16 +39,16 @@ class OneProcess:
 
 
 def make_encoding(config: EncodedConfig):
-    """Return the encoding with the settings of `config`; raises ValueError if they are of another one."""
+    """Return the encoding with the settings of `config`. Raises ValueError if they belong to another encoding."""
     if config.position_encoding != Encoding.name:
         raise ValueError(
-            f"position_encoding is {config.position_encoding!r}, but the code beside this model is that of "
-            f"{Encoding.name}; use the files of one export together"
+            f"position_encoding is {config.position_encoding!r}, but the code in this model's directory implements "
+            f"{Encoding.name}; do not mix files of different exports"
         )
     try:
         settings = Encoding.Settings(**config.position_settings)
     except TypeError as error:
-        raise ValueError(f"position_settings are not those of {Encoding.name}: {error}") from None
+        raise ValueError(f"position_settings do not match {Encoding.name}: {error}") from None
     model = types.SimpleNamespace(
         position=settings,
         position_encoding=config.position_encoding,
@@ -71,11 +71,11 @@ def make_encoding(config: EncodedConfig):
         tie_embeddings=config.tie_word_embeddings,
     )
     encoding = Encoding if config.layers_without_positions is None else in_some_layers(Encoding)
-    return encoding(model, OneProcess())
+    return encoding(model, SingleProcess())
 
 
 class EncodedParameter(nn.Module):
-    """One parameter of an encoding, whose name then ends in `weight`."""
+    """One parameter of an encoding, as a module so that its name ends in `weight`."""
 
     def __init__(self, declared):
         super().__init__()
@@ -83,7 +83,7 @@ class EncodedParameter(nn.Module):
         self.weight = nn.Parameter(torch.empty(declared.shape))
 
     def forward(self) -> Tensor:
-        """Return the parameter; where weights are offloaded, a module has its own only while it is called."""
+        """Return the parameter; offloaded weights are available only while their module is called."""
         return self.weight
 
 
@@ -96,12 +96,12 @@ class EncodedPosition(nn.Module):
             self.add_module(name, EncodedParameter(parameter))
 
     def forward(self) -> dict[str, Tensor]:
-        """Return them by name; peft has copies of modules that it trains whole, and calls one of these."""
+        """Return the parameters by name; peft replaces this call if the whole module is trained."""
         return {name: module() for name, module in self.named_children()}
 
 
 class EncodedAttention(TapeAttention):
-    """Attention with what an encoding provides."""
+    """Attention with the inputs that an encoding provides."""
 
     def __init__(self, config: EncodedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -109,9 +109,9 @@ class EncodedAttention(TapeAttention):
             self.gate_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
 
     def forward(self, hidden_states, positions, attention_mask, past_key_values, cache_position=None, **kwargs):
-        """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the map or None.
+        """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the attention weights or None.
 
-        hidden_states (B, S, C); `positions` are the encoding's for this layer.
+        hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer.
         """
         state = None if positions.z_TBGD is None else positions.z_TBGD.transpose(0, 1)
         query, key, value = self.project(hidden_states, state, positions.average_state)
@@ -139,7 +139,7 @@ class EncodedAttention(TapeAttention):
 
 
 class EncodedDecoderLayer(GradientCheckpointingLayer):
-    """One layer: maps hidden states and the encoding's state to the next layer's."""
+    """One decoder layer, which maps hidden states and the encoding's state to those of the next layer."""
 
     def __init__(self, config: EncodedConfig, layer_idx: int, encoding):
         super().__init__()
@@ -151,7 +151,10 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         self.position = EncodedPosition(encoding.parameters(layer_idx))
 
     def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
-        """Map (B, S, C) and the state, (S, B or 1, ...) or None, to the next layer's; also return the map or None."""
+        """Return the next layer's hidden states (B, S, C) and state, and the attention weights or None.
+
+        The state is (S, B or 1, ...) or None.
+        """
         layer, encoding, cache = self.layer_idx, self.encoding, TokenCache()
         if past_key_values is not None:
             cache = EncodingCache(past_key_values.layers[layer], len(hidden_states))
@@ -160,7 +163,7 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         mixed = under_autocast(hidden_states)
 
         def for_encoding(x: Tensor) -> Tensor:
-            """Return x, (B, S, C), by token, in the precision of the weights also under autocast."""
+            """Return x (B, S, C) with the sequence first, in the dtype of the weights even under autocast."""
             return (x.to(self.input_layernorm.weight.dtype) if mixed else x).transpose(0, 1)
 
         with without_autocast(hidden_states):
@@ -210,7 +213,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
             named = f" with model.position.increments {increments}" if increments != "fixed" else ""
             raise NotImplementedError(
                 f"{implementation} cannot serve models with the positional encoding {config.position_encoding}{named}, "
-                "since its attention has no room for what the encoding computes of each token; use generate"
+                "since its attention cannot store the encoding's tensors of each token; use generate"
             )
         super().__init__(config)
 
@@ -227,7 +230,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         if implementation not in _IMPLEMENTATIONS:
             raise NotImplementedError(
                 f"models with the positional encoding {Encoding.name} do not support {implementation} attention; call "
-                f"model.set_attn_implementation('sdpa'), or 'eager', which returns attention maps"
+                f"model.set_attn_implementation('sdpa'), or 'eager' to return attention weights"
             )
         check_cache(past_key_values)
 
@@ -237,7 +240,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
             self.check_cached(before + hidden_states.shape[1])
 
     def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the positions of the new tokens, (B or 1, S); those of padding do not count."""
+        """Return the positions of the new tokens, (B or 1, S), without counting padding."""
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             counted = attention_mask.long().cumsum(-1)[:, -len(cache_position) :] - 1
             if counted.shape[1] == len(cache_position):
@@ -245,13 +248,13 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         return cache_position.unsqueeze(0)
 
     def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what enters the first layer: the embedded tokens (B, S, C), and the encoding's state."""
+        """Return the first layer's hidden states (B, S, C) and the encoding's initial state."""
         if self.encoding.token_positions(1, None) is not None:
-            # Those of a sequence do not depend on how long others are.
+            # The positions of a sequence depend on its own length, not on that of others in the batch.
             lengths = (position_ids.amax(1) + 1).tolist()
             tables = {n: torch.as_tensor(self.encoding.token_positions(n, None)) for n in set(lengths)}
-            of_rows = [tables[n].to(row.device)[row] for n, row in zip(lengths, position_ids)]
-            position_ids = torch.stack(of_rows)
+            rows = [tables[n].to(row.device)[row] for n, row in zip(lengths, position_ids)]
+            position_ids = torch.stack(rows)
         positions_SB = position_ids.T
         added = self.encoding.embedding(positions_SB, hidden_states.dtype)
         if added is not None:
@@ -266,7 +269,7 @@ class EncodedForCausalLM(EncodedPreTrainedModel, TapeForCausalLM):
 
 
 class EncodedForSequenceClassification(EncodedPreTrainedModel, TapeForSequenceClassification):
-    """The decoder with a linear layer on the last token that is not padding."""
+    """The decoder with a classification head on the last token that is not padding."""
 
     model_class = EncodedModel
 

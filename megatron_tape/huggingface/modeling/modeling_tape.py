@@ -1,14 +1,14 @@
-"""TAPE language models for transformers: a Llama-like decoder whose rotary positions are rewritten by content.
+"""TAPE language models for transformers: a Llama-like decoder whose layers update rotary positions from the content.
 
 "Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding" (ICML 2025). The files
-`*_tape.py` are part of an exported checkpoint; they need only torch and transformers.
+`*_tape.py` are part of an exported checkpoint and need only torch and transformers.
 
-In addition to its hidden state, every token carries a position state z (B, S, G, D): D/2 complex numbers for each
-key/value head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f), with yarn times its attention
-factor; queries and keys are multiplied by it, the attention map averages it as it averages values, and each layer but
-the last rewrites it:
+In addition to its hidden state, every token has a position state z (B, S, G, D): D/2 complex numbers for each key/value
+head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f), times the attention factor with yarn.
+Queries and keys are multiplied by it. The attention weights that average the values also average the position states,
+to u, and each layer except the last updates them:
     z' = z + A u,   z'' = z' + W_down diag(silu(W_x m)) W_up z'.
-No token's states depend on later tokens, so a cache of the rotated keys and of [value | z] makes generation exact.
+No state depends on later tokens, so a cache of the rotated keys and of [value | z] makes generation exact.
 
 Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, P position MLP width.
 """
@@ -25,12 +25,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from .attention_tape import TapeAttention, refuse_servers
-from .cache_tape import check_cache, let_grow, refuse_paged
+from .cache_tape import check_cache, preallocate, refuse_paged
 from .configuration_tape import TapeConfig
 from .position_tape import TapePhases, TapePosition, warn_if_frozen
 
 logger = logging.get_logger(__name__)
-# Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
+# Before transformers 5.4, caches and masks need the positions of the new tokens.
 _MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
 
 
@@ -49,7 +49,7 @@ class TapeMLP(nn.Module):
 
 
 class TapeDecoderLayer(GradientCheckpointingLayer):
-    """One layer: maps hidden states and position state to the next layer's."""
+    """One decoder layer, which maps hidden states and position state to those of the next layer."""
 
     def __init__(self, config: TapeConfig, layer_idx: int):
         super().__init__()
@@ -62,16 +62,16 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         self.position = TapePosition(config) if layer_idx < config.num_hidden_layers - 1 else None
 
     def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
-        """Map (B, S, C) and (B, S, G, D) to the same shapes; also return the attention map or None.
+        """Return the next layer's hidden states (B, S, C) and state (B, S, G, D), and the attention weights or None.
 
-        After the `last` layer nothing reads the state, so it stays as it is.
+        The `last` layer leaves the state unchanged, since nothing reads it.
         """
-        kwargs["average_state"] = moves = self.position is not None and not last
+        kwargs["average_state"] = updates = self.position is not None and not last
         normed = self.input_layernorm(hidden_states)
         attention_output, averaged, weights = self.self_attn(normed, state, attention_mask, past_key_values, **kwargs)
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
-        if moves:
+        if updates:
             state = self.position(state, averaged, mlp_output if self.gate_input == "mlp" else attention_output)
         return hidden_states + mlp_output, state, weights
 
@@ -92,7 +92,7 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Allow `set_attn_implementation`: transformers searches this file for words, which differ between versions."""
+        """Allow `set_attn_implementation`; transformers would search this file for words that depend on its version."""
         return True
 
     @classmethod
@@ -100,13 +100,13 @@ class TapePreTrainedModel(PreTrainedModel):
         if any(kwargs.get(name) is not None for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")):
             raise NotImplementedError(
                 f"{cls.__name__} does not support transformers' tensor and pipeline parallelism; use device_map to "
-                "spread layers over devices"
+                "distribute layers over devices"
             )
         return super().from_pretrained(*args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start as RoPE: with token_mixing and down_proj at zero the position state keeps its phases."""
+        """Start as RoPE: with token_mixing and down_proj at zero the position state does not change."""
         if (std := getattr(module, "initial_std", None)) is not None:
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, TapePhases):
@@ -128,7 +128,7 @@ class TapeModel(TapePreTrainedModel):
         self._is_checked = False
         self.post_init()
 
-    # What models with other positional encodings do in another way.
+    # Overridden by models with other positional encodings.
 
     def _add_layers(self, config: TapeConfig) -> None:
         self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
@@ -136,20 +136,20 @@ class TapeModel(TapePreTrainedModel):
 
     def _check(self, past_key_values: Cache | None) -> None:
         check_cache(past_key_values)
-        # A graph cannot depend on the values of weights.
+        # A compiled graph cannot depend on the values of weights.
         if self.training and not self._is_checked and not torch.compiler.is_compiling():
             self._is_checked = True
             warn_if_frozen(self)
 
     def _prepare_cache(self, past_key_values: Cache | None, hidden_states: Tensor) -> None:
-        let_grow(past_key_values, hidden_states)
+        preallocate(past_key_values, hidden_states)
 
     def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the positions of the new tokens, (1, S), where none were given."""
+        """Return default positions of the new tokens, (1, S)."""
         return cache_position.unsqueeze(0)
 
     def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what enters the first layer, given the embedded tokens (B, S, C): theirs, and the state."""
+        """Return the first layer's hidden states and position state, given the embedded tokens (B, S, C)."""
         config, (B, S, _) = self.config, hidden_states.shape
         phases = self.phases(position_ids)
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
@@ -171,28 +171,25 @@ class TapeModel(TapePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Run the decoder on token ids (B, S) or embeddings (B, S, C).
 
-        attention_mask (B, T) is 0 at padding; shifting all position_ids (B or 1, S) changes nothing. Where position_ids
-        start over, a new document begins, which does not see the one before, if there is no mask and use_cache is
-        False.
+        attention_mask (B, T) is 0 at padding. Shifting all position_ids (B or 1, S) changes nothing. Without a mask and
+        with use_cache=False, position_ids that restart begin a new document, which does not attend to earlier ones.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, but not both")
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if output_attentions and config._attn_implementation != "eager":
             raise ValueError(
-                f"{config._attn_implementation} attention does not compute the maps that output_attentions requests; "
+                f"{config._attn_implementation} attention does not return attention weights for output_attentions; "
                 'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
             )
         if kwargs.get("cache") is not None:
             refuse_paged()
         self._check(past_key_values)
         if use_cache and self.training and self.gradient_checkpointing:
-            logger.warning_once(
-                "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"
-            )
+            logger.warning_once("gradient checkpointing cannot be combined with a cache: setting use_cache=False")
             use_cache = False
 
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -218,7 +215,7 @@ class TapeModel(TapePreTrainedModel):
         for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
         for_layers["cache_position"] = cache_position
         all_hidden_states, all_weights = [], []
-        # Assisted generation with an early exit lowers the number of layers for a while.
+        # Assisted generation with early exit temporarily lowers the number of layers.
         depth = min(config.num_hidden_layers, len(self.layers))
         for layer, i in zip(self.layers, range(depth)):
             if output_hidden_states:
@@ -248,7 +245,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self) -> None:
-        """Let the first tokens make a static cache: values are wider than keys, and `generate` asks for one width."""
+        """Initialize static caches from the first tokens: `generate` assumes keys and values of equal size."""
 
     @can_return_tuple
     def forward(
@@ -263,9 +260,9 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, S, V), of the last `logits_to_keep` tokens if that is not 0, and the loss on `labels`.
+        """Return logits (B, S, V), only of the last `logits_to_keep` tokens if that is not 0, and the loss on `labels`.
 
-        labels (B, S) are the input ids themselves (they are shifted here), -100 at tokens without a loss.
+        labels (B, S) are the input ids, which are shifted here, with -100 at tokens to ignore.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -293,9 +290,9 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         refuse_paged()
 
 
-# The constructor of transformers' mixin asks AutoModel for the decoder, which does not know code from a repository.
+# The constructor of transformers' mixin would use AutoModel, which does not support code from a repository.
 class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTrainedModel):
-    """The decoder with a linear layer on the last token that is not padding."""
+    """The decoder with a classification head on the last token that is not padding."""
 
     model_class = TapeModel
 

@@ -1,4 +1,4 @@
-"""The position state of TAPE models: its phases before the first layer, and what each layer adds to it.
+"""The position state of TAPE models: its initial phases and the update of each layer.
 
 Axes: B batch, S new tokens, H query heads, G key/value heads, D head dimension, P position MLP width.
 """
@@ -15,7 +15,7 @@ logger = logging.get_logger(__name__)
 
 
 class TapePhases(nn.Module):
-    """RoPE's phases, the position state before the first layer."""
+    """RoPE's phases, the initial position state."""
 
     def __init__(self, config: TapeConfig):
         super().__init__()
@@ -24,7 +24,7 @@ class TapePhases(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """Return the D/2 angles per position, float32, and what the phases are multiplied by: 1, except with yarn."""
+        """Return the D/2 angles per position, float32, and the factor of the phases, which is 1 except with yarn."""
         rope = self.config.rope_parameters
         if rope["rope_type"] == "default":
             D = self.config.head_dim
@@ -32,35 +32,34 @@ class TapePhases(nn.Module):
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
 
     def _apply(self, fn, recurse=True):
-        # Angles of long contexts need float32, also in a model moved to bfloat16.
-        kept = self.inv_freq
+        # Long contexts need angles in float32, even if the model is converted to bfloat16.
+        original = self.inv_freq
         super()._apply(fn, recurse)
-        if not kept.is_meta:
-            self.inv_freq = kept.to(self.inv_freq.device)
+        if not original.is_meta:
+            self.inv_freq = original.to(self.inv_freq.device)
         return self
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Return exp(i s theta_f) times the attention factor for integer positions (B, S) as float32 (B, S, D)."""
+        """Return exp(i s theta_f) times the attention factor, float32 (B, S, D), for integer positions (B, S)."""
         angles = position_ids[..., None].float() * self.inv_freq
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
 
 def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
-    """Return the matrix (rows, columns) that a linear module multiplies by.
+    """Return the effective weight (rows, columns) of a linear module.
 
-    LoRA layers, quantized and offloaded weights and hooks take effect only where the module is called, so such a module
-    multiplies the identity, in the type of `like`.
+    LoRA layers, quantized or offloaded weights and hooks take effect only when the module is called, so such a module
+    is applied to the identity in the dtype of `like`.
     """
     hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
     if type(linear) is nn.Linear and not hooked and type(weight := linear.weight) in (nn.Parameter, Tensor):
         return weight
-    # One sequence, whatever the number of columns: where peft gives every sequence an adapter of its own, it says that
-    # the numbers differ.
+    # A batch of one sequence: with one adapter per sequence, peft would reject another batch size.
     return linear(torch.eye(columns, dtype=like.dtype, device=like.device)[None])[0].T
 
 
 class TapePosition(nn.Module):
-    """The update of the position state: mixing over tokens, then a gated linear map of its G heads for each token."""
+    """The update of the position state: token mixing, then a gated linear map over the G heads of each token."""
 
     def __init__(self, config: TapeConfig):
         super().__init__()
@@ -70,24 +69,24 @@ class TapePosition(nn.Module):
         self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
         self.up_proj = nn.Linear(G, P, bias=False)
         self.down_proj = nn.Linear(P, G, bias=False)
-        # transformers initializes modules that have parameters of their own, and this one has none.
+        # transformers initializes only modules that own parameters, which this one does not.
         self.token_mixing.initial_std = self.down_proj.initial_std = 0.0
         self.up_proj.initial_std = G**-0.5
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next layer's state (B, S, G, D) from the state, its averages (B, S, H, D), and (B, S, C)."""
+        """Return the next layer's state (B, S, G, D), given averages (B, S, H, D) and the gate's input (B, S, C)."""
         B, S, G, D = state.shape
         N = B * S
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
-        # A state in fp32 accumulates in fp32 and is rounded only where it is a factor.
+        # An fp32 state accumulates in fp32, and is rounded only as a factor of products.
         wider = state.dtype != averaged.dtype
         if averaged.shape[1] == self.num_heads:
             mixing = matrix_of(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
             mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
-        else:  # the heads of one of vLLM's tensor-parallel processes: the module sums over all of them
+        else:  # heads of one tensor-parallel process of vLLM; the module sums over processes
             mixed = state + self.token_mixing(averaged.transpose(1, 2).contiguous()).transpose(1, 2)
         gate = F.silu(self.x_proj(gate_input)).view(N, -1)
-        # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
+        # W_down diag(gate) W_up for all tokens is one matrix product with the outer products of columns and rows.
         up, down = matrix_of(self.up_proj, G, gate), matrix_of(self.down_proj, gate.shape[-1], gate)
         outer = (down.T.unsqueeze(2) * up.unsqueeze(1)).flatten(1)
         M = (gate @ outer).view(N, G, G)
@@ -96,14 +95,14 @@ class TapePosition(nn.Module):
 
 
 def warn_if_frozen(model: nn.Module) -> None:
-    """Warn if TAPE's matrices, which make the model RoPE while they are zero, are zero and not trained."""
+    """Warn if TAPE's matrices are zero and frozen, so that the model stays RoPE."""
     position = {name: weight for name, weight in model.named_parameters() if ".position." in name}
-    # Where weights are elsewhere (offloaded, or cut over processes), nobody knows.
+    # Offloaded or sharded weights cannot be checked.
     if any(weight.requires_grad or weight.is_meta or not weight.numel() for weight in position.values()):
         return
     last = [weight for name, weight in position.items() if ".token_mixing." in name or ".down_proj." in name]
     if last and not any(weight.any() for weight in last):
         logger.warning(
-            "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
-            'them with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
+            "TAPE's matrices are all zero and frozen, so the model remains plain RoPE in this training; to train them "
+            'with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
         )

@@ -1,8 +1,8 @@
 """TAPE language models in transformers: `AutoModelForCausalLM.from_pretrained(export)` without `trust_remote_code`.
 
-transformers has no entry points for models, so this package puts names into its tables of models when those modules are
-imported. `transformers_tape.pth` imports it at every start of Python; therefore nothing else is imported here before it
-is needed, and nothing here may fail. Where .pth files are not read, `import transformers_tape` does the same.
+transformers has no entry points for models, so this package adds entries to its model registries when their modules are
+imported. `transformers_tape.pth` imports this package at every start of Python, so imports here are deferred, and
+nothing here may fail. If .pth files are disabled, use `import transformers_tape`.
 """
 
 import sys
@@ -22,7 +22,7 @@ LORA_TARGETS = [
     "position.up_proj",
     "position.down_proj",
 ]
-"""What peft trains where a LoraConfig names no target_modules: Llama's, and what moves the positions."""
+"""Default target_modules of peft's LoraConfig: those of Llama, and TAPE's matrices."""
 
 _MODULE = f"transformers.models.{MODEL_TYPE}"
 _FILES = {CONFIG: "configuration_tape", "TapePreTrainedModel": "modeling_tape"}
@@ -39,19 +39,19 @@ def __getattr__(name):
 
 
 def _add_architectures(transformers):
-    # `transformers serve` takes the class from here.
+    # For `transformers serve`.
     for name in _FILES:
         transformers._class_to_module.setdefault(name, f"models.{MODEL_TYPE}")
 
 
 def _add_architectures_again(module):
-    # Once imported, this module runs transformers' __init__.py a second time, and that is `transformers` from then on.
+    # This module executes transformers' __init__.py again, and replaces `transformers` by the result.
     _add_architectures(sys.modules["transformers"])
 
 
 def _add_configuration(module):
     module.CONFIG_MAPPING_NAMES[MODEL_TYPE] = CONFIG
-    # Names for documentation; the first versions want one for each configuration.
+    # Names for documentation; early versions require one for each configuration.
     getattr(module, "MODEL_NAMES_MAPPING", {})[MODEL_TYPE] = "TAPE"
 
 
@@ -70,8 +70,8 @@ def _add(mapping, name):
     mapping._reverse_config_mapping[CONFIG] = MODEL_TYPE
 
 
-def _carry_code(module):
-    # What is saved carries the code, so that it also loads where this package is not installed.
+def _save_code_with_models(module):
+    # Saved models include the code, so that they also load without this package.
     for auto_class, name in AUTO_CLASSES.items():
         getattr(module, name).register_for_auto_class(auto_class)
     module.TapeConfig.register_for_auto_class()
@@ -87,7 +87,7 @@ _AFTER_IMPORT = {
     "transformers.models.auto.configuration_auto": _add_configuration,
     "transformers.models.auto.modeling_auto": _add_models,
     "transformers.models.auto.tokenization_auto": _add_tokenizer,
-    f"{__name__}.modeling_tape": _carry_code,
+    f"{__name__}.modeling_tape": _save_code_with_models,
     "peft.utils.constants": _add_lora_targets,
 }
 
@@ -100,14 +100,14 @@ def _run(name):
 
         warnings.warn(
             f"transformers-tape could not add TAPE models to {name} ({type(error).__name__}: {error}); load them with "
-            "trust_remote_code=True, and see whether a newer transformers-tape knows this version",
+            "trust_remote_code=True, or look for a transformers-tape that supports this version",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 class _Alias:
-    """Loads `transformers.models.tape`, whose attributes are this package's."""
+    """Loader of `transformers.models.tape`, an alias of this package."""
 
     @staticmethod
     def create_module(spec):
@@ -119,7 +119,7 @@ class _Alias:
 
 
 class _Finder:
-    """Finds modules as Python does, and adds to the few of `_AFTER_IMPORT` once they have run."""
+    """Import hook that runs the functions of `_AFTER_IMPORT` after their modules have been imported."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -142,7 +142,7 @@ class _Finder:
         return spec
 
 
-# After a reload, two finders would ask each other for ever.
+# After a reload of this module, two finders would call each other endlessly.
 sys.meta_path[:] = [_Finder, *(finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__)]
 for _name in _AFTER_IMPORT:
     if _name in sys.modules:

@@ -1,4 +1,4 @@
-"""TAPE language models for vLLM, out of its own layers and the position update of the exported models.
+"""TAPE language models for vLLM, built from vLLM's layers and the position update of exported models.
 
 Axes: N tokens of all requests, H query heads and G key/value heads of this process, D head dimension, C hidden size.
 """
@@ -27,7 +27,7 @@ from .vllm_plugin import prepare
 
 
 class TapeAttention(nn.Module):
-    """Attention that rotates by the position state and averages it together with the values."""
+    """Attention that rotates queries and keys by the position state, and averages it with the values."""
 
     def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str):
         super().__init__()
@@ -71,7 +71,7 @@ class TapeAttention(nn.Module):
 
 
 class TapeDecoderLayer(nn.Module):
-    """One layer: maps hidden states and position state to the next layer's."""
+    """One decoder layer, which maps hidden states and position state to those of the next layer."""
 
     def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str, last: bool):
         super().__init__()
@@ -88,22 +88,22 @@ class TapeDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.position = None if last else TapePosition(config)
         if self.position is not None and get_tensor_model_parallel_world_size() > 1:
-            # Each process multiplies its own heads by its columns, and the products are summed.
+            # Each process multiplies its heads by its columns; the products are summed over processes.
             self.position.token_mixing = RowParallelLinear(
                 config.num_attention_heads, config.num_key_value_heads, bias=False, return_bias=False
             )
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map what the layer before added (N, C), the sum before it, and the state (N, G, D) to the same of this layer.
+        """Map the previous layer's output (N, C), residual (N, C) and state (N, G, D) to those of this layer.
 
-        Before the first layer that is the embedded tokens, None and the phases.
+        The first layer gets the embedded tokens, None and the phases.
         """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
         attention_output, averaged = self.self_attn(hidden_states, state)
-        # The fused norm may overwrite what it adds.
+        # The fused norm may overwrite its input.
         gate_input = None if self.gate_by_mlp else attention_output.clone()
         hidden_states, residual = self.post_attention_layernorm(attention_output, residual)
         mlp_output = self.mlp(hidden_states)
@@ -141,7 +141,7 @@ class TapeModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states (N, C) of tokens, or of embeddings (N, C), at positions (N,) in their requests."""
+        """Return the hidden states (N, C) of tokens or embeddings (N, C) at positions (N,) within their requests."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         state = self.phases(positions)
         if self.config.position_state_precision != "fp32":

@@ -1,16 +1,17 @@
-"""TAPE language models in vLLM: `register` is its entry point, which vLLM calls in each of its processes.
+"""TAPE language models in vLLM: `register` is the plug-in's entry point, which vLLM calls in each of its processes.
 
-vLLM's attention averages one value of each token. TAPE's layers average [value | z] of width 2 D; zeros make queries
-and keys as wide, and change no score, so that any attention backend of vLLM does both in one call.
+vLLM's attention averages one value per token. TAPE's layers average [value | z] of size 2 D. Queries and keys are
+padded with zeros to the same size, which does not change scores, so any attention backend of vLLM computes both in one
+call.
 """
 
 ARCHITECTURE = "TapeForCausalLM"
 SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model")
-"""Those that look at tokens alone."""
+"""Supported methods, which depend only on tokens."""
 
 
 def register() -> None:
-    """Let vLLM serve TAPE models; a vLLM that has changed serves its other models as before."""
+    """Register TAPE models with vLLM; warns instead of failing if vLLM's interfaces have changed."""
     try:
         from vllm import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -27,20 +28,20 @@ def register() -> None:
     class TapeModels(VerifyAndUpdateConfig):
         verify_and_update_config = staticmethod(prepare)
 
-    # By its name, so that vLLM imports the model only where it runs.
+    # By name, so that vLLM imports the model only in the processes that run it.
     ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm_model:{ARCHITECTURE}")
     MODELS_CONFIG_MAP[ARCHITECTURE] = TapeModels
 
 
 def prepare(vllm_config) -> None:
-    """Double the width of heads, by which vLLM chooses an attention backend and sizes its memory.
+    """Double the head size, by which vLLM chooses an attention backend and sizes its cache.
 
-    Raises NotImplementedError for settings with which a TAPE model cannot be served.
+    Raises NotImplementedError for settings that TAPE models do not support.
     """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     problem = fix = None
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        problem = "pipeline parallelism, whose stages pass on hidden states without the position state"
+        problem = "pipeline parallelism, since stages do not send the position state"
         fix = "set pipeline_parallel_size to 1; tensor parallelism works"
     elif (kind := vllm_config.cache_config.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
         problem = (
@@ -48,7 +49,7 @@ def prepare(vllm_config) -> None:
         )
         fix = "leave kv_cache_dtype at auto"
     elif speculative is not None and speculative.method not in SPECULATIVE_METHODS:
-        problem = f"the speculative method {speculative.method}, which reads hidden states but no position state"
+        problem = f"the speculative method {speculative.method}, which uses hidden states but no position state"
         fix = f"choose one of {', '.join(SPECULATIVE_METHODS)}"
     if problem:
         raise NotImplementedError(f"TAPE models in vLLM do not support {problem}; {fix}")
