@@ -83,7 +83,7 @@ def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
     expected = write_source(tmp_path / "source", kind)
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", vocab_size=90)
     messages = imported(tmp_path, tmp_path / "model.gguf", "--vocab-multiple", "64")
-    assert "model.gguf holds F32;" in messages
+    assert "model.gguf contains F32 weights;" in messages
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
 
 
@@ -93,7 +93,7 @@ def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):
     write_gguf(tmp_path / "folder" / "model.gguf", tmp_path / "source", gguf.GGMLQuantizationType.Q8_0, vocab_size=90)
     (tmp_path / "folder" / "README.md").write_text("---\nlicense: mit\n---\n")
     file = tmp_path / "folder" / "model.gguf"
-    assert "holds F32, Q8_0; the checkpoint gets the fp32" in imported(tmp_path, file)
+    assert "contains F32, Q8_0 weights; the checkpoint stores them in fp32" in imported(tmp_path, file)
     reader = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", gguf_file="model.gguf", dtype=torch.float32)
     with torch.no_grad():
         expected = reader(IDS).logits
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_be
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
     command = ["from-hf", "--model", tmp_path / "model.gguf", "--output"]
     done = convert(*command, tmp_path / "without")
-    assert done.returncode == 0 and "of the kind gpt2, smollm, which transformers cannot convert" in done.stderr
+    assert done.returncode == 0 and "transformers cannot convert its kind (gpt2, smollm)" in done.stderr
     assert not (tmp_path / "without" / "tokenizer").exists()
     write_tokenizer(tmp_path / "tokenizer.json")
     assert convert(*command, tmp_path / "with").returncode == 0

@@ -225,7 +225,7 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
         ("llama1", {"head_dim": 8.0}, "model.kv_channels is 8.0"),
         ("llama1", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3"),
-        ("llama1", {"num_hidden_layers": 2}, "holds model.layers.2"),
+        ("llama1", {"num_hidden_layers": 2}, "contains model.layers.2"),
         ("llama1", {"vocab_size": 80}, "embed_tokens.weight the shape (90, 32)"),
         ("llama1", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("qwen2", {"model_type": "llama"}, "k_proj.bias"),

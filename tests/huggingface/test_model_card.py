@@ -91,7 +91,7 @@ def test_the_recipe_for_adapters_trains_positions_and_merges(exports, tmp_path, 
     (recipe,) = re.findall(
         r"## Adapt\n.*?```python\n(.*?)```", (exports["tape"].directory / "README.md").read_text(), re.S
     )
-    before, after = recipe.split("# Train the model here, with transformers' Trainer or trl, and then:\n")
+    before, after = recipe.split("# Train the model here, with transformers' Trainer or trl. Then:\n")
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(before.replace('path = "."', f"path = {str(exports['tape'].directory)!r}"), names)
