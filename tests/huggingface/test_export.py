@@ -17,7 +17,7 @@ from megatron_tape.checkpoint.directories import digest, list_checkpoints
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.to_transformers import export
-from megatron_tape.run.metrics import LOSS
+from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS
 
 CASES = list(export_cases.cases())
 
@@ -116,7 +116,7 @@ def test_the_card_gives_the_training_facts(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
     rows = [json.loads(line) for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()]
     assert f"| Training loss | {rows[-1][LOSS]:.4f} nats per token, at step 3 |" in card
-    assert f"| Validation loss | {rows[-1]['validation_loss']:.4f} nats" in card
+    assert f"| Validation loss | {rows[-1][VALIDATION_LOSS]:.4f} nats" in card
     batch = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())["train"]["global_batch_size"]
     assert "3 of 3" in card and f"{3 * batch * 48:,} ({batch} sequences of 48 per step)" in card
     assert "16 rows" in card and str(trained) not in card
