@@ -81,4 +81,4 @@ class WandbRun:
             call(*arguments)
         except Exception as error:  # training does not depend on this service
             self._run = None
-            logger.warning("warning: logging to Weights & Biases is disabled: %s", str(error) or repr(error))
+            logger.warning("warning: logging to Weights & Biases is disabled (%s)", str(error) or repr(error))
