@@ -1,4 +1,4 @@
-"""Makes sure that when an operation fails on some ranks, every rank raises an error."""
+"""Make every rank raise an error when an operation fails on some ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def on_rank_0(layout: ParallelLayout, path: Path, what: str, action: Callable[[], T]) -> T:
-    """Return on all ranks what `action` returns on rank 0; if it fails there, all raise as `Agreement.check` does."""
+    """Run `action` on rank 0 and return its result on all ranks; if it fails, all raise as `Agreement.check` does."""
     result: list[T | None] = [None]
     with Agreement(layout) as agreement:
         if layout.rank == 0:
@@ -24,10 +24,10 @@ def on_rank_0(layout: ParallelLayout, path: Path, what: str, action: Callable[[]
 
 
 class Agreement:
-    """Runs a block that may fail on some ranks, so that all ranks find out instead of waiting for each other."""
+    """A context in which some ranks may fail; `check` tells all ranks, so that none waits for another forever."""
 
     def __init__(self, layout: ParallelLayout, check_owner: Callable[[], None] = lambda: None):
-        """Take what raises StaleAttempt if a newer attempt has taken over the run; it is asked if the block fails."""
+        """Create a context; if the block fails, `check_owner` raises StaleAttempt if a newer attempt owns the run."""
         self._layout, self._check_owner = layout, check_owner
         self._error: Exception | None = None
 
@@ -41,8 +41,8 @@ class Agreement:
     def check(self, path: Path, what: str) -> None:
         """Raise the same error on every rank if the block failed on any; all ranks call this together after the block.
 
-        Raises StaleAttempt if a newer attempt has taken over the run, otherwise CheckpointError: with the parts of the
-        first rank's error and, as its place, `what` was going on and where, or else about `path`.
+        Raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError with the first failing rank's
+        error. `what` describes the operation; an error without a subject is about `path`.
         """
         failures: list[tuple | None] = [None] * self._layout.world_size
         dist.all_gather_object(failures, None if self._error is None else self._parts(path))
@@ -59,7 +59,7 @@ class Agreement:
             self._check_owner()
         except StaleAttempt as error:
             return error
-        except OSError:  # a failing disk cannot say
+        except OSError:  # unknown, because the disk fails
             pass
         error = self._error
         if isinstance(error, UserError):

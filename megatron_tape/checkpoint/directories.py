@@ -1,15 +1,15 @@
 """Checkpoint directories on disk: a checkpoint is either complete or does not exist under its name.
 
 `step-00000100` holds files and a `manifest.json` that lists each of them with its size and sha256. Everything is
-written into a staging directory, flushed to disk, and only then renamed; nothing is deleted under a checkpoint's name.
-A process may therefore be killed at any moment. While a checkpoint of the same step is being replaced, the old one is
-called `step-00000100.replaced`, which readers also accept, so one of the two always exists. `step-00000100.abandoned`
-was damaged, and the run went on from an earlier one (see `prune`).
+written into a staging directory, flushed to disk, and only then renamed. Nothing is deleted under a checkpoint's name,
+so a process may be killed at any moment. While a checkpoint of the same step is being replaced, the old one is called
+`step-00000100.replaced`. Readers accept this name too, so one of the two always exists. `step-00000100.abandoned` was
+damaged, and the run continued from an earlier checkpoint (see `prune`).
 
-A checkpoint may be a symbolic link to a directory elsewhere: it is read like any other, and only the link is ever
-removed. Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that the manifest
-does not list are ignored. Only one process at a time may call these functions, except that several may write files into
-one staging directory. Imports no torch.
+A checkpoint may be a symbolic link to another directory. It is read like any other, and only the link is removed.
+Names that start with a dot and end in `.partial` are leftovers, which `prune` removes. Files that are not in the
+manifest are ignored. Only one process at a time may call these functions, but several may write files into one staging
+directory. Imports no torch.
 """
 
 import os
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(\.replaced)?")
 
 
 Steps = Annotated[int, Field(ge=0, le=10**8)]
-"""As many as a run may have; counts that a file declares are bounded before anything is made of their size."""
+"""A number of steps, with an upper bound, because nothing of unbounded size may be allocated for a file's numbers."""
 
 
 class Manifest(TypedDict):
@@ -47,7 +47,7 @@ class Manifest(TypedDict):
 
 
 class ShardSpec(TypedDict):
-    """How a parameter is cut over the tensor-parallel ranks: along `dim`, in `stride` interleaved pieces."""
+    """How a parameter is sharded over the tensor-parallel ranks: along `dim`, in `stride` interleaved pieces."""
 
     dim: Annotated[int, Field(ge=0, le=1)]
     stride: Annotated[int, Field(ge=1, le=16)]
@@ -56,10 +56,12 @@ class ShardSpec(TypedDict):
 class Progress(TypedDict, total=False):
     """Further state of a run.
 
-    `bad_steps` is the number of steps just skipped in a row, `tokenizer` describes the run's, whose files are in the
-    directory `tokenizer`, `data` fingerprints the files that it learned from by the names that settings give them,
-    `origin` says where an imported checkpoint came from, `identity` is a digest of the files that it was imported from,
-    and `card` what their model card says by the keys of the Hub's metadata.
+    `bad_steps`: the number of steps just skipped in a row.
+    `tokenizer`: the record of the run's tokenizer, whose files are in the directory `tokenizer`.
+    `data`: fingerprints of the data files, by their names in the settings.
+    `origin`: where an imported checkpoint came from.
+    `identity`: a digest of the files that it was imported from.
+    `card`: the contents of their model card, by the keys of the Hub's metadata.
     """
 
     bad_steps: Steps
@@ -71,14 +73,14 @@ class Progress(TypedDict, total=False):
 
 
 class Source(TypedDict):
-    """The checkpoint that holds the weights of frozen parameters that another one leaves out."""
+    """The checkpoint with the frozen weights that another checkpoint omits."""
 
     path: str
     manifest_sha256: str
 
 
 class State(TypedDict):
-    """The contents of `state.json`; `config` holds the run's settings by section. An import has nothing frozen."""
+    """The contents of `state.json`. `config` holds the run's settings by section; imports have nothing frozen."""
 
     step: Steps
     optimizer_steps: Steps
@@ -93,7 +95,7 @@ class State(TypedDict):
 
 
 class OtherFormat(CheckpointError):
-    """A checkpoint that another version of this project wrote; it may be complete, but this version cannot read it."""
+    """A checkpoint that another version of this project wrote. It may be complete, but cannot be read here."""
 
 
 def staging_directory(home: str | Path, step: int) -> Path:
@@ -110,8 +112,8 @@ def staging_directory(home: str | Path, step: int) -> Path:
 def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, FileDigest]) -> Path:
     """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; return its path.
 
-    `files` maps names to digests. When this returns, the checkpoint
-    survives a power cut. Raises CheckpointError if this process does not see all files with their sizes.
+    `files` maps names to digests. When this returns, the checkpoint survives a power cut. Raises CheckpointError if
+    this process does not see all files at their sizes.
     """
     entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in sorted(files.items())}
     write_record(staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries})
@@ -136,7 +138,7 @@ def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, File
 
 
 def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
-    """Return steps and paths of all checkpoints in `root`, newest first, and a replaced one after its successor."""
+    """Return steps and paths of all checkpoints in `root`, newest first; a replaced one follows its successor."""
     root = Path(root)
     names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     found = sorted((-int(name[1]), name[2] or "", name[0]) for name in names if name)
@@ -188,7 +190,7 @@ def read_state(path: str | Path) -> State:
 
 
 def problems(path: str | Path, deep: bool = True) -> list[str]:
-    """Return, file by file, why a checkpoint is not complete; empty if it is. Only `deep` reads the files' bytes."""
+    """Return the problems of a checkpoint, file by file; none if it is complete. Only `deep` reads the files' bytes."""
     try:
         return _problems(Path(path), deep)
     except (OtherFormat, OSError) as error:
@@ -202,12 +204,11 @@ def newest_complete(
     excluding: Collection[Path] = (),
     strict: bool = False,
 ) -> Path | None:
-    """Return the path of the newest complete checkpoint; `warn` is called for each broken one that is skipped.
+    """Return the path of the newest complete checkpoint, or None. Call `warn` for each broken one that is skipped.
 
-    `deep` reads every byte; otherwise the right file sizes are enough. Those in `excluding` are skipped silently.
-    Raises OtherFormat rather than skip a checkpoint that another version wrote: a run that continues from an older one
-    would replace it. If `strict`, also raises CheckpointError rather than skip one that a failing disk does not let us
-    judge.
+    `deep` reads every byte; otherwise the file sizes are compared. Checkpoints in `excluding` are skipped silently.
+    Raises OtherFormat instead of skipping a checkpoint of another version, which a run that continues from an older
+    checkpoint would replace. If `strict`, also raises CheckpointError if a disk error prevents the check.
     """
     for _, path in list_checkpoints(root):
         if path in excluding:
@@ -225,33 +226,33 @@ def newest_complete(
 
 
 def checkpointed_step(root: str | Path) -> int:
-    """Return the step of the newest checkpoint whose files have the right sizes, or 0 if there is none."""
+    """Return the step of the newest checkpoint whose file sizes are right, or 0 if there is none."""
     path = newest_complete(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
 
 
 def prune(root: str | Path, keep: int, keep_every: int | None = None, published: int | None = None) -> None:
-    """Remove checkpoints and leftovers of killed processes, but not the newest `keep` whose files have the right sizes.
+    """Remove leftovers of killed processes and all but the newest `keep` checkpoints whose file sizes are right.
 
     Checkpoints of every `keep_every`-th step are never removed. Broken checkpoints do not count towards `keep`, and
-    stay while they are newer than the oldest one kept. A replaced checkpoint whose successor is missing or broken gets
-    its name back.
+    stay while they are newer than the oldest one kept. A replaced checkpoint gets its name back if its successor is
+    missing or broken.
 
-    `published` is the step of the checkpoint that the run has just saved. A run that has later ones skipped them
-    because they were damaged: they are set aside as `step-00000100.abandoned`, which no reader accepts, and removed
-    once the run has come as far again.
+    `published` is the step of the checkpoint that the run has just saved. Later checkpoints may exist but be damaged,
+    so the run skipped them. They are renamed to `step-00000100.abandoned`, which no reader accepts, and removed when
+    the run reaches that step again.
     """
     root = Path(root)
     if published is not None:
         _set_aside_later(root, published)
     kept: list[int] = []
     found = list_checkpoints(root)
-    in_doubt = {step for step, path in found if path != root / _name(step)}
+    maybe_broken = {step for step, path in found if path != root / _name(step)}
     for step, path in found:
         enough, for_good = len(kept) >= keep, keep_every is not None and step % keep_every == 0
         if step in kept or (enough and not for_good):
             _discard(path)
-        elif (not enough or step in in_doubt) and not problems(path, deep=False):
+        elif (not enough or step in maybe_broken) and not problems(path, deep=False):
             kept.append(step)
             if path != root / _name(step):
                 _discard(root / _name(step))
@@ -277,7 +278,7 @@ def _name(step: int) -> str:
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
-    """Raises OtherFormat, or OSError if the disk fails; a file that is missing is a problem."""
+    """Return the problems of a checkpoint; a missing file is one. Raises OtherFormat, and OSError if the disk fails."""
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
     try:
@@ -308,7 +309,7 @@ def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str |
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint, if it exists, after renaming it so that nothing mistakes it for one."""
+    """Delete a checkpoint, if it exists, after giving it a name that no reader accepts."""
     if not os.path.lexists(path):
         return
     discarded = path.with_name(f".{path.name}.discarded.partial")

@@ -1,7 +1,7 @@
-"""Which file of a checkpoint holds which tensor, and which rank writes and reads which file. Imports no torch.
+"""The index of a checkpoint's tensors, and the ranks that write and read each file. Imports no torch.
 
-A file belongs to one tensor-parallel rank. It is the unit of reading: one rank reads it whole, checks its sha256, and
-hands its tensors on, so that no byte is read twice.
+A file belongs to one tensor-parallel rank. One rank reads a whole file, checks its sha256, and sends its tensors to the
+others, so that no byte is read twice.
 """
 
 import heapq
@@ -22,9 +22,9 @@ _TENSORS = re.compile(r"tensors-tp([0-9]{2,9})-\w+\.safetensors", re.ASCII)
 
 CHOOSE_ANOTHER = "choose another checkpoint"
 FILE_BYTES = 1 << 30
-"""Writers are added until a file has no more bytes than this."""
+"""The largest file size, in bytes, at which no more writers are added."""
 MAX_FILES = 512
-"""The most files of tensors unless `checkpoint.writers` says otherwise."""
+"""The default limit on the number of tensor files (`checkpoint.writers`)."""
 
 
 class Index(TypedDict):
@@ -39,7 +39,7 @@ def tensor_file(rank: int, number: int) -> str:
 
 
 def shard_of(name: str) -> int | None:
-    """Return the tensor-parallel rank whose tensors a file holds; None if it is not a file of tensors."""
+    """Return the tensor-parallel rank of a tensor file, or None for another file."""
     match = _TENSORS.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -47,14 +47,14 @@ def shard_of(name: str) -> int | None:
 def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]]:
     """Read `index.json` of a checkpoint that `tensor_size` tensor-parallel ranks saved.
 
-    Raises ValueError in one sentence if it is malformed, or says that a tensor is where no bytes are.
+    Raises ValueError if it is malformed, or a tensor's place is outside its file.
     """
     files = read_record(checkpoint / INDEX, Index)["files"]
     for name, places in files.items():
         shard = shard_of(name)
         if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
             raise CheckpointError(
-                str(checkpoint / INDEX), f"names {name}, which is no file of this checkpoint", CHOOSE_ANOTHER
+                str(checkpoint / INDEX), f"names {name}, which is not a file of this checkpoint", CHOOSE_ANOTHER
             )
         size = (checkpoint / name).stat().st_size
         for key, place in places.items():
@@ -66,19 +66,18 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
 
 
 def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:
-    """Raise CheckpointError if a checkpoint, whose index this is, holds no average of the weights."""
+    """Raise CheckpointError if a checkpoint with this index has no averaged weights."""
     if not any(key.startswith(f"{AVERAGE}/") for places in index.values() for key in places):
         fix = "leave out --average, or train with train.average"
-        raise CheckpointError(str(checkpoint), "holds no average of the weights", fix)
+        raise CheckpointError(str(checkpoint), "has no averaged weights", fix)
 
 
-def share(sizes: Mapping[str, int], ranks: int, most: int | None = None) -> dict[str, int]:
-    """Return which of `ranks` ranks takes each item, such that their sums of `sizes` are about equal.
+def share(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> dict[str, int]:
+    """Assign each item to one of `ranks` ranks, so that the sums of `sizes` differ by at most the largest item.
 
-    At most `most` ranks take part, spread evenly over all, and so over their nodes. The sums differ by at most the
-    largest item.
+    At most `limit` ranks take part; they are spread evenly over all ranks, and so over the nodes.
     """
-    count = min(len(sizes), ranks if most is None else min(ranks, most))
+    count = min(len(sizes), ranks if limit is None else min(ranks, limit))
     loads = [(0, number) for number in range(count)]
     chosen = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -89,16 +88,16 @@ def share(sizes: Mapping[str, int], ranks: int, most: int | None = None) -> dict
 
 
 def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None) -> dict[str, int]:
-    """Return which of `ranks` ranks with the same weights writes each tensor.
+    """Return the rank, among `ranks` ranks with the same weights, that writes each tensor.
 
-    `sizes` are the bytes of this shard's tensors, of `shards` alike, those of other tensor-parallel ranks and stages;
-    `limit` is `checkpoint.writers`.
+    `sizes` are the bytes of this shard's tensors, `shards` is the number of tensor-parallel ranks times the number of
+    pipeline stages, and `limit` is `checkpoint.writers`.
     """
     return share(sizes, ranks, writer_count(sum(sizes.values()), shards, limit))
 
 
 def writer_count(size: int, shards: int, limit: int | None) -> int:
-    """Return how many ranks may write a shard of `size` bytes, one of `shards`, at most."""
+    """Return the number of ranks that write a shard of `size` bytes, one of `shards` shards."""
     if limit is None:
         limit = min(MAX_FILES, shards * math.ceil(size / FILE_BYTES))
     return max(1, limit // shards)
@@ -107,11 +106,11 @@ def writer_count(size: int, shards: int, limit: int | None) -> int:
 def readers(
     sizes: Mapping[str, int], saved_size: int, tensor_size: int, replicas: int, stages: int = 1
 ) -> dict[str, int]:
-    """Return which of `tensor_size` * `replicas` * `stages` ranks reads each file of a checkpoint of files of `sizes`.
+    """Return the rank, among `tensor_size` * `replicas` * `stages` ranks, that reads each file; `sizes` are in bytes.
 
-    `saved_size` tensor-parallel ranks saved it. If that has not changed, and there are no pipeline stages, the file is
-    read by a rank that needs its tensors and hands them to the ranks with the same weights; otherwise by any, which
-    hands them to all.
+    `saved_size` is the tensor-parallel size that the checkpoint was saved with. If it has not changed and there are no
+    pipeline stages, a rank that needs the tensors reads the file and sends them to the ranks with the same weights.
+    Otherwise any rank reads it and sends the tensors to all.
     """
     groups: dict[int | None, dict[str, int]] = {}
     for name, size in sizes.items():

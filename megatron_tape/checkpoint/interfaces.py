@@ -1,4 +1,4 @@
-"""What checkpoints need of the packages above: an engine whose state is saved, and the claim to write for a run."""
+"""Protocols that higher packages implement: the engine whose state is saved, and the claim to write for a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,31 +10,34 @@ from megatron_tape.parallel.layout import ParallelLayout
 
 
 class EngineState(Protocol):
-    """The part of `training.engine.Engine` that is saved and restored; keys are such as `exp_avg/NAME`."""
+    """The part of `training.engine.Engine` that checkpoints use; keys look like `exp_avg/NAME`."""
 
     layout: ParallelLayout
     names: Mapping[str, nn.Parameter]
     trained: Mapping[str, nn.Parameter]
     optimizer_steps: int
-    """How many steps Adam has taken."""
+    """Number of optimizer steps taken."""
 
     def state_sizes(self, frozen: bool) -> dict[str, int]:
-        """Return the bytes of every tensor of this rank's shard, with the `frozen` parameters or without them."""
+        """Return the size in bytes of every tensor of this rank's shard, with or without the `frozen` parameters."""
 
     def training_state(self, owner: Callable[[str], int], frozen: bool) -> dict[str, Tensor]:
-        """Return each tensor on its owner, one of the ranks with the same weights; all call it together."""
+        """Return the tensors that this rank owns; `owner` maps a key to a rank among those with the same weights.
+
+        All ranks call it together.
+        """
 
     def load_training_state(
         self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Sequence[str]
     ) -> None:
-        """Restore the state from what `read` returns for each key of these trained parameters, those of all stages."""
+        """Restore the state; `read` returns the tensor of a key, and `names` are the trained ones of all stages."""
 
 
 class Claim(Protocol):
-    """The part of `run.attempts.Attempt` that makes sure that only one attempt at a run writes checkpoints."""
+    """The part of `run.attempts.Attempt` that lets only one attempt at a run write checkpoints."""
 
     home: Path
-    """The directory through which it writes."""
+    """The directory for files that are being written."""
 
     def check_owner(self) -> None:
         """Raise StaleAttempt if a newer attempt has taken over."""

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a path, a setting or another checkpoint means, and check where a run writes its own.
+"""Find the checkpoint that a path, a setting or another checkpoint refers to, and check a run's directories.
 
 Imports no torch.
 """
@@ -20,39 +20,39 @@ from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import AVERAGE
 
 IMPORTED = "base"
-"""Where a run that extends a model of transformers keeps its import, within the run's directory."""
+"""The directory, inside that of a run, with the imported Hugging Face model that the run extends."""
 
 
 class NoCheckpoint(CheckpointError):
-    """A directory that holds no checkpoint, be it whole or broken."""
+    """A directory without any checkpoint, complete or broken."""
 
 
 def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True) -> Path:
     """Return the step directory for `path`: itself, or the newest complete one of a run or its checkpoints.
 
-    Only `deep` reads every byte of it. Raises CheckpointError if there is none.
+    Only `deep` reads every byte. Raises CheckpointError if there is none.
     """
     path = Path(path)
-    a_step = "give a run, its checkpoints or one step"
+    fix = "give a run, its checkpoints or one step"
     if not path.exists():
-        raise CheckpointError(f"checkpoint {path}", "does not exist", a_step)
+        raise CheckpointError(f"checkpoint {path}", "does not exist", fix)
     if (path / MANIFEST).exists() or (path / files.STATE).exists():
         if found := files.problems(path, deep):
-            raise CheckpointError(f"checkpoint {path}", f"is not whole: {'; '.join(found)}", "choose another step")
+            raise CheckpointError(f"checkpoint {path}", f"is not complete: {'; '.join(found)}", "choose another step")
         return path
     root = path
     if not files.list_checkpoints(root):
         root = path / "checkpoints" if (path / "checkpoints").is_dir() else _configured(path) or path
     if not files.list_checkpoints(root):
-        raise NoCheckpoint(str(path), "holds no checkpoint", a_step)
+        raise NoCheckpoint(str(path), "has no checkpoint", fix)
     newest = files.newest_complete(root, warn, deep)
     if newest is None:
-        raise CheckpointError(str(root), "holds no checkpoint that is whole", "write or fetch it again")
+        raise CheckpointError(str(root), "has no complete checkpoint", "write or fetch it again")
     return newest
 
 
 def _configured(run: Path) -> Path | None:
-    """Return where a run keeps its checkpoints according to its configuration."""
+    """Return the directory of a run's checkpoints according to its configuration, or None."""
     try:
         return Path(read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["checkpoint"]["directory"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -60,16 +60,16 @@ def _configured(run: Path) -> Path | None:
 
 
 def resolve_resume(resume: str, root: str | Path) -> str:
-    """Return what `checkpoint.resume` means for a run whose own checkpoints are in `root`.
+    """Return `checkpoint.resume`, or auto where a run in `root` continues its own checkpoints instead.
 
-    A checkpoint outside `root` is only where a run begins: once the run has checkpoints of its own, it continues those.
+    A run starts from a checkpoint outside `root` only until it has checkpoints of its own.
     """
     elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
     return "auto" if elsewhere and files.list_checkpoints(root) else resume
 
 
 def checkpoint_to_continue(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, judged by the sizes of its files, or None to start afresh."""
+    """Return the checkpoint that a run will continue, checked by its file sizes, or None to start from scratch."""
     root = config.checkpoint.directory or ""
     resume = resolve_resume(config.checkpoint.resume, root)
     if resume == "auto":
@@ -78,7 +78,7 @@ def checkpoint_to_continue(config: RunConfig) -> Path | None:
 
 
 def check_complete(path: Path, deep: bool = True) -> None:
-    """Raise CheckpointError if a path given as `checkpoint.resume` is not a whole checkpoint.
+    """Raise CheckpointError if the path in `checkpoint.resume` is not a complete checkpoint.
 
     Only `deep` reads the files' bytes.
     """
@@ -88,11 +88,11 @@ def check_complete(path: Path, deep: bool = True) -> None:
     inside = [path for folder in (path, path / "checkpoints") for _, path in files.list_checkpoints(folder)]
     subject, problem, fix = (
         f"checkpoint.resume {path}",
-        f"is not a whole checkpoint: {'; '.join(found)}",
+        f"is not a complete checkpoint: {'; '.join(found)}",
         "give another",
     )
     if inside:
-        problem, fix = "is not a checkpoint, but holds some", f"give one of them, such as {inside[0]}"
+        problem, fix = "is not a checkpoint, but contains some", f"give one of them, such as {inside[0]}"
     elif (path / "config.json").is_file():
         fix = "import it first: tools/convert_checkpoint.py from-hf"
     raise CheckpointError(subject, problem, fix)
@@ -100,20 +100,20 @@ def check_complete(path: Path, deep: bool = True) -> None:
 
 def model_digest(checkpoint: Path, average: bool = False) -> str:
     """Return a SHA-256 of the model in a complete checkpoint, or of its averaged weights."""
-    of_all = digest(checkpoint / MANIFEST)["sha256"]
-    return hashlib.sha256(f"{of_all} {AVERAGE}".encode()).hexdigest() if average else of_all
+    found = digest(checkpoint / MANIFEST)["sha256"]
+    return hashlib.sha256(f"{found} {AVERAGE}".encode()).hexdigest() if average else found
 
 
 def source_record(checkpoint: Path) -> Source:
-    """Return the record in `state.json` of the complete checkpoint that holds the frozen weights."""
+    """Return the record for `state.json` of the complete checkpoint with the frozen weights."""
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)["sha256"]}
 
 
 def find_source(checkpoint: Path, state: State) -> Path | None:
-    """Return the checkpoint with the frozen weights that `checkpoint` leaves out, or None if it leaves none out.
+    """Return the checkpoint with the frozen weights that `checkpoint` omits, or None if it omits none.
 
-    It is where it was, or it is the model that the run imported, which has moved with the run's directory. Raises
-    CheckpointError if it is gone, or its manifest has changed since `checkpoint` was saved.
+    That is the recorded path or, if the run's directory was moved, the imported model in it. Raises CheckpointError if
+    it is gone, or its manifest has changed since `checkpoint` was saved.
     """
     record = state.get("frozen_from")
     if record is None:
@@ -123,15 +123,15 @@ def find_source(checkpoint: Path, state: State) -> Path | None:
         if (place / MANIFEST).is_file() and digest(place / MANIFEST)["sha256"] == record["manifest_sha256"]:
             return place
     gone = not (source / MANIFEST).is_file()
-    problem = f"holds only the trained parameters, and the frozen ones are in {source}, which "
+    problem = f"has only the trained parameters, and the frozen ones are in {source}, which "
     problem += "is gone" if gone else "has changed since then"
     raise CheckpointError(str(checkpoint), problem, "put it back" if gone else "put the original checkpoint back")
 
 
 def check_directories(config: RunConfig) -> None:
-    """Raise ConfigError if a directory cannot be written, belongs to another run, or is no checkpoint to continue.
+    """Raise ConfigError if a directory cannot be written or belongs to another run, or checkpoint.resume is wrong.
 
-    Raises OSError where the file system does not answer.
+    Raises OSError if the file system does not answer.
     """
     check_writable("logging.directory", config.logging.directory)
     check_writable("checkpoint.directory", config.checkpoint.directory)
@@ -144,9 +144,9 @@ def check_directories(config: RunConfig) -> None:
 
 
 def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
-    """Refuse a `checkpoint.directory` that another run, which still exists, uses; the default place is never refused.
+    """Refuse a `checkpoint.directory` of another run that still exists; the default directory is never refused.
 
-    It belongs to the run that it is inside, or else to the one that saved its newest checkpoint.
+    It belongs to the run that contains it, or else to the run that saved its newest checkpoint.
     """
     run, directory = config.logging.directory, config.checkpoint.directory
     if not run or not directory or Path(os.path.abspath(run)) in Path(os.path.abspath(directory)).parents:
@@ -160,6 +160,6 @@ def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
             (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve(),
             ("checkpoint.directory", "logging.directory"),
             f"is {directory}, which belongs to the run {owner}, but logging.directory is {run}",
-            "leave it out or set it to null for checkpoints in the run's own directory, and to begin with those of the "
-            "other run, give one as checkpoint.resume",
+            "remove it to save checkpoints in the run's own directory; to start from a checkpoint of the other run, "
+            "give it as checkpoint.resume",
         )

@@ -1,6 +1,7 @@
-"""Opens the checkpoint that a run continues, after every byte of it has been checked, each of which one rank reads."""
+"""Open the checkpoint that a run continues and check every byte of it; each file is read by one rank."""
 
 import functools
+import itertools
 import logging
 from pathlib import Path
 
@@ -20,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
-    """Open what `checkpoint.resume` asks for, or return None to start afresh; all ranks call it together.
+    """Open the checkpoint of `checkpoint.resume`, or return None to start from scratch; all ranks call it together.
 
-    `auto` takes the newest complete checkpoint and warns about broken ones that it skips; so does a path outside the
-    run's directory once the run has checkpoints of its own. Raises CheckpointError if a given path is not a complete
-    checkpoint, if every checkpoint in the directory is broken, or if a file of the newest cannot be read.
+    `auto` takes the newest complete checkpoint, and warns about broken ones that it skips. A path outside the run's
+    directory means the same once the run has checkpoints of its own. Raises CheckpointError if a given path is not a
+    complete checkpoint, if every checkpoint in the directory is broken, or if a file of the newest cannot be read.
     """
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
@@ -38,7 +39,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
         if not found:
             break
         if resume != "auto":
-            raise CheckpointError(str(path), f"is not a whole checkpoint: {'; '.join(found)}", "resume another")
+            raise CheckpointError(str(path), f"is not a complete checkpoint: {'; '.join(found)}", "resume another")
         broken.add(path)
         if layout.rank == 0:
             logger.warning("checkpoint %s is skipped: %s", path, "; ".join(found))
@@ -48,27 +49,29 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
 
 
 def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
-    """Open the checkpoint whose weights a run begins with; all ranks call it together.
+    """Open the checkpoint with the initial weights of a run; all ranks call it together.
 
     Raises CheckpointError if it is not complete.
     """
     checkpoint, found = _open(path, layout)
     if found:
-        problem = f"has the weights that the run begins with and is not whole: {'; '.join(found)}"
+        problem = f"has the initial weights of the run and is not complete: {'; '.join(found)}"
         raise CheckpointError(str(path), problem, "fetch or write it again, or choose another as extension.from")
     _open_source(checkpoint, layout)
     return checkpoint
 
 
 def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[str]]:
-    """Open a checkpoint and check its bytes; return it, or what is wrong with it.
+    """Open a checkpoint and check its bytes; return it, or its problems.
 
-    Every file is read by the rank that will need it, at the same time as the others. Raises CheckpointError on all
-    ranks if one cannot read a file.
+    The ranks read in parallel, each the files that it will load. Raises CheckpointError on all ranks if one cannot read
+    a file.
     """
     with Agreement(layout) as agreement:
         if not path.is_dir():
-            raise CheckpointError(str(path), "is not there", "let all nodes see checkpoint.directory")
+            raise CheckpointError(
+                str(path), "does not exist on this node", "use a checkpoint.directory that all nodes can read"
+            )
     agreement.check(path, "cannot read a checkpoint")
     checkpoint, found = on_rank_0(layout, path, "cannot read a checkpoint", lambda: _records(path))
     if found:
@@ -81,15 +84,15 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     with Agreement(layout) as agreement:
         checkpoint.cached, problems = check_files(path, checkpoint.files, mine)
     agreement.check(path, "cannot read a checkpoint")
-    of_ranks: list[list[str]] = [[]] * layout.world_size
-    dist.all_gather_object(of_ranks, problems)
-    if found := [problem for of_rank in of_ranks for problem in of_rank]:
+    all_problems: list[list[str]] = [[]] * layout.world_size
+    dist.all_gather_object(all_problems, problems)
+    if found := list(itertools.chain(*all_problems)):
         return None, found
     return checkpoint, []
 
 
 def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint with its manifest, state and index, or what is wrong with these or the files' sizes."""
+    """Return the checkpoint with its manifest, state and index, or the problems of these and of the file sizes."""
     if found := files.problems(path, deep=False):
         return None, found
     try:
@@ -101,23 +104,22 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
-    """Open the checkpoint that holds what this one leaves out, too. Raises CheckpointError if it is not complete."""
+    """Also open the checkpoint with the weights that this one omits. Raises CheckpointError if it is not complete."""
     find = functools.partial(find_source, checkpoint.path, checkpoint.state)
     source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
     if source is None:
         return
     checkpoint.source, found = _open(source, layout)
     if found:
-        problem = f"has the frozen parameters of {checkpoint.path} and is not whole: {'; '.join(found)}"
+        problem = f"has the frozen parameters of {checkpoint.path} and is not complete: {'; '.join(found)}"
         raise CheckpointError(str(source), problem, "put the original checkpoint back")
     _open_source(checkpoint.source, layout)
 
 
 def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -> Path | None:
-    """Return the checkpoint to continue, judged by the sizes of its files; none of the `broken` ones.
+    """Return the checkpoint to continue, checked by its file sizes, but none of the `broken` ones.
 
-    One that is given, or none, may not be before an existing one: the run's new ones would count as older and be
-    removed.
+    The start must not be before an existing checkpoint: the run's new checkpoints would count as older and be removed.
     """
 
     def warn(message: str) -> None:
@@ -128,7 +130,9 @@ def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -
     if resume == "auto":
         path = files.newest_complete(directory, warn, deep=False, excluding=broken, strict=True)
         if path is None and files.list_checkpoints(directory):
-            raise CheckpointError(str(directory), "holds no checkpoint that is whole", "move them away to start afresh")
+            raise CheckpointError(
+                str(directory), "has no complete checkpoint", "move its checkpoints away to start from scratch"
+            )
         return path
     path, start = None, 0
     if resume != "none":
@@ -139,7 +143,7 @@ def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -
     if newest > start:
         raise CheckpointError(
             str(directory),
-            f"holds checkpoints up to step {newest}, beyond step {start} where this run would start",
+            f"has checkpoints up to step {newest}, beyond step {start} where this run would start",
             "move them away, choose another checkpoint.directory, or continue with checkpoint.resume: auto",
         )
     return path

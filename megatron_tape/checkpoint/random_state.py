@@ -1,4 +1,4 @@
-"""The states of the random number generators that training draws from, and the file that holds those of all ranks."""
+"""The random number generators' states, and the file with those of all ranks."""
 
 import json
 import logging
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 RANDOM = "random.safetensors"
 
 STATE_SIZES = {16, 5056}
-"""Bytes of a GPU's and of a CPU's generator."""
+"""Bytes of the state of a GPU generator and of a CPU generator."""
 
 
 def random_state() -> bytes:
-    """Return this rank's random states in one piece."""
+    """Return the states of this rank's generators as bytes."""
     tensors = {"torch": torch.get_rng_state()}
     tensors |= {f"tracker/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if torch.cuda.is_available():
@@ -39,10 +39,10 @@ def random_state() -> bytes:
 
 
 def set_random_state(packed: bytes) -> None:
-    """Restore what `random_state` returned; each generator checks its state and raises its own kind of error.
+    """Restore the states that `random_state` returned; each generator raises its own kind of error for a bad state.
 
-    A GPU's generator cannot take a CPU's state, nor the reverse: where a run moves from one to the other, Megatron's
-    streams stay as `seed_everything` has left them.
+    A GPU generator cannot take a CPU generator's state, nor the reverse. If a run moves from one to the other,
+    Megatron's streams stay as `seed_everything` left them.
     """
     tensors = safetensors.torch.load(packed)
     text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
@@ -52,7 +52,10 @@ def set_random_state(packed: bytes) -> None:
     common = sorted(saved.keys() & here.keys())
     foreign = [name for name in common if {len(saved[name]), len(here[name])} == STATE_SIZES]
     if foreign:
-        logger.info("the random streams %s were saved on another kind of device; they begin anew", ", ".join(foreign))
+        logger.info(
+            "the random streams %s were saved on another kind of device and start again from the seed",
+            ", ".join(foreign),
+        )
     get_cuda_rng_tracker().set_states(saved | {name: here[name] for name in foreign})
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
@@ -63,7 +66,7 @@ def set_random_state(packed: bytes) -> None:
 
 
 def pack_states(states: list[bytes]) -> dict[str, Tensor]:
-    """Return the tensors of RANDOM: the packed states of all ranks, one row each, and their lengths."""
+    """Return the tensors of the file RANDOM: the states of all ranks, one padded row each, and their lengths."""
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
     for row, state in zip(rows, states, strict=True):
@@ -72,9 +75,9 @@ def pack_states(states: list[bytes]) -> dict[str, Tensor]:
 
 
 def restore_random_state(checkpoint: Path, rank: int) -> None:
-    """Restore what rank `rank` had saved; without it, as where there were fewer ranks, nothing changes.
+    """Restore the states that rank `rank` saved; do nothing if there are none, as when there were fewer ranks.
 
-    Only its row of the file is read. Raises CheckpointError, in one sentence, for states that cannot be restored.
+    Only this rank's row is read. Raises CheckpointError for states that cannot be restored.
     """
     path = checkpoint / RANDOM
     if not path.is_file():  # an import has none
@@ -89,5 +92,5 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
     except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError) as error:
         # Each generator checks its state and raises its own kind of error.
         reason = " ".join(str(error).split())
-        problem = f"holds no random states that can be restored ({type(error).__name__}: {reason})"
+        problem = f"has random states that cannot be restored ({type(error).__name__}: {reason})"
         raise CheckpointError(str(path), problem, "choose another checkpoint") from None

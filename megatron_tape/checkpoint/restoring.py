@@ -50,16 +50,16 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     """
     parameters, saved = dict(model.named_parameters()), base.weight_names()
     settings = model_config(base.state["config"]["model"])
-    of_base = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
-    of_all_stages = list(itertools.chain(*layout.gather_stages(list(parameters))))
-    new = [name for name in of_all_stages if name not in saved]
+    base_parameters = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
+    all_names = list(itertools.chain(*layout.gather_stages(list(parameters))))
+    new = [name for name in all_names if name not in saved]
     may_be_new = {
-        name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in of_base)
+        name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in base_parameters)
     }
     another = "choose another model to extend"
     if missing := [name for name in new if name not in may_be_new]:
         raise CheckpointError(str(base.path), f"has no {missing[0]}", another)
-    if extra := sorted(saved.difference(of_all_stages)):
+    if extra := sorted(saved.difference(all_names)):
         raise CheckpointError(str(base.path), f"has {extra[0]}, which the model of this run does not have", another)
     read = Reader(base, parameters, layout)
     _write_weights(read, parameters, (name for name in read.names if name in saved))

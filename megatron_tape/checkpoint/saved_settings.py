@@ -1,4 +1,4 @@
-"""Differences between a run's settings and those of the checkpoint that it continues. Imports no torch."""
+"""Compare a run's settings with those of the checkpoint that it continues. Imports no torch."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from megatron_tape.errors import CheckpointError, ConfigError, refuse
 from megatron_tape.position import model_config
 
 CHANGEABLE_MODEL_KEYS = ("seq_length", "attention_backend", "position.state_precision", "position.mlp_zero")
-"""Settings of a model that may change while its weights stay the same."""
+"""Model settings that may change although the weights stay the same."""
 ORDER_KEYS = (
     "data.prefix",
     "data.stages",
@@ -32,9 +32,9 @@ ORDER_KEYS = (
 )
 """Settings that determine the order of the tokens."""
 ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps", "train.global_batch_size", "train.batch_ramp")
-"""Those of them that other sources of samples do not depend on."""
+"""The order keys that matter for indexed datasets only, and not for other sources of samples."""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
-"""Settings of a context extension that describe its LoRA layers."""
+"""Settings of the LoRA layers of a context extension."""
 WITHOUT_EFFECT = (
     "evaluation.",
     "logging.",
@@ -54,10 +54,10 @@ WITHOUT_EFFECT = (
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the checkpoint at `path` is of another model; the settings CHANGEABLE_MODEL_KEYS may differ.
+    """Raise ConfigError if the checkpoint at `path` is of another model, up to CHANGEABLE_MODEL_KEYS.
 
-    Also raises it if it is of a context extension and the run is not, or the reverse, or if it extends another model or
-    trains other parameters.
+    Also raises it if only one of the checkpoint and the run extends a context, or if they extend different models or
+    train different parameters.
     """
     state = read_state(path)
     sections = state["config"]
@@ -65,8 +65,8 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     refuse(
         state["optimizer_steps"] > 0 and kind != config.optimizer.kind,
         ("optimizer.kind", "checkpoint.resume"),
-        f"is {config.optimizer.kind}, but {path} was trained with {kind}, whose moments are others",
-        f"set it to {kind}, or begin another run with these weights (pretrain.extend_context)",
+        f"is {config.optimizer.kind}, but {path} has the optimizer state of {kind}",
+        f"set it to {kind}, or start another run from these weights (pretrain.extend_context)",
     )
     base, extends = sections.get("extension", {}).get("from"), config.extension.from_ is not None
     refuse(
@@ -84,8 +84,8 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     if extends:
         _check_same_extension(path, sections["extension"], config)
     saved = sections["model"]
-    with suppress(ValueError):  # of another version
-        saved = as_dict(model_config(saved))  # with settings that are newer than it
+    with suppress(ValueError):  # another version's settings may be invalid here
+        saved = as_dict(model_config(saved))  # adds the settings that are newer than the checkpoint
     differences = model_differences(saved, as_dict(config.model), CHANGEABLE_MODEL_KEYS)
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
@@ -100,11 +100,11 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
     now = json.loads(json.dumps(config_dict(config)["extension"]))
     keys = ["trains", *LORA_KEYS] if "lora" in saved["trains"] and "lora" in now["trains"] else ["trains"]
     found = [key for key in keys if _in_order(saved[key]) != _in_order(now[key])]
-    # A run that is named as the model to extend stands for its newest checkpoint, which may be another one by now. Its
-    # name was saved if all settings of the model were given.
+    # A run as the model to extend means its newest checkpoint, which may have changed. The run's name was saved if all
+    # settings of the model were given.
     a, b = (Path(value).resolve() for value in (saved["from"], now["from"]))
-    of_one_run = a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")
-    if not of_one_run and not b.is_relative_to(a):
+    same_run = a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")
+    if not same_run and not b.is_relative_to(a):
         found.insert(0, "from")
     both = "; ".join(
         f"extension.{key}: was {format_value(saved[key])}, is now {format_value(now[key])}" for key in found
@@ -114,7 +114,7 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
         bool(found),
         ("checkpoint.resume", *(f"extension.{key}" for key in found)),
         f"means {path}, which was made with other settings ({both})",
-        "restore them, as in config.yaml in its run's directory, or begin another run with a new "
+        "restore them, as in config.yaml in its run's directory, or start another run with a new "
         f"logging.directory{without}",
     )
 
@@ -124,9 +124,9 @@ def _in_order(value: Any) -> Any:
 
 
 def check_start(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, judged by the sizes of its files, or None.
+    """Return the checkpoint that a run will continue, checked by its file sizes, or None.
 
-    Raises ConfigError if one that is given is not whole, or if it is not of the same model (see `check_same_model`).
+    Raises ConfigError if the given checkpoint is not complete, or is of another model (see `check_same_model`).
     """
     try:
         start = checkpoint_to_continue(config)
@@ -141,10 +141,10 @@ def check_start(config: RunConfig) -> Path | None:
 
 
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
-    """Return a sentence `key: was X, is now Y` for each setting that differs from those `saved` with a checkpoint.
+    """Return `key: was X, is now Y` for each setting that differs from the `saved` settings of a checkpoint.
 
-    Settings that do not affect what is computed, or were not saved, are left out. If the order of the data has changed,
-    the last sentence says so.
+    Settings that were not saved or do not affect the computation are skipped. If the order of the data has changed, the
+    last sentence says so.
     """
     found = []
     for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
@@ -154,19 +154,21 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     sentences = [sentence for _, sentence in found]
     of_datasets = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
     if reordered := [key for key, _ in found if _is_in(key, ORDER_KEYS) and not _is_in(key, of_datasets)]:
-        sentences.append(f"{', '.join(reordered)}: the data comes in another order than in an uninterrupted run")
+        sentences.append(
+            f"{', '.join(reordered)}: the data is shuffled again, so some sequences repeat and some are missed"
+        )
     return sentences
 
 
 def _is_in(key: str, keys: Collection[str]) -> bool:
-    """Return whether a setting is one of these, or in a section that is."""
+    """Return whether a setting, or a section that contains it, is one of `keys`."""
     return any(f"{key}.".startswith(f"{other}.") for other in keys)
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key of each setting in a section, itself `name`, that differs, with both values.
+    """Yield (key, value before, value now) for each setting that differs in the section `name`.
 
-    Settings that `before` does not have are left out, unless it has null for their section.
+    Settings that `before` does not have are skipped, unless it has null for their section.
     """
     for part, value in now.items():
         key = f"{name}.{part}" if name else part
@@ -189,10 +191,9 @@ def model_differences(
     free: Collection[str] = (),
     names: tuple[str, str] = ("checkpoint", "configuration"),
 ) -> list[str]:
-    """List the model keys that differ between a checkpoint's settings `a` and a configuration's `b`, or others by name.
+    """Return a description of each model setting that differs between `a` and `b`, which are called by `names`.
 
-    Only keys of both are compared. A null that stands for a derived value counts as equal to that value. The keys
-    `free` may differ.
+    Only keys of both are compared. A null that stands for a derived value equals that value. Keys in `free` may differ.
     """
     given = {key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free}
     found = changed_values(_derived(a), _derived(b), "model")
@@ -200,7 +201,7 @@ def model_differences(
 
 
 def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a model with what null stands for."""
+    """Return a model's settings with the derived values in place of nulls."""
     heads, hidden, position = model.get("num_attention_heads"), model.get("hidden_size"), model.get("position")
     if type(heads) is not int or type(hidden) is not int or heads < 1 or not isinstance(position, Mapping):
         return dict(model)

@@ -1,4 +1,7 @@
-"""The tokenizer of a run, whose files each checkpoint keeps: paths may lead to another one by now. Imports no torch."""
+"""The tokenizer files that each checkpoint of a run contains. Imports no torch.
+
+A checkpoint has a copy because the tokenizer's path may lead to another one later.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,12 +22,12 @@ from megatron_tape.data.tokenizer import (
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 
 TOKENIZER = "tokenizer"
-"""The directory in a checkpoint that holds the tokenizer with which the model was trained."""
+"""The directory in a checkpoint with the tokenizer of the model."""
 _KEY = "data.tokenizer"
 
 
 def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
-    """Load the tokenizer that a checkpoint keeps, or return None if it keeps none.
+    """Load the tokenizer in a checkpoint, or return None if it has none.
 
     Raises CheckpointError for a file that the manifest does not list.
     """
@@ -44,22 +47,25 @@ def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[
 
 
 def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
-    """Return the settings with the tokenizer that checkpoint `start` keeps, if it keeps one, as `data.tokenizer`.
+    """Return the settings with the tokenizer in checkpoint `start`, if it has one, as `data.tokenizer`.
 
-    `start` is what the run continues or begins with. If there is still a tokenizer at `data.tokenizer`, it must be the
-    same. Raises ConfigError.
+    `start` is the checkpoint that the run continues or starts from. If a tokenizer still exists at `data.tokenizer`, it
+    must be the same. Raises ConfigError.
     """
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
-    kept, given = start / TOKENIZER, config.data.tokenizer
+    saved, given = start / TOKENIZER, config.data.tokenizer
     own = load_saved_tokenizer(start)
-    if given is not None and Path(given).exists() and Path(given).resolve() != kept.resolve():
-        check_same_tokenizer(given, own, f"that of checkpoint {start}", f"give {kept}")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(kept)))
+    if given is not None and Path(given).exists() and Path(given).resolve() != saved.resolve():
+        check_same_tokenizer(given, own, f"that of checkpoint {start}", f"give {saved}")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(saved)))
 
 
 def check_same_tokenizer(given: str, own: Tokenizer, name: str, fix: str) -> Tokenizer:
-    """Return the tokenizer at `given`, which is `data.tokenizer`; ConfigError unless it is `own`, called `name`."""
+    """Return the tokenizer at `given`, the value of `data.tokenizer`. Raises ConfigError if it differs from `own`.
+
+    The error calls `own` by `name`.
+    """
     try:
         tokenizer = load_tokenizer(given)
     except (ValueError, OSError) as error:
@@ -71,7 +77,7 @@ def check_same_tokenizer(given: str, own: Tokenizer, name: str, fix: str) -> Tok
 
 
 def check_tokenizer_exists(config: RunConfig) -> None:
-    """Raise ConfigError if nothing is at `data.tokenizer`, and the checkpoint that the run continues keeps none."""
+    """Raise ConfigError if neither `data.tokenizer` nor a tokenizer in the checkpoint to continue exists."""
     given = config.data.tokenizer
     with naming_the_setting(_KEY, given):
         missing = given is not None and not Path(given).exists()
@@ -80,7 +86,7 @@ def check_tokenizer_exists(config: RunConfig) -> None:
 
 
 def saved_tokenizer_directory(config: RunConfig) -> Path | None:
-    """Return where the checkpoint that a run continues, judged by the sizes of its files, keeps the tokenizer."""
+    """Return the tokenizer's directory in the checkpoint that a run continues, or None."""
     with suppress(ValueError, OSError):
         start = checkpoint_to_continue(config)
         if start is not None and (start / TOKENIZER).is_dir():

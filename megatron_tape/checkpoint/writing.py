@@ -1,6 +1,7 @@
-"""Saves a run: a few ranks write the tensors, balanced by bytes, and rank 0 the rest; then all of it becomes visible.
+"""Save a run: a few ranks write the tensors, balanced by bytes, and rank 0 writes the rest.
 
-Writing needs nothing but a copy on the host, so that a thread can do it while training goes on.
+Writing uses a copy in host memory, so a thread can write while training continues. The checkpoint appears under its
+name when all of it is written.
 """
 
 import shutil
@@ -27,10 +28,10 @@ from megatron_tape.io.safetensors import write_safetensors
 
 @dataclass(frozen=True)
 class Writer:
-    """Saves an engine's state through the `claim` of the attempt at the run that trains it.
+    """Saves an engine's state; `claim` belongs to the attempt at the run that trains it.
 
-    Frozen parameters are left out if `frozen_from` says which checkpoint holds them. `tokenizer_files` are the contents
-    of the tokenizer's files by their names.
+    Frozen parameters are omitted if `frozen_from` names the checkpoint that has them. `tokenizer_files` maps names of
+    the tokenizer's files to their contents.
     """
 
     engine: EngineState
@@ -40,10 +41,9 @@ class Writer:
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, step: int, samples: int, progress: dict) -> Path:
-        """Save the run after `step` steps on `samples` sequences, and return the checkpoint's directory; see `Save`,
-        whose errors this raises.
+        """Save the run after `step` steps on `samples` sequences, and return the checkpoint's directory.
 
-        All ranks call this together.
+        All ranks call this together. Raises the errors of `Save`.
         """
         save = Save(self, step, samples, progress, in_thread=False)
         while (path := save.advance()) is None:
@@ -52,13 +52,13 @@ class Writer:
 
 
 class Save:
-    """A checkpoint after `step` steps on `samples` sequences that is being written; all ranks create one together.
+    """The writing of a checkpoint after `step` steps on `samples` sequences; all ranks create one together.
 
-    `progress` (JSON) is stored in `state.json`. Everything that is saved is copied at once; training may go on when the
-    constructor returns.
+    `progress` (JSON) is stored in `state.json`. The constructor copies the state, so training may continue when it
+    returns.
 
-    The constructor and `advance` raise the same error on every rank: StaleAttempt if a newer attempt has taken over the
-    run, CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and nothing is left behind.
+    The constructor and `advance` raise the same error on every rank: StaleAttempt if a newer attempt owns the run, and
+    CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and no files are left behind.
     """
 
     def __init__(self, writer: Writer, step: int, samples: int, progress: dict, *, in_thread: bool):
@@ -76,13 +76,13 @@ class Save:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work."""
+        """Whether this rank's thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def advance(self) -> Path | None:
-        """Wait for what is being done and begin what comes next; return the checkpoint's directory at the end.
+        """Wait for the current step, then start the next one; return the checkpoint's directory after the last.
 
-        All ranks call it together: as soon as no rank is `busy`, or earlier to wait for them.
+        All ranks call it together, once no rank is `busy`, or earlier to wait.
         """
         self._end()
         if not self._remaining:
@@ -92,7 +92,7 @@ class Save:
         return None
 
     def _begin(self, what: str, action: Callable[[], None], in_thread: bool) -> None:
-        """Do something that may fail on this rank; `_end` lets all ranks know."""
+        """Start an action that may fail on this rank; `_end` raises its error on all ranks."""
         self._what, self._agreement = what, Agreement(self._layout, self._claim.check_owner)
 
         def run(agreement: Agreement = self._agreement) -> None:
@@ -125,9 +125,9 @@ class Save:
         limit = self._config.checkpoint.writers
         chosen = writers(sizes, layout.tensor_parallel_size * layout.pipeline_size, layout.replica_size, limit)
         self._tensors = engine.training_state(chosen.__getitem__, frozen)
-        # The stages, one after another, number the files that they write.
+        # Files are numbered stage by stage.
         ranks = layout.gather_stages(sorted(set(chosen.values())))
-        places = [(stage, rank) for stage, of_stage in enumerate(ranks) for rank in of_stage]
+        places = [(stage, rank) for stage, stage_ranks in enumerate(ranks) for rank in stage_ranks]
         place = layout.pipeline_rank, layout.replica_rank
         self._number = places.index(place) if place in places else None
         self._state = _state(writer, self._step, samples, progress)
@@ -147,7 +147,7 @@ class Save:
         self._tensors = self._random = None
 
     def _gather_entries(self) -> None:
-        """Tell rank 0 which files there are."""
+        """Gather the files' digests and index entries on rank 0."""
         parts: list[Any] | None = [None] * self._layout.world_size if self._layout.rank == 0 else None
         dist.gather_object((self._entries, self._index), parts)
         for entries, index in parts or ():
@@ -165,7 +165,7 @@ class Save:
         self._claim.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
         checkpoint = self._config.checkpoint
-        self._claim.check_owner()  # publishing may have taken long, and what is newer belongs to a newer attempt then
+        self._claim.check_owner()  # publishing may take long; a newer attempt's checkpoints must not be pruned
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
 
 
@@ -178,8 +178,8 @@ def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
     }
     own_frozen = [name for name in engine.names if name not in engine.trained]
     sharded, frozen = {}, []
-    for of_stage in engine.layout.gather_stages((own_sharded, own_frozen)):
-        sharded, frozen = sharded | of_stage[0], frozen + of_stage[1]
+    for stage_sharded, stage_frozen in engine.layout.gather_stages((own_sharded, own_frozen)):
+        sharded, frozen = sharded | stage_sharded, frozen + stage_frozen
     return {
         "step": step,
         "optimizer_steps": engine.optimizer_steps,

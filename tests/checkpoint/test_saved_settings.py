@@ -20,7 +20,7 @@ def test_equal_settings_are_not_reported_and_others_with_both_values():
 
 def test_a_change_of_the_order_of_the_data_is_reported_last():
     *_, last = changes(config_dict(make()), make(train__seed=5))
-    assert last == "train.seed: the data comes in another order than in an uninterrupted run"
+    assert last == "train.seed: the data is shuffled again, so some sequences repeat and some are missed"
     assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
     ramp, skip = {"from": 2, "over_samples": 9}, {"action": "skip"}
     now = make(train__batch_ramp=ramp, train__spikes=skip, data__prefix={"a": 1, "b": 1})
@@ -30,7 +30,7 @@ def test_a_change_of_the_order_of_the_data_is_reported_last():
         "train.batch_ramp",
         "train.spikes.action",
     ]
-    assert last.startswith("data.prefix, train.batch_ramp: the data comes in another order")
+    assert last.startswith("data.prefix, train.batch_ramp: the data is shuffled again")
 
 
 def test_differences_between_models_are_named_with_both_values():

@@ -170,7 +170,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["passkey", "--model", "{llama}"], "save the one it was trained with into that directory"),
         (["toys", "--model", "{llama}"], "toys is not a task"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
-        (["toy", "--model", "{tmp}"], "holds no checkpoint"),
+        (["toy", "--model", "{tmp}"], "has no checkpoint"),
         (["selective_copy", "--model", "{text}"], "{text} was trained on text; give a model that"),
         (["toy", "--model", "{llama}", "--output", "{llama}/config.json"], "config.json is not a writable directory"),
         (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),

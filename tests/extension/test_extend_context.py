@@ -214,7 +214,7 @@ def test_a_run_goes_on_without_its_base_unless_that_holds_its_frozen_weights(ext
     (tmp_path / "moved").rename(moving)
     file = next(moving.glob("checkpoints/*/tensors-*"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert "is not whole" in refused(capfd, extend_context.main, again["lean"])
+    assert "is not complete" in refused(capfd, extend_context.main, again["lean"])
 
 
 def test_a_model_of_transformers_is_imported_once_and_only_as_it_was(extend, bases, data, tmp_path, capfd):
@@ -354,7 +354,7 @@ def damaged(folder, bases, name):
         ("nowhere", [], "extension.from is nowhere, which is not a directory; give a run"),
         ("owner/name", [], "is fetched with: hf download owner/name --local-dir DIR"),
         ("empty", [], "holds neither a checkpoint nor a config.json; give a run"),
-        ("checkpoint", [], "holds no checkpoint that is whole"),
+        ("checkpoint", [], "has no complete checkpoint"),
         ("weights", [], "is not a complete safetensors file"),
         ("widths", [], "gate_proj.weight the shape (48, 32), but its settings require (64, 32)"),
         ("pickle", [], "is a pickle, which may run code"),
@@ -437,7 +437,7 @@ def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capf
     ):
         chosen = arguments(tmp_path, data, base, "run", *lora, changed)
         sentence = refused(capfd, extend_context.main, chosen, statuses=[2])
-        assert part in sentence and sentence.endswith("or begin another run with a new logging.directory")
+        assert part in sentence and sentence.endswith("or start another run with a new logging.directory")
         elsewhere = [f"--checkpoint.resume={step}", f"--logging.directory={tmp_path}/x"]
         assert "and without checkpoint.resume" in refused(capfd, extend_context.main, [*chosen, *elsewhere])
     whole_run = [*arguments(tmp_path, data, bases["rope"], "x", *lora), f"--checkpoint.resume={tmp_path}/run"]

@@ -124,8 +124,8 @@ def test_the_averaged_weights_are_evaluated_under_a_name_of_their_own(runs):
 
 
 def test_a_run_without_an_average_is_refused(runs, tmp_path):
-    with pytest.raises(ConfigError, match="plain cannot be used: .*holds no average of the weights"):
+    with pytest.raises(ConfigError, match="plain cannot be used: .*has no averaged weights"):
         find_model(str(runs / "plain"), average=True)
-    with pytest.raises(CheckpointError, match="holds no average of the weights"):
+    with pytest.raises(CheckpointError, match="has no averaged weights"):
         export(runs / "plain", tmp_path / "out", tokenizer="none", average=True)
     assert not (tmp_path / "out").exists()
