@@ -1,4 +1,4 @@
-"""The model that a run extends: found, and compared with the run's settings. Imports no torch."""
+"""Find the model that a run extends, and check that the run's settings fit it. Imports no torch."""
 
 import dataclasses
 import hashlib
@@ -42,36 +42,36 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Base:
-    """A complete model that can be extended."""
+    """A complete model to extend."""
 
     path: Path
-    """A checkpoint of this project, or a directory in the format of transformers."""
+    """A checkpoint of this project, or a directory of a Hugging Face model."""
     model: ModelConfig
     state: State | None
-    """The checkpoint's state; None for a directory in the format of transformers."""
+    """The checkpoint's state; None for a Hugging Face model."""
     is_import_of_run: bool = False
-    """Whether it stands for a directory in the format of transformers that is gone, and that the run had imported."""
+    """Whether this is the run's own import of a Hugging Face model whose directory no longer exists."""
 
     @classmethod
     def made_by(cls, config: RunConfig) -> "Base":
-        """Return what a run of ours will have made when it is finished."""
+        """Return the model that a run will have trained when it is finished."""
         directory, tokenizer = Path(config.logging.directory), config.data.tokenizer
         state: Any = {"progress": {}, "config": {"data": {"tokenizer": tokenizer}}}
         return cls(directory, config.model, state)
 
     @property
     def tokenizer(self) -> Path | None:
-        """Where its tokenizer is, if it has one."""
+        """The path of its tokenizer, or None."""
         if self.state is None:
             return self.path
         if self.path.is_dir():
             return self.path / TOKENIZER if (self.path / TOKENIZER).is_dir() else None
-        named = self.state["config"]["data"]["tokenizer"]  # a run that is still to be made
+        named = self.state["config"]["data"]["tokenizer"]  # of a run that has not started
         return Path(named) if named is not None and Path(named).exists() else None
 
     @property
     def identity(self) -> str:
-        """A digest of the settings, and of the names, sizes and times of the files, of a directory of transformers."""
+        """A digest of a Hugging Face model's settings and of the names, sizes and times of its files."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in sorted(self.path.glob("*.safetensors*")):
             facts = file.stat()
@@ -80,29 +80,28 @@ class Base:
 
 
 def with_base_settings(values: dict[str, Any], base: Base | None = None, run: str | None = None) -> dict[str, Any]:
-    """Add the settings of the model that a run extends, by default `extension.from`, to those that are given.
+    """Add the settings of the model that a run extends to the given settings.
 
-    With a `base`, `extension.from` must not be given, or be that. `run` is the default of `logging.directory`.
-
-    A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
-    themselves. Raises ConfigError.
+    The model is `base`, by default that of `extension.from`; if both are given, they must agree. `run` is the default
+    of `logging.directory`. A run as the model to extend is replaced by its newest complete checkpoint, so that the
+    configuration names the weights themselves. Raises ConfigError.
     """
     extension = values.get("extension", {})
     given = build(ExtensionConfig, extension, "extension").from_
     if base is not None:
-        problem = f"is {given}, but the chain extends what it pretrains"
+        problem = f"is {given}, but the chain extends the model that it pretrains"
         refuse(given not in (None, str(base.path)), KEY, problem, "remove it, or set it to null")
         given = str(base.path)
     model = values.get("model", {})
     if not isinstance(model, dict) or not isinstance(position := model.get("position", {}), dict):
-        return values  # which are refused when they are built
+        return values  # building the sections refuses them
     encoding = str(model.get("position_encoding") or "")
     complete = model.keys() >= _REQUIRED
     refuse(
         given is None and not complete and bool(extension),
         KEY,
         "is not set",
-        "give pretrain.extend_context a model: a run, a checkpoint, or a directory in the format of transformers",
+        "give pretrain.extend_context a model: a run, a checkpoint, or the directory of a Hugging Face model",
     )
     if given is None:
         return values
@@ -110,13 +109,13 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
         directory = build(LoggingConfig, values.get("logging", {}), "logging").directory
         base = base or find_base(given, directory or run)
     except ConfigError:
-        if complete:  # perhaps the run has begun; one that has not is refused later
+        if complete:  # the run may have started and need the model no more; otherwise it is refused later
             return values
         raise
     inherited = _inherited(base.model, encoding or base.model.position_encoding)
     if (
         position.get("rope_scaling_type", "linear") != "linear"
-        and inherited["position"].get("rope_scaling_factor") == 1  # of an encoding that scales
+        and inherited["position"].get("rope_scaling_factor") == 1  # only if the encoding scales positions
     ):
         inherited["position"]["rope_original_seq_length"] = base.model.seq_length
     if base.state is None:
@@ -127,34 +126,34 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
 
 
 def _keys_of_position(encoding: str) -> set[str]:
-    """Return the settings of a positional encoding; none for one that does not exist."""
+    """Return the keys of a positional encoding's settings; none for an unknown encoding."""
     return keys_of(ENCODINGS[encoding].Settings) if encoding in ENCODINGS else set()
 
 
 def find_base(given: str, run: str | None = None) -> Base:
-    """Return the model to extend: a run's newest checkpoint, one checkpoint, or a directory of transformers.
+    """Return the model to extend: a run's newest checkpoint, one checkpoint, or a Hugging Face model.
 
-    If such a directory is gone, that is its import in the directory `run` of a run that has begun. Looks at the sizes
-    of a checkpoint's files, not at their bytes. Raises ConfigError for what is damaged, incomplete or
-    cannot be extended.
+    If the directory of a Hugging Face model is gone, return its import in the directory `run` of a run that has
+    started. Of a checkpoint's files, only the sizes are checked. Raises ConfigError if the model is damaged, incomplete
+    or cannot be extended.
     """
     path = Path(given)
     if not path.is_dir() and run is not None and (imported := _imported_by(Path(run), path)):
         return imported
     fix = (
-        "give a run, one of its checkpoints, or a directory in the format of transformers, or continue a run that has "
-        "begun with --config RUN/config.yaml"
+        "give a run, one of its checkpoints, or the directory of a Hugging Face model, or continue a run that has "
+        "started with --config RUN/config.yaml"
     )
     if _HUB_NAME.fullmatch(given) and not path.parent.exists():
-        fix += f"; a model of that name on the Hugging Face hub is fetched with: hf download {given} --local-dir DIR"
+        fix += f"; to fetch a model of that name from the Hugging Face Hub: hf download {given} --local-dir DIR"
     refuse(not path.is_dir(), KEY, f"is {given}, which is not a directory", fix)
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
     except NoCheckpoint:
-        fix = "give a run, one of its checkpoints, or the complete directory of a model in the format of transformers"
-        raise ConfigError(KEY, f"is {given}, which holds neither a checkpoint nor a config.json", fix) from None
+        fix = "give a run, one of its checkpoints, or the complete directory of a Hugging Face model"
+        raise ConfigError(KEY, f"is {given}, which has neither a checkpoint nor a config.json", fix) from None
     except UserError as error:
         problem = f"{given} cannot be extended: {error.subject} {error.problem}"
         raise ConfigError(KEY, problem, error.fix) from None
@@ -163,7 +162,7 @@ def find_base(given: str, run: str | None = None) -> Base:
 
 
 def _imported_by(run: Path, source: Path) -> Base | None:
-    """Return what a run that has begun imported from `source`; None if it extends another model or imported none."""
+    """Return the model that a run imported from `source`, or None if it extends another model or has not started."""
     try:
         extended = read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["extension"]["from"]
     except (OSError, ValueError, KeyError):
@@ -199,26 +198,26 @@ def _from_checkpoint(path: Path) -> Base:
 
 
 def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
-    """Return the settings that an extension with this positional encoding has from its base unless it gives others."""
+    """Return the base model's settings that are the defaults of an extension with this positional encoding."""
     own, before = _keys_of_position(encoding), base.position_encoding
-    others = {"attention_backend", *(["position_encoding"] if encoding != before else [])}
+    excluded = {"attention_backend", *(["position_encoding"] if encoding != before else [])}
     if encoding in ENCODINGS and before in ENCODINGS[encoding].replaces:
-        others.add("layers_without_positions")  # then all of them are
-    inherited = {key: value for key, value in as_dict(base).items() if key not in others}
+        excluded.add("layers_without_positions")  # no layer has positions then
+    inherited = {key: value for key, value in as_dict(base).items() if key not in excluded}
     return inherited | {"position": {key: value for key, value in inherited["position"].items() if key in own}}
 
 
 def starts_from_base(config: RunConfig) -> bool:
-    """Return whether a run begins with the model that it extends: it has no checkpoints of its own to continue."""
+    """Return whether a run starts from the model that it extends, rather than from a checkpoint of its own."""
     resume = config.checkpoint.resume
     own = list_checkpoints(config.checkpoint.directory)
     return config.extension.from_ is not None and (resume == "none" or (resume == "auto" and not own))
 
 
 def check_base(config: RunConfig, base: Base | None = None) -> None:
-    """Raise ConfigError if a run's model, lengths, tokenizer or trained parts do not fit the model that it extends.
+    """Raise ConfigError if a run's model, length, tokenizer or trained parameters do not fit the model that it extends.
 
-    By default, that is what `extension.from` says. Warns if positions are scaled from a length below the model's.
+    `base` is by default the model of `extension.from`. Warns if positions are scaled by less than the context grows.
     """
     base = base or find_base(config.extension.from_, config.logging.directory)
     was, now = base.model.position_encoding, config.model.position_encoding
@@ -233,7 +232,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     if getattr(base.model.position, "increments", "fixed") != "fixed":
         free.remove("position.increments")
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
-        free.add("vocab_size")  # an import adds the rows that are missing
+        free.add("vocab_size")  # an import adds the missing rows
     differences = model_differences(as_dict(base.model), as_dict(config.model), free)
     refuse(
         bool(differences),
@@ -244,32 +243,32 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         "model.position_encoding from rope to tape or nope, and model.position.increments from fixed to learned or "
         "signed",
     )
-    held, read = parameter_shapes(base.model), parameter_shapes(config.model)
-    unfit = [name for name, shape in held.items() if kind_of(name) == "position" and read.get(name) != shape]
+    base_shapes, shapes = parameter_shapes(base.model), parameter_shapes(config.model)
+    unfit = [name for name, shape in base_shapes.items() if kind_of(name) == "position" and shapes.get(name) != shape]
     refuse(
         bool(unfit),
         (KEY, "model.position_encoding"),
-        f"{base.path} has parameters, {', '.join(unfit)}, that {now} does not have or has in another shape",
+        f"{base.path} has the parameters {', '.join(unfit)}, which {now} does not have or has in another shape",
         f"keep model.position_encoding {was}, or extend a model without them",
     )
     _check_lengths(config.model, base)
     trains, new = config.extension.trains, f"model.position_encoding is {now}"
-    if not added and _of_encoding(config.model) > _of_encoding(base.model):
+    if not added and _encoding_parameters(config.model) > _encoding_parameters(base.model):
         added, new = True, f"model.position.increments is {config.model.position.increments}"
     refuse(
         added and not {"position", "all"} & set(trains),
         ("extension.trains", KEY),
-        f"does not name position, but {new}, which {KEY} {base.path} does not have yet, so it would stay as it is",
-        "add position, or leave that out",
+        f"does not name position, but {new}, which {KEY} {base.path} does not have yet: its parameters would not train",
+        "add position, or keep that setting as it was",
     )
     _check_tokenizer(config, base)
 
 
 def _check_lengths(model: ModelConfig, base: Base) -> None:
-    """Raise ConfigError if positions are scaled although contexts become shorter, or from a longer one than the base's.
+    """Raise ConfigError if positions are scaled for shorter contexts, or from a longer context than the base model's.
 
-    A shorter one may be meant, as some models state more tokens than they were trained on. Warns about positions that
-    linear scaling leaves beyond the trained ones.
+    Scaling from a shorter context is allowed, because some models state more tokens than they were trained on. Warns if
+    linear scaling leaves positions beyond the trained range.
     """
     position, was = model.position, base.model.position
     factor, before = (getattr(settings, "rope_scaling_factor", 1.0) for settings in (position, was))
@@ -278,7 +277,7 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
         ("model.seq_length", "model.position.rope_scaling_factor", KEY),
         f"is {model.seq_length}, but {KEY} {base.path} has {base.model.seq_length}, and "
         f"model.position.rope_scaling_factor {factor:g} is for longer contexts",
-        f"set it to more than that, or, to train on shorter contexts, model.position.rope_scaling_factor to {before:g}",
+        f"raise it, or set model.position.rope_scaling_factor to {before:g} to train on shorter contexts",
     )
     if factor == 1:
         kind = getattr(position, "rope_scaling_type", "linear")
@@ -294,8 +293,9 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
         whole = before * model.seq_length / base.model.seq_length
         if factor < whole and scaling in (None, "linear"):
             command_line.say(
-                f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} grow "
-                f"from {base.model.seq_length} to {model.seq_length} tokens; set it to {whole:g}, unless this is meant"
+                f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} "
+                f"grow from {base.model.seq_length} to {model.seq_length} tokens; set it to {whole:g} unless this is "
+                "intended"
             )
         return
     own = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
@@ -304,12 +304,13 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
     refuse(given > own, (key, KEY), problem, f"set it to {own}")
 
 
-def _of_encoding(model: ModelConfig) -> set[str]:
+def _encoding_parameters(model: ModelConfig) -> set[str]:
+    """Return the names of the parameters of a model's positional encoding."""
     return {name for name in parameter_shapes(model) if kind_of(name) == "position"}
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if `data.tokenizer` is another tokenizer than that of the model, as far as that is known."""
+    """Raise ConfigError if `data.tokenizer` is not the model's tokenizer, if that is known."""
     given = config.data.tokenizer
     if given is None or not Path(given).exists():
         return
@@ -325,9 +326,9 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
 
 
 def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:
-    """Return the settings with the tokenizer of the model that a run extends, and what the model says of its own.
+    """Return the settings with the tokenizer of the model that a run extends, and the record of that tokenizer.
 
-    A directory of transformers whose tokenizer cannot be used changes nothing. Raises ConfigError.
+    The settings stay as they are if a Hugging Face model's tokenizer cannot be used. Raises ConfigError.
     """
     if base.state is not None:
         return with_saved_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
@@ -339,7 +340,7 @@ def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, Token
 
 
 def check_command(config: RunConfig, extends: bool) -> None:
-    """Raise ConfigError if a configuration is not for the command that was given it: the one that extends, or not."""
+    """Raise ConfigError if a configuration that extends a model was given to `pretrain.train`, or the reverse."""
     given = config.extension.from_
     fix = "set it, or train with pretrain.train"
     refuse(extends and given is None, KEY, "is not set, so there is nothing to extend", fix)

@@ -1,4 +1,4 @@
-"""Import a model in the format of transformers beside the run that extends it, once, while all ranks wait."""
+"""Import a Hugging Face model into the directory of the run that extends it, once, while all ranks wait."""
 
 import dataclasses
 import logging
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.5
 
 
 def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path:
-    """Return the checkpoint that a run begins with, after importing it if necessary; all ranks call this together.
+    """Return the checkpoint that a run starts from, importing it if necessary; all ranks call this together.
 
     The import is `base` in the run's directory, complete or absent. Raises CheckpointError on every rank.
     """
@@ -40,7 +40,7 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
     target = Path(config.logging.directory) / IMPORTED
     if target.exists():
         _check_imported(target, base, config)
-        logger.info("beginning with %s, which was imported from %s before", target, base.path)
+        logger.info("starting from %s, which was imported from %s before", target, base.path)
         return target
     logger.info("importing %s to %s", base.path, target)
     model = dataclasses.replace(base.model, vocab_size=config.model.vocab_size)
@@ -63,16 +63,16 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
         raise CheckpointError(str(target), f"was not imported from {base.path} as it is now", fix)
     if state["config"]["model"].get("vocab_size") != config.model.vocab_size:
         problem = (
-            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, and "
-            f"it now is {config.model.vocab_size}"
+            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but it is now "
+            f"{config.model.vocab_size}"
         )
         raise CheckpointError(str(target), problem, f"set it to the former, or {fix}")
 
 
 def import_on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
-    """Return on every rank what `work` returns on rank 0, or raise its error; `work` calls its argument as it advances.
+    """Run `work` on rank 0, and return its result or raise its error on every rank.
 
-    However long it takes, no rank is taken for hung as long as it advances.
+    `work` calls its argument after each tensor, so that the watchdog does not take a long import for a hang.
     """
     done = {"steps": 0, "path": None, "error": None}
 

@@ -207,7 +207,7 @@ def test_a_run_goes_on_without_its_base_unless_that_holds_its_frozen_weights(ext
     moving.rename(tmp_path / "moved")
     capfd.readouterr()
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, str(moving), "whole"))
-    assert "continue a run that has begun with --config RUN/config.yaml" in sentence
+    assert "continue a run that has started with --config RUN/config.yaml" in sentence
     again = {name: ["--config", f"{tmp_path}/{name}/config.yaml", "--train.steps=3"] for name in ("whole", "lean")}
     assert extend_context.main(again["whole"]) == 0
     assert "which is gone; put it back" in refused(capfd, extend_context.main, again["lean"])
@@ -352,14 +352,14 @@ def damaged(folder, bases, name):
     "base, overrides, part",
     [
         ("nowhere", [], "extension.from is nowhere, which is not a directory; give a run"),
-        ("owner/name", [], "is fetched with: hf download owner/name --local-dir DIR"),
-        ("empty", [], "holds neither a checkpoint nor a config.json; give a run"),
+        ("owner/name", [], "from the Hugging Face Hub: hf download owner/name --local-dir DIR"),
+        ("empty", [], "has neither a checkpoint nor a config.json; give a run"),
         ("checkpoint", [], "has no complete checkpoint"),
         ("weights", [], "is not a complete safetensors file"),
         ("widths", [], "gate_proj.weight the shape (48, 32), but its settings require (64, 32)"),
         ("pickle", [], "is a pickle, which may run code"),
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "encodes text in another way than that of extension.from"),
-        ("rope", ["--extension.trains=[norms]"], "so it would stay as it is; add position"),
+        ("rope", ["--extension.trains=[norms]"], "its parameters would not train; add position"),
         ("rope", [*ROPE, "--model.position.increments=learned"], "model.position.increments is learned, which"),
         ("rope", ["--model.hidden_size=64"], "model.hidden_size: checkpoint 32, configuration 64"),
         ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),
@@ -478,7 +478,7 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
     assert capfd.readouterr().out == "first\nruns/extend\n"
     for wrong, part in (
         ("--model.num_layers=9", "model.num_layers: checkpoint 3, configuration 9"),
-        ("--extension.from=elsewhere", "the chain extends what it pretrains; remove it"),
+        ("--extension.from=elsewhere", "the chain extends the model that it pretrains; remove it"),
         ("--logging.directory=first", "for both pretraining and extension"),
     ):
         assert part in refused(capfd, attempt.main, ["chain", "--", *first, *second, wrong])
@@ -528,7 +528,7 @@ def test_a_linear_factor_that_is_too_small_for_the_new_length_is_warned_about(ca
         now = {"model__position__rope_scaling_factor": factor, "model__seq_length": length, "data__tokenizer": None}
         check_base(make(**scaled | now), base)
         said = capsys.readouterr().err
-        assert said.count("grow from 16 to 32 tokens; set it to 4, unless this is meant") == warnings
+        assert said.count("grow from 16 to 32 tokens; set it to 4 unless this is intended") == warnings
 
 
 @pytest.mark.parametrize("encoding", ["tape", "nope"])
