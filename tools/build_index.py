@@ -1,9 +1,10 @@
-"""Index a run's data before a job holds GPUs: the shuffled order of its sequences, in data.cache_directory.
+"""Build the index of a run's data, the shuffled order of its sequences, before a job occupies GPUs.
 
     python tools/build_index.py --config pretrain/recipes/tape_demo.yaml [--section.key value ...]
 
-Takes the settings of the run, which then finds the index instead of building it while its GPUs wait. The index depends
-on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of sequences of the run.
+The settings are those of the run, which then finds the index in data.cache_directory instead of building it while its
+GPUs wait. The index depends on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number
+of sequences of the run.
 """
 
 import logging

@@ -23,11 +23,11 @@ def main() -> None:
 
 
 def to_hf(output: str, base: str | None, adapter: bool, results: list[str], **model) -> None:
-    """Write a Hugging Face model, or an adapter for peft, from a checkpoint of this project."""
+    """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft."""
     if adapter and results:
-        raise UserError("--results", "are for whole models", "leave out --adapter")
+        raise UserError("--results", "are for the card of a full model", "remove --adapter")
     if base is not None and not adapter:
-        raise UserError("--base", "names the model of an adapter", "add --adapter, or leave it out")
+        raise UserError("--base", "names the base model of an adapter", "add --adapter, or remove --base")
     if adapter:
         from megatron_tape.huggingface.export.to_peft import export_adapter
 
@@ -39,14 +39,14 @@ def to_hf(output: str, base: str | None, adapter: bool, results: list[str], **mo
 
 
 def from_hf(model: str, output: str, **options) -> None:
-    """Write a checkpoint of this project from a Hugging Face model."""
+    """Import a Hugging Face model as a checkpoint of this project."""
     from megatron_tape.huggingface.imports.from_transformers import import_model
 
     import_model(model, output, **options)
 
 
 def from_released(**options) -> None:
-    """Write a checkpoint of this project from one of the TAPE authors' code."""
+    """Import a checkpoint of the TAPE authors' code."""
     from megatron_tape.huggingface.imports.from_released import import_released
 
     import_released(**options)
@@ -69,16 +69,16 @@ def parser() -> argparse.ArgumentParser:
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 
     def add(name: str, convert: Callable, what: str, add_options: Callable, example: str) -> None:
-        whole = f"example: python tools/convert_checkpoint.py {name} {example}"
-        direction = directions.add_parser(name, help=what, description=f"Convert {what}.", epilog=whole)
+        epilog = f"example: python tools/convert_checkpoint.py {name} {example}"
+        direction = directions.add_parser(name, help=what, description=f"Convert {what}.", epilog=epilog)
         direction.set_defaults(convert=convert)
         add_options(direction.add_argument)
 
     what = "a checkpoint of this project to a Hugging Face model"
     add("to-hf", to_hf, what, add_export, "--checkpoint runs/demo/tape --output exported/tape --dtype bf16")
     what = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
-    ends = "--model models/Qwen3-0.6B --output imported/qwen3 ; it ends by saying how to train from the result"
-    add("from-hf", from_hf, what, add_import, ends)
+    example = "--model models/Qwen3-0.6B --output imported/qwen3 ; it prints how to train the result"
+    add("from-hf", from_hf, what, add_import, example)
     what = "a checkpoint of the TAPE authors' code to one of this project"
     example = "--weights model.safetensors --config config.json --output released"
     add("from-released", from_released, what, add_released, example)
@@ -90,16 +90,16 @@ def add_export(add: Callable) -> None:
     newest = "a run or its checkpoints directory (the newest complete checkpoint is used), or one step"
     add("--checkpoint", required=True, metavar="DIR", help=newest)
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
-    add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory; none (default: the run's)")
-    add("--average", action="store_true", help="take the averaged weights of a run with train.average")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (default: %(default)s)")
+    add("--tokenizer", metavar="T", help="a .model, a tokenizer.json, their directory, or none (default: the run's)")
+    add("--average", action="store_true", help="export the averaged weights of a run with train.average")
     trained = (
-        "write only what was trained, in peft's format, for a run that trained LoRA layers, embeddings, norms or "
+        "write only the trained parameters, in peft's format, of a run that trained LoRA layers, embeddings, norms or "
         "TAPE's matrices alone; without this, LoRA layers are merged into the model"
     )
     add("--adapter", action="store_true", help=trained)
     base = (
-        "with --adapter: the model that it adds to; if DIR does not exist, that model is written there (default: "
+        "with --adapter: the base model of the adapter, which is written to DIR if that does not exist (default: "
         "OUTPUT/base)"
     )
     add("--base", metavar="DIR", help=base)
@@ -112,23 +112,23 @@ def add_import(add: Callable) -> None:
     model = "directory with config.json, weights and tokenizer, as transformers saves them; or a GGUF file"
     add("--model", required=True, metavar="DIR", help=model)
     name = (
-        "the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL lies "
-        "in the Hub's cache)"
+        "the model's name on the Hugging Face Hub, for the model cards of exports (default: the name in the Hub's "
+        "cache, if MODEL is there)"
     )
     add("--base-model", type=str, metavar="OWNER/NAME", help=name)
     add_checkpoint(add)
     encoding = (
-        "tape starts out the same and can learn to move positions; rope keeps the model (default: tape, or for an "
-        "export of another encoding its own)"
+        "rope keeps the model's encoding; tape computes the same at first and can learn to rewrite positions (default: "
+        "tape, or the own encoding of an export with another one)"
     )
     add("--position-encoding", choices=("tape", "rope"), help=encoding)
     scaling = (
-        "also divide positions by this, which extends the context by the same factor; it multiplies the factor of a "
-        "model with yarn (default: %(default)s)"
+        "divide positions by this factor, which extends the context by the same factor; for a model with yarn, it "
+        "multiplies yarn's factor (default: %(default)s)"
     )
     add("--rope-scaling-factor", type=factor, default=1.0, metavar="X", help=scaling)
-    add("--gate-input", choices=("mlp", "attention"), help="what gates TAPE's position MLP (default: mlp)")
-    width = "TAPE's inner width (default: 4 times the query heads)"
+    add("--gate-input", choices=("mlp", "attention"), help="input of the gate of TAPE's position MLP (default: mlp)")
+    width = "inner width of TAPE's position MLP (default: 4 times the number of query heads)"
     add("--position-mlp-size", type=command_line.whole_number, metavar="P", help=width)
     add("--seed", type=int, default=1234, help="seed of TAPE's random initial parameters (default: %(default)s)")
 
@@ -147,11 +147,10 @@ def add_checkpoint(add: Callable) -> None:
     multiple = "pad the vocabulary to a multiple of this, as tensor parallelism needs (default: %(default)s)"
     add("--vocab-multiple", type=command_line.whole_number, default=1, metavar="N", help=multiple)
     mixing = (
-        "form of TAPE's map over heads for further training: a matrix, or one scale per head as in the released code "
-        "(default: %(default)s)"
+        "TAPE's map over heads: a full matrix, or one scale per head as in the released code (default: %(default)s)"
     )
     add("--token-mixing", choices=("full", "per_head"), default="full", help=mixing)
-    pickles = "also read .bin and .pt files; use this only for files from people you trust"
+    pickles = "also read .bin and .pt files, which can run code: only for files from people you trust"
     add("--allow-pickle", action="store_true", help=pickles)
 
 

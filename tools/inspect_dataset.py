@@ -1,8 +1,8 @@
-"""Show what an indexed dataset holds and check that its files are intact.
+"""Show the contents of an indexed dataset, and check that its files are intact.
 
     python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
 
-The exit status is 2 if they are not.
+The exit status is 2 if they are damaged.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
     with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
         problems = list(dataset.problems(tokenizer.vocab_size if tokenizer else None))
     if problems:
-        raise FileError(prefix, f"is not whole: {'; '.join(problems)}", "write it again")
+        raise FileError(prefix, f"is damaged: {'; '.join(problems)}", "write it again")
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")
@@ -50,14 +50,14 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
 
 
 def described(origin: Origin) -> str:
-    """Return what a dataset records of its tokenizer, in words."""
+    """Return a description of the tokenizer in a dataset's origin."""
     tokenizer = origin["tokenizer"]
     ends = f"documents end in {tokenizer['eod']}" if origin["append_eod"] else "no token ends documents"
     return f"{tokenizer['vocab_size']:,} ids, digest {tokenizer['digest'][:12]}; {ends}"
 
 
 def text_of(dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | None, tokens: int) -> str:
-    """Return the beginning of a document, as text or ids, under a heading."""
+    """Return a heading and the beginning of a document, as text or ids."""
     ids = dataset.document(index)
     shown = ids[:tokens].tolist()
     text = tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown))
@@ -65,9 +65,9 @@ def text_of(dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | No
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Return documents and tokens by length, in bins whose bounds are powers of two."""
+    """Return a histogram of documents and tokens by document length, with powers of two as bounds."""
     if not len(lengths):
-        return "no document\n"
+        return "no documents\n"
     bins = np.frexp(lengths)[1]  # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
     documents = np.bincount(bins)
     tokens = np.bincount(bins, weights=lengths)
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add("prefix", metavar="P", help="a dataset is P.bin and P.idx")
-    add("--tokenizer", help="decode with it, and check that it made the dataset")
+    add("--tokenizer", help="decode tokens with it, and check that it made the dataset")
     add(
         "--documents",
         type=whole_number_or_0,
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         type=whole_number_or_0,
         default=200,
         metavar="N",
-        help="show N tokens of each at most (default: %(default)s)",
+        help="show at most N tokens of each (default: %(default)s)",
     )
     return result
 

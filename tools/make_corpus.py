@@ -5,11 +5,13 @@
     python tools/make_corpus.py hub allenai/c4 --config-name en --streaming --max-documents 9999 --output data/c4.jsonl
     python tools/make_corpus.py hub json --data-files 'raw/*.jsonl.gz' --text-key content --output data/raw.jsonl
 
-`stdlib` is the source code of this Python's standard library, 31 MB of real text that every machine has. `folders`
-makes one long document of the files of each folder in a directory, such as a checkout. `hub` is a data set of the
-Hugging Face Hub, a local directory of one, or a format (json, parquet, text) with --data-files; each text file is one
-document. Documents that preprocess_data.py would refuse are left out: those that are too large or cannot be UTF-8. The
-output appears only when it is complete.
+stdlib: the source code of this Python's standard library, 31 MB of real text that every machine has.
+folders: one long document for each folder of a directory, such as a checkout, made of the folder's files.
+hub: a dataset of the Hugging Face Hub, its local directory, or a format (json, parquet, text) with --data-files. Each
+text file is one document.
+
+Documents that are too large or not valid UTF-8 are skipped, because preprocess_data.py would refuse them. The output
+appears only when it is complete.
 """
 
 import argparse
@@ -37,7 +39,7 @@ def main() -> None:
     arguments = parser().parse_args()
     # Opened first, so that an existing output is rejected before anything is downloaded.
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
-        total, most = None, arguments.max_document_bytes
+        total, limit = None, arguments.max_document_bytes
         if arguments.source == "stdlib":
             records = standard_library(arguments.shuffle)
         elif arguments.source == "folders":
@@ -49,7 +51,7 @@ def main() -> None:
         for number, record in enumerate(records, start=1):
             try:
                 line = json.dumps(record, ensure_ascii=False).encode()
-                problem = str(TooLarge(most)) if len(line) > most else None
+                problem = str(TooLarge(limit)) if len(line) > limit else None
             except UnicodeEncodeError:
                 problem = LONE_SURROGATE
             if problem is not None:
@@ -64,14 +66,14 @@ def main() -> None:
         for sentence in problems.report():
             command_line.say(sentence)
         if not count:
-            raise FileError(arguments.source, "holds no document; nothing was written")
+            raise FileError(arguments.source, "has no documents; nothing was written")
     command_line.say(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
 
 
 def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
-    """Yield {"text", "path"} of the standard library's modules and tests, without empty ones.
+    """Yield {"text", "path"} of the standard library's non-empty modules and tests.
 
-    They are sorted by path or, with a seed, shuffled by it.
+    They are sorted by path, or shuffled with the seed.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
@@ -81,15 +83,15 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
 
 
 def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Iterator[dict[str, str]]:
-    """Yield {"text", "path"} of each folder below `root`: its files with these suffixes by name, each below its path.
+    """Yield {"text", "path"} of each folder below `root`; the text joins its files with these suffixes, sorted by name.
 
-    Hidden folders, those of installed packages, and files that are not text are left out. The order is that of
-    `standard_library`. Raises OSError for what cannot be read.
+    Each file follows a line with its path. Hidden folders, installed packages, and files that are not text are skipped.
+    The order is that of `standard_library`. Raises OSError if a folder or file cannot be read.
     """
     if not root.is_dir():
-        raise FileError(str(root), "is no directory", "give the folder that holds the files")
+        raise FileError(str(root), "is not a directory", "give the folder with the files")
     files: dict[str, list[Path]] = {}
-    for place, below, names in os.walk(root, onerror=_stop):
+    for place, below, names in os.walk(root, onerror=_raise):
         below[:] = [name for name in below if not name.startswith(".") and name not in _EXCLUDED]
         found = [Path(place, name) for name in sorted(names) if name.endswith(tuple(suffixes))]
         if found := [path for path in found if path.is_file()]:
@@ -101,14 +103,14 @@ def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Ite
         for path in files[folder]:
             name, text = path.relative_to(root).as_posix(), _source(path)
             if text is None:
-                command_line.say(f"{name} is not text and is left out")
+                command_line.say(f"{name} is not text and is skipped")
             elif text:
                 texts.append(f"# {name}\n{text}")
         if texts:
             yield {"text": "\n".join(texts), "path": folder}
 
 
-def _stop(error: OSError) -> None:
+def _raise(error: OSError) -> None:
     raise error
 
 
@@ -120,7 +122,7 @@ def _in_order(names: Iterable[str], seed: int | None) -> list[str]:
 
 
 def _source(path: Path) -> str | None:
-    """Return a file's text, or None where it is not text, as in the standard library's deliberately broken tests."""
+    """Return a file's text, or None if it is not text, as some tests of the standard library."""
     raw = path.read_bytes()
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0] if path.suffix == ".py" else "utf-8-sig"
@@ -130,11 +132,11 @@ def _source(path: Path) -> str | None:
 
 
 def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield {"text"} of a data set's rows; without empty texts. Raises UserError when it cannot be read."""
+    """Yield {"text"} of a dataset's rows without empty texts. Raises UserError if it cannot be read."""
     import datasets
 
     command_line.say(f"opening {arguments.name} ...")
-    # A text file is one document, as it is to preprocess_data.py; data sets of the Hub say themselves what theirs are.
+    # A text file is one document, as in preprocess_data.py; datasets of the Hub define their own documents.
     options = {"sample_by": "document"} if arguments.name == "text" else {}
     with _library_errors(arguments.name, "opened", "check name, --config-name and --split"):
         rows = datasets.load_dataset(
@@ -160,7 +162,7 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def _library_errors(name: str, what: str, fix: str) -> Iterator[None]:
-    """Turn what the library raises, a dozen kinds mostly caused by the user or the network, into a FileError."""
+    """Turn the library's many kinds of errors, mostly caused by the user or the network, into a FileError."""
     try:
         yield
     except (UserError, MemoryError):
@@ -178,16 +180,18 @@ def parser() -> argparse.ArgumentParser:
     directory = sources.add_parser("folders", help="the files of a directory, one document for each folder")
     directory.add_argument("directory", type=Path, help="a checkout, for example")
     suffixes = {"nargs": "+", "type": str, "metavar": "SUFFIX", "default": [".py", ".md"]}
-    directory.add_argument("--suffixes", **suffixes, help="the files' names end in one of these (default: .py .md)")
-    shuffle = "in a random order instead of by name, so that data.split holds out text of every kind"
+    directory.add_argument(
+        "--suffixes", **suffixes, help="use files whose names end in one of these (default: .py .md)"
+    )
+    shuffle = "shuffle the documents with this seed instead of sorting by name, so that data.split holds out every kind"
     for source in (stdlib, directory):
         source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
-    hub = sources.add_parser("hub", help="a data set of the Hugging Face Hub, or local files in its formats")
-    hub.add_argument("name", help="data set, local directory, or format (json, parquet, text)")
-    hub.add_argument("--config-name", type=str, help="the data set's configuration")
+    hub = sources.add_parser("hub", help="a dataset of the Hugging Face Hub, or local files in its formats")
+    hub.add_argument("name", help="dataset, local directory, or format (json, parquet, text)")
+    hub.add_argument("--config-name", type=str, help="the dataset's configuration")
     hub.add_argument("--data-files", nargs="+", metavar="GLOB", help="the files, for a format or a directory")
     hub.add_argument("--split", type=str, default="train", help="default: %(default)s")
-    hub.add_argument("--streaming", action="store_true", help="do not download the whole data set first")
+    hub.add_argument("--streaming", action="store_true", help="do not download the whole dataset first")
     hub.add_argument("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents")
     hub.add_argument("--text-key", type=str, default="text", help="the column with the text (default: %(default)s)")
     for source in (stdlib, directory, hub):

@@ -1,4 +1,4 @@
-"""Join indexed datasets in the given order into one.
+"""Merge indexed datasets into one, in the given order.
 
     python tools/merge_datasets.py --input 'data/c4-*' data/wiki --output-prefix data/both
 
@@ -30,8 +30,8 @@ def main() -> None:
 def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
-    The result's origin names the tokenizer that made all of them. Raises FileError when one is not whole, is
-    multimodal, was made with another tokenizer or has another token type than the first, or when all are empty.
+    Its origin names their common tokenizer. Raises FileError if one is damaged, is multimodal, was made with another
+    tokenizer or has another dtype than the first, or if all are empty.
     """
     origins = check_tokenizer(prefixes, None, "")
     if warning := unknown_tokenizers(origins, "the same as of the others"):
@@ -41,19 +41,19 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     dtype = datasets[0].dtype
     for prefix, dataset in zip(prefixes, datasets):
         if dataset.dtype != dtype:
-            problem = f"holds {dataset.dtype.name} tokens, but {prefixes[0]} holds {dtype.name}"
+            problem = f"has {dataset.dtype.name} tokens, but {prefixes[0]} has {dtype.name}"
             raise FileError(prefix, problem, "merge only datasets of the same tokenizer")
         if dataset.multimodal:
-            raise FileError(prefix, "is a multimodal dataset, which cannot be merged", "leave it out")
+            raise FileError(prefix, "is a multimodal dataset, which cannot be merged", "remove it from --input")
     size = sum(dataset.bin_size for dataset in datasets)
     with IndexedDatasetWriter(output_prefix, dtype, overwrite=overwrite) as writer:
         with command_line.step(f"checking {len(datasets):,} datasets, {size / 1e6:,.1f} MB"):
             for prefix, dataset in zip(prefixes, datasets):
                 if problem := next(dataset.problems(), None):
-                    raise FileError(prefix, f"is not whole: {problem}", "write it again")
+                    raise FileError(prefix, f"is damaged: {problem}", "write it again")
         if not any(map(len, datasets)):
             raise FileError(
-                prefixes[0], "and the others hold no document", "check --input and --text-key of the preprocessing"
+                prefixes[0], "and the others have no documents", "check --input and --text-key of the preprocessing"
             )
         progress = command_line.Progress(size)
 
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    what = "prefixes of datasets of one token type, in order, or quoted patterns"
+    what = "prefixes of datasets with the same dtype, in order, or quoted patterns"
     add("--input", nargs="+", required=True, metavar="P", help=what)
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")

@@ -6,11 +6,11 @@
 The result does not depend on --workers. It appears under its name only when it is complete: an interrupted run leaves
 at most P.bin.partial and P.idx.partial, which the next run replaces.
 
-Several machines can share many files: `--part I/N` reads every N-th of them, from number I (from 0) on, and makes the
-dataset P-I-of-N; `slurm/preprocess.sh` does so in every task of a Slurm job array. Training takes all of them with
-`--data.prefix 'P-*'`, and `tools/merge_datasets.py` joins datasets into one. A part that is complete is kept unless
---overwrite is given, and refused if it was made from other files. P.origin records with which tokenizer a dataset was
-made, which training and evaluation compare with the model's.
+Several machines can share the work: `--part I/N` reads every N-th file, starting with number I (from 0), and writes
+the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm job array. Training reads all parts with
+`--data.prefix 'P-*'`; `tools/merge_datasets.py` merges them into one. A complete part is kept unless --overwrite is
+given, and is refused if it was made from other files. P.origin records the tokenizer, which training and evaluation
+compare with the model's.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     paths = find_inputs(arguments.input)
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:
-        raise FileError(arguments.tokenizer, "has no end-of-document token", "leave out --append-eod")
+        raise FileError(arguments.tokenizer, "has no end-of-document token", "remove --append-eod")
     encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
     prefix, origin, overwrite = arguments.output_prefix, encoding.origin, arguments.overwrite
     if arguments.part is not None:
@@ -50,31 +50,31 @@ def main() -> None:
                 raise FileError(prefix, "was made from other files, or with another tokenizer or --append-eod", fix)
             command_line.say(f"{prefix} is complete already; nothing to do")
             return
-        overwrite = True  # what a killed process has left
+        overwrite = True  # replaces the files of a killed process
     for path in paths if arguments.on_error == "stop" else ():
         check_text_key(path, arguments.text_key)
     with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
         speed = write(writer, paths, encoding, arguments)
         if not writer.documents:
-            raise ConfigError("--input", "holds no document", "check it and --text-key")
+            raise ConfigError("--input", "has no documents", "check it and --text-key")
         writer.finish(origin)
     command_line.say(f"{prefix}: {speed}")
 
 
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
-    """Return the prefix of part `index` of `count`; FileError if there are parts of another count."""
+    """Return the prefix of part `index` of `count`. Raises FileError if parts with another count exist."""
     for path in glob.glob(f"{glob.escape(prefix)}-*-of-*.idx"):
         other = re.fullmatch(r"-[0-9]+-of-([0-9]+)\.idx", path[len(prefix) :])
         if other and int(other[1]) != count:
             fix = "remove the parts of the other count, or choose another --output-prefix"
-            raise FileError(path, f"is one of {int(other[1])} parts, and --part makes one of {count}", fix)
+            raise FileError(path, f"is one of {int(other[1])} parts, but --part writes one of {count}", fix)
     return f"{prefix}-{index:05}-of-{count:05}"
 
 
 def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
     """Return every `count`-th file, from number `index` on."""
     problem = f"is {index}/{count}, but --input names only {len(paths):,} files"
-    refuse(count > len(paths), "--part", problem, "make fewer parts, since a file is not divided")
+    refuse(count > len(paths), "--part", problem, "use fewer parts: a file is never split")
     return paths[index::count]
 
 
@@ -122,14 +122,14 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
-    add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
+    add("--input", nargs="+", required=True, metavar="GLOB", help="files, or quoted patterns (** matches any depth)")
     add("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or a directory with one of them")
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add(
         "--workers",
         type=command_line.whole_number,
         default=os.cpu_count(),
-        help="processes that tokenize (default: %(default)s, the number of cores)",
+        help="number of processes (default: %(default)s, the number of cores)",
     )
     add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document token")
@@ -140,8 +140,8 @@ def parser() -> argparse.ArgumentParser:
         help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
-    add("--part", type=part, metavar="I/N", help="make only part I (from 0) of N: P-I-of-N, of every N-th input file")
-    size = "bytes given to a worker at a time (default: %(default)s)"
+    add("--part", type=part, metavar="I/N", help="write only part I (from 0) of N, P-I-of-N, from every N-th file")
+    size = "bytes that a worker gets at a time (default: %(default)s)"
     add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
     document_bytes_option(result)
     return result

@@ -2,9 +2,9 @@
 
     python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output data/tokenizer.model
 
-Text that no piece covers falls back to bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The only
-character that is not reproduced is U+2581, which SentencePiece uses for the space.
-The same input and options give the same tokenizer.
+Text without a piece falls back to bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The only
+character that is not reproduced is U+2581, which SentencePiece uses for the space. The same input and options give the
+same tokenizer.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from megatron_tape.data.documents import FORMATS, document_bytes_option, find_in
 from megatron_tape.errors import ConfigError
 from megatron_tape.io.files import atomic_output
 
-# SentencePiece drops sentences that are too long, so it gets only a few lines at a time.
+# SentencePiece drops long sentences, so the texts are split.
 _SENTENCE_CHARACTERS = 1000
 
 
@@ -35,22 +35,25 @@ def main() -> None:
         found = read_texts(paths, arguments.text_key, document_bytes=arguments.max_document_bytes)
         texts = sample_texts(found, arguments.max_bytes, arguments.seed)
         if not texts:
-            raise ConfigError("--input", "holds no document", "check it")
+            raise ConfigError("--input", "has no documents", "check it")
         size = sum(len(text.encode("utf-8")) for text in texts)
         command_line.say(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
-        with command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"), ended_by_signals():
+        with (
+            command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"),
+            default_signal_handlers(),
+        ):
             file.write(train(texts, arguments.vocab_size, arguments.model_type))
     command_line.say(f"wrote {arguments.output}")
 
 
 def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int) -> list[str]:
-    """Return random documents, as `read_texts` yields them, of at most `max_bytes` UTF-8 bytes together, in order.
+    """Return a random sample of the documents, in order, of at most `max_bytes` UTF-8 bytes in total.
 
     Every document draws a random number, and the documents with the smallest numbers are kept. This takes one pass over
-    inputs of any size and memory for `max_bytes`. If a single document is longer, its beginning is used.
+    the input, and memory for `max_bytes`. Only the beginning of a longer document is used.
     """
     draw, progress = random.Random(seed), command_line.Progress(None)
-    kept: list[tuple[float, int, int, str]] = []
+    sample: list[tuple[float, int, int, str]] = []
     size = 0
     # A document whose number exceeds that of one already dropped cannot be among the smallest `max_bytes`.
     limit = 1.0
@@ -59,25 +62,25 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
             text = text[: max_bytes // 4]
         key, length = draw.random(), len(text.encode("utf-8"))
         if key < limit:
-            heapq.heappush(kept, (-key, order, length, text))
+            heapq.heappush(sample, (-key, order, length, text))
             size += length
         while size > max_bytes:
-            worst = heapq.heappop(kept)
+            worst = heapq.heappop(sample)
             limit, size = -worst[0], size - worst[2]
         progress.update(position, lambda _: f"reading: {position / 1e6:,.1f} MB")  # noqa: B023
     progress.end()
-    return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
+    return [text for _, _, _, text in sorted(sample, key=lambda entry: entry[1])]
 
 
 def sentences(texts: list[str]) -> Iterator[str]:
-    """Cut texts into pieces of about `_SENTENCE_CHARACTERS`, after a newline where there is one."""
+    """Split texts into pieces of at most `_SENTENCE_CHARACTERS`, after a newline if possible."""
     pattern = re.compile(rf"(?s:.{{1,{_SENTENCE_CHARACTERS}}}(?<=\n)|.{{1,{_SENTENCE_CHARACTERS}}})")
     for text in texts:
         yield from pattern.findall(text)
 
 
 def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
-    """Return a SentencePiece model of `vocab_size` pieces; raises ConfigError when the texts do not yield enough."""
+    """Return a SentencePiece model of `vocab_size` pieces; raises ConfigError if the texts are too few for it."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -102,13 +105,13 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
         )
     except (RuntimeError, OSError, ValueError) as error:  # ValueError for numbers that it cannot hold
         problem = f"is {vocab_size}, which SentencePiece refuses: {' '.join(str(error).split())}"
-        raise ConfigError("--vocab-size", problem, "give another") from error
+        raise ConfigError("--vocab-size", problem, "choose another") from error
     return model.getvalue()
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let signals end the process at once: SentencePiece returns to Python only when it has trained."""
+def default_signal_handlers() -> Iterator[None]:
+    """Let signals end the process at once, because SentencePiece does not return to Python while it trains."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -121,12 +124,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
-    add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
+    add("--input", nargs="+", required=True, metavar="GLOB", help="files, or quoted patterns (** matches any depth)")
     add("--vocab-size", type=command_line.whole_number, default=4096, help="number of ids (default: %(default)s)")
     add("--output", required=True, metavar="F.model", help="the model to write")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s; unigram trains slower")
     add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
-    size = "train on random documents of this size (default: 10 MB)"
+    size = "train on a random sample of documents of this size (default: %(default)s)"
     add("--max-bytes", type=command_line.whole_number, default=10_000_000, help=size)
     add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an existing output")

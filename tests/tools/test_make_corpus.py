@@ -48,7 +48,7 @@ def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
     none = run_tool("make_corpus", "folders", root, "--suffixes", ".c", "--output", tmp_path / "x.jsonl", code=2)
     assert "has no files that end in .c" in none.stderr
     missing = run_tool("make_corpus", "folders", tmp_path / "none", "--output", tmp_path / "x.jsonl", code=2)
-    assert "is no directory" in missing.stderr and not (tmp_path / "x.jsonl").exists()
+    assert "is not a directory" in missing.stderr and not (tmp_path / "x.jsonl").exists()
 
 
 def test_documents_that_are_too_large_or_no_text_are_left_out(tmp_path, run_tool):

@@ -66,10 +66,10 @@ def test_merge_refuses_what_does_not_fit(run_tool, tmp_path):
     builder.add_document(np.arange(5), [5], [1])
     builder.finalize(str(tmp_path / "pictures.idx"))
     for message, inputs in {
-        "b holds int32 tokens, but": ["a", "b"],
+        "b has int32 tokens, but": ["a", "b"],
         "none.idx does not exist; give the prefix": ["a", "none"],
         "pictures is a multimodal dataset": ["a", "pictures"],
-        "hold no document": ["empty", "empty"],
+        "have no documents": ["empty", "empty"],
     }.items():
         paths = [tmp_path / name for name in inputs]
         error = run_tool("merge_datasets", "--input", *paths, "--output-prefix", tmp_path / "out", code=2).stderr

@@ -271,7 +271,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         "names no file": [tmp_path / "none*.jsonl"],
         "folder/*.jsonl": [tmp_path / "folder"],
         "unknown format": [tmp_path / "a.csv"],
-        "holds no document": [tmp_path / "empty.jsonl"],
+        "has no documents": [tmp_path / "empty.jsonl"],
         "argument --workers: 0 is below 1": [corpus, "--workers", 0],
         "--workers is 100,000; give at most 1,024": [corpus, "--workers", 100_000],
         "is not a SentencePiece model": [corpus, "--tokenizer", corpus],
