@@ -21,7 +21,7 @@ def steps(root):
     return [step for step, _ in files.list_checkpoints(root)]
 
 
-def test_a_checkpoint_from_elsewhere_counts_until_the_run_has_its_own(tmp_path):
+def test_a_path_outside_the_run_is_resumed_until_the_run_has_checkpoints(tmp_path):
     own, import_ = tmp_path / "run", str(tmp_path / "import")
     assert resolve_resume(import_, own) == import_
     (own / "step-00000001").mkdir(parents=True)
@@ -30,7 +30,7 @@ def test_a_checkpoint_from_elsewhere_counts_until_the_run_has_its_own(tmp_path):
         assert resolve_resume(kept, own) == kept
 
 
-def test_a_published_checkpoint_reads_back_and_is_whole_even_with_further_files(tmp_path):
+def test_a_published_checkpoint_is_complete_even_with_additional_files(tmp_path):
     path = save(tmp_path, 100)
     assert path == tmp_path / "step-00000100"
     (path / "notes.txt").write_text("kept by hand")
@@ -40,9 +40,7 @@ def test_a_published_checkpoint_reads_back_and_is_whole_even_with_further_files(
     assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000100"]
 
 
-def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_before_the_old_one_goes(
-    tmp_path, monkeypatch
-):
+def test_files_are_flushed_before_the_rename_and_the_rename_before_the_old_checkpoint_is_removed(tmp_path, monkeypatch):
     save(tmp_path, 1)
     events = []
     fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
@@ -77,7 +75,7 @@ def test_checkpoints_are_listed_newest_first_by_number_and_other_names_are_ignor
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_wrong_with_a_file_is_named(tmp_path, name):
+def test_problems_of_files_are_named(tmp_path, name):
     path = save(tmp_path, 1)
     content = (path / name).read_bytes()
     (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -91,7 +89,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, name):
     assert files.problems(path) == files.problems(path, deep=False) == [f"{name} is missing"]
 
 
-def test_a_flipped_bit_of_any_byte_and_any_truncation_of_the_manifest_is_noticed(tmp_path):
+def test_any_flipped_bit_and_any_truncation_of_the_manifest_are_detected(tmp_path):
     path = save(tmp_path, 1)
     manifest = path / "manifest.json"
     content = manifest.read_bytes()
@@ -118,7 +116,7 @@ def change(path, name, **changes):
 
 
 @pytest.mark.parametrize("more, words", [(1, "a newer version"), (-1, "an earlier version")])
-def test_a_checkpoint_of_another_version_is_not_passed_over_in_favour_of_an_older_one(tmp_path, more, words):
+def test_a_checkpoint_of_another_version_is_an_error_and_never_skipped(tmp_path, more, words):
     save(tmp_path, 1)
     other = save(tmp_path, 2)
     change(other, MANIFEST, format_version=files.FORMAT_VERSION + more, files=None, parts=["another layout"])
@@ -182,7 +180,7 @@ def test_a_state_of_the_wrong_shape_or_step_is_a_problem_even_if_the_manifest_is
         assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])
 
 
-def test_links_are_read_and_replaced_and_what_they_point_to_stays(tmp_path):
+def test_links_are_read_and_replaced_and_their_targets_stay(tmp_path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     targets = [save(elsewhere, step) for step in (1, 2, 3)]
     root.mkdir()
@@ -201,7 +199,7 @@ def test_links_are_read_and_replaced_and_what_they_point_to_stays(tmp_path):
     assert list(files.staging_directory(root / HOME, 5).iterdir()) == [] and len(os.listdir(elsewhere)) == 4
 
 
-def test_the_newest_whole_checkpoint_is_found_behind_broken_ones_which_are_named(tmp_path):
+def test_the_newest_complete_checkpoint_is_found_and_broken_ones_are_named(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     os.truncate(tmp_path / "step-00000003" / "run.json", 0)
@@ -212,7 +210,7 @@ def test_the_newest_whole_checkpoint_is_found_behind_broken_ones_which_are_named
     assert "step-00000002" in warnings[1] and "model is missing" in warnings[1]
 
 
-def test_milestones_stay_for_good_beside_the_newest(tmp_path):
+def test_checkpoints_of_keep_every_are_never_removed(tmp_path):
     for step in (2, 3, 4, 6, 7, 8, 9):
         save(tmp_path, step)
     (tmp_path / "notes").mkdir()
@@ -229,7 +227,7 @@ def test_milestones_stay_for_good_beside_the_newest(tmp_path):
     assert steps(tmp_path) == [10]
 
 
-def test_a_checkpoint_whose_files_are_not_all_seen_where_it_is_published_stays_invisible(tmp_path):
+def test_a_checkpoint_with_missing_files_is_not_published(tmp_path):
     save(tmp_path, 1)
     staging = files.staging_directory(tmp_path / HOME, 2)
     (staging / "tensors").write_bytes(b"of this node")
@@ -240,7 +238,7 @@ def test_a_checkpoint_whose_files_are_not_all_seen_where_it_is_published_stays_i
     assert steps(tmp_path) == [1]
 
 
-def test_what_was_just_saved_outlives_later_checkpoints_that_the_run_skipped(tmp_path):
+def test_skipped_later_checkpoints_are_set_aside_after_a_save(tmp_path):
     for step in (50, 58, 59):
         save(tmp_path, step)
     (tmp_path / "step-00000058").rename(tmp_path / "step-00000058.replaced")
@@ -257,7 +255,7 @@ def test_what_was_just_saved_outlives_later_checkpoints_that_the_run_skipped(tmp
     assert steps(tmp_path) == [60, 58, 50] and not list(tmp_path.glob("*.abandoned"))
 
 
-def test_pruning_never_counts_a_broken_checkpoint_so_a_whole_one_always_stays(tmp_path):
+def test_pruning_does_not_count_broken_checkpoints(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     for step in (2, 3):

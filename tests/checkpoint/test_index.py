@@ -40,7 +40,7 @@ def checkpoint(tensor_size, ranks, limit=None):
 
 
 @pytest.mark.parametrize("limit", [None, 8, 64, 100, 4096])
-def test_a_large_checkpoint_is_spread_evenly_over_at_most_as_many_files_as_asked_for(limit):
+def test_a_large_checkpoint_is_spread_evenly_over_at_most_the_given_number_of_files(limit):
     files, total, largest = checkpoint(8, RANKS, limit)
     assert parameter_count(LARGE) > 70e9 and total >= 12 * parameter_count(LARGE)
     assert sum(files.values()) == total and len(files) <= (limit or 512)

@@ -101,7 +101,7 @@ def damaged(saved, tmp_path):
 
 
 @pytest.mark.parametrize("limit, holds", [(reading.CACHED_BYTES, [TENSORS]), (1000, [])])
-def test_tensors_that_were_checked_are_held_up_to_a_limit(saved, damaged, monkeypatch, limit, holds):
+def test_checked_tensors_are_cached_up_to_a_limit(saved, damaged, monkeypatch, limit, holds):
     monkeypatch.setattr(reading, "CACHED_BYTES", limit)
     monkeypatch.setattr(reading, "_BLOCK", 10_000)
     checkpoint = damaged(TENSORS)
@@ -119,9 +119,7 @@ def test_tensors_that_were_checked_are_held_up_to_a_limit(saved, damaged, monkey
 
 
 @pytest.mark.parametrize("module, function", [(reading, "_read_whole"), (directories, "read_record")])
-def test_a_disk_that_fails_while_a_run_starts_ends_the_start_and_skips_no_checkpoint(
-    saved, tmp_path, monkeypatch, module, function
-):
+def test_a_disk_error_at_the_start_is_an_error_and_skips_no_checkpoint(saved, tmp_path, monkeypatch, module, function):
     def fail(*arguments):
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -155,7 +153,7 @@ def test_random_states_continue_where_they_were_saved(saved, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_path, monkeypatch):
+def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path, monkeypatch):
     engine, written = saved[0], threading.Event()
     before = engine.training_state()
     write = writing.write_safetensors
@@ -188,7 +186,7 @@ def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_pa
         (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "has no exp_avg/"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused_despite_a_right_manifest(saved, damaged, change, problem):
+def test_an_index_that_does_not_fit_is_refused_even_if_the_manifest_is_right(saved, damaged, change, problem):
     checkpoint = damaged(INDEX, change)
     with pytest.raises(FileError) as error:
         load_weights(checkpoint, saved[0].module, saved[0].layout)
@@ -201,7 +199,7 @@ def test_an_index_that_names_another_file_is_refused(damaged, name):
     checkpoint = damaged(INDEX)
     index = read_index(checkpoint.path, 1)
     write_record(checkpoint.path / INDEX, {"files": {name: index[TENSORS]}})
-    with pytest.raises(CheckpointError, match=f"names {name}, which is no file of this checkpoint"):
+    with pytest.raises(CheckpointError, match=f"names {name}, which is not a file of this checkpoint"):
         read_index(checkpoint.path, 1)
 
 
@@ -239,7 +237,7 @@ def state_of_a_gpu(seed, offset=4):
     return torch.tensor([seed, offset]).view(torch.uint8)
 
 
-def test_random_streams_that_a_gpu_wrote_begin_anew_on_a_cpu_and_the_others_go_on(saved, damaged, caplog):
+def test_gpu_random_streams_start_again_on_a_cpu_and_the_others_continue(saved, damaged, caplog):
     def from_a_gpu(tensors, text):
         for name in [name for name in tensors if name.startswith("tracker/")]:
             tensors[name] = state_of_a_gpu(1234)

@@ -12,7 +12,7 @@ from megatron_tape.config.sections import as_dict
 from megatron_tape.errors import ConfigError
 
 
-def test_equal_settings_are_not_reported_and_others_with_both_values():
+def test_changed_settings_are_reported_with_both_values():
     saved = config_dict(make())
     assert changes(saved, make()) == []
     assert changes(saved, make(train__precision="fp32")) == ["train.precision: was 'bf16', is now 'fp32'"]
@@ -58,7 +58,7 @@ def test_a_default_spelled_out_is_not_a_difference():
     ]
 
 
-def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default_there(monkeypatch):
+def test_a_setting_that_is_newer_than_the_checkpoint_has_its_default(monkeypatch):
     saved = {"model": as_dict(make().model)}
     del saved["model"]["position"]["rope_share"], saved["model"]["layers_without_positions"]
     monkeypatch.setattr(saved_settings, "read_state", lambda path: {"optimizer_steps": 1, "config": saved})

@@ -137,7 +137,7 @@ def test_at_step_0_a_model_whose_positions_are_dropped_is_its_base_without_rotat
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_a_model_keeps_what_it_has_learned_and_only_what_it_lacks_is_drawn(data, bases, tmp_path, monkeypatch):
+def test_trained_weights_are_kept_and_only_missing_ones_are_initialized(data, bases, tmp_path, monkeypatch):
     names, draw, logits = [], trainer.initialize_weights, {}
     monkeypatch.setattr(trainer, "initialize_weights", lambda *given: names.extend(given[-1]) or draw(*given))
     for base, kinds in (("rope", {"position"}), ("tape", set())):
@@ -151,7 +151,7 @@ def test_a_model_keeps_what_it_has_learned_and_only_what_it_lacks_is_drawn(data,
     assert (logits["tape"] - logits["rope"]).abs().max() > 1e-3
 
 
-def test_a_model_of_transformers_begins_with_its_own_logits(data, bases, tmp_path):
+def test_at_step_0_a_hugging_face_model_has_its_own_logits(data, bases, tmp_path):
     ours = first_logits(data, bases["llama"], tmp_path)
     path = tmp_path / "scaled"
     shutil.copytree(bases["llama"], path)
@@ -167,7 +167,7 @@ def tensors(run):
     return load_file(path)
 
 
-def test_only_what_is_named_changes_and_the_rest_is_the_bases(extend, bases, capfd):
+def test_only_the_named_parameters_change(extend, bases, capfd):
     rows = extend("rope", "--extension.trains=[position,norms]", "--logging.tensorboard=true")
     assert [row["step"] for row in rows] == [1, 2, 3]
     before, after = tensors(Path(bases["rope"])), tensors(extend.folder / "run")
@@ -199,7 +199,7 @@ def test_a_continued_extension_of_an_import_equals_the_uninterrupted_one(data, b
     assert {kind_of(name) for name in held} == {"position", "embeddings", "norms"}
 
 
-def test_a_run_goes_on_without_its_base_unless_that_holds_its_frozen_weights(extend, bases, data, tmp_path, capfd):
+def test_a_run_continues_without_its_base_unless_the_base_has_its_frozen_weights(extend, bases, data, tmp_path, capfd):
     moving = tmp_path / "moving"
     shutil.copytree(bases["rope"], moving)
     for name, frozen in (("whole", "true"), ("lean", "false")):
@@ -217,7 +217,7 @@ def test_a_run_goes_on_without_its_base_unless_that_holds_its_frozen_weights(ext
     assert "is not complete" in refused(capfd, extend_context.main, again["lean"])
 
 
-def test_a_model_of_transformers_is_imported_once_and_only_as_it_was(extend, bases, data, tmp_path, capfd):
+def test_a_hugging_face_model_is_imported_once_and_a_changed_one_is_refused(extend, bases, data, tmp_path, capfd):
     source = tmp_path / "source"
     shutil.copytree(bases["llama"], source)
     (source / "README.md").write_text("---\nlicense: llama3\nlanguage: de\n---\n")
@@ -239,7 +239,7 @@ def test_a_model_of_transformers_is_imported_once_and_only_as_it_was(extend, bas
     assert f"{base} was not imported from {source} as it is now; move {base} away" in sentence
 
 
-def test_a_run_goes_on_with_what_it_imported_when_both_have_moved(extend, bases, data, tmp_path, capfd):
+def test_a_run_continues_from_its_import_when_both_have_moved(extend, bases, data, tmp_path, capfd):
     source, lean = tmp_path / "source", "--checkpoint.frozen=false"
     shutil.copytree(bases["llama"], source)
     first = extend(str(source), lean, "--train.steps=2", "--checkpoint.interval=1")
@@ -256,7 +256,7 @@ def test_a_run_goes_on_with_what_it_imported_when_both_have_moved(extend, bases,
     assert "is not a directory; give a run" in sentence and "hf download" not in sentence
 
 
-def test_an_import_that_fails_leaves_nothing(bases, data, tmp_path, capfd):
+def test_a_failed_import_leaves_no_files(bases, data, tmp_path, capfd):
     source = tmp_path / "source"
     shutil.copytree(bases["llama"], source)
     weights = load_file(source / "model.safetensors")
@@ -267,7 +267,7 @@ def test_an_import_that_fails_leaves_nothing(bases, data, tmp_path, capfd):
     assert not (tmp_path / "run" / "base").exists() and not (tmp_path / "run" / "base.partial").exists()
 
 
-def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
+def test_a_long_import_that_advances_is_not_taken_for_a_hang(monkeypatch):
     monkeypatch.setattr(importing, "POLL_SECONDS", 0.01)
     stages, begun, layout = [], [], initialize_distributed()
     watch = SimpleNamespace(progress=stages.append)
@@ -291,7 +291,7 @@ def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
         importing.import_on_rank_0(fail, layout, watch)
 
 
-def test_settings_of_the_base_are_the_lowest_layer(bases, data, capsys):
+def test_settings_of_the_base_are_defaults(bases, data, capsys):
     config = parse_run_config(arguments("x", data, bases["rope"], "y"))
     assert (config.model.hidden_size, config.model.num_query_groups, config.model.init_std) == (32, 2, 0.1)
     assert (config.model.seq_length, config.model.position.rope_scaling_factor) == (32, 2)
@@ -372,7 +372,7 @@ def damaged(folder, bases, name):
         ),
     ],
 )
-def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
+def test_wrong_extensions_are_refused_in_one_sentence_before_torch_is_imported(
     extend, bases, data, monkeypatch, capfd, base, overrides, part
 ):
     if base in DAMAGES:
@@ -384,14 +384,14 @@ def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
     assert not (extend.folder / "run").exists()
 
 
-def test_checks_before_torch_do_not_import_it(bases, data, tmp_path):
+def test_checks_import_no_torch(bases, data, tmp_path):
     program = "import sys\nsys.modules['torch'] = None\nfrom pretrain import extend_context as e\ne.main(sys.argv[1:])"
     chosen = arguments(tmp_path, data, bases["llama"], "run", f"--data.tokenizer={data}/tokenizer.json")
     done = subprocess.run([sys.executable, "-c", program, *chosen], cwd=REPOSITORY, capture_output=True, text=True)
     assert "loading torch" in done.stderr and "import of torch halted" in done.stderr, done.stderr
 
 
-def test_damage_that_only_every_byte_shows_is_refused_before_training(bases, data, tmp_path, capfd):
+def test_a_checksum_error_is_refused_before_training(bases, data, tmp_path, capfd):
     shutil.copytree(bases["rope"], tmp_path / "base")
     file = next((tmp_path / "base").glob("checkpoints/*/tensors-*"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -424,7 +424,7 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
     )
 
 
-def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capfd):
+def test_a_continued_run_must_extend_the_same_model_and_train_the_same_parameters(extend, bases, data, tmp_path, capfd):
     shutil.copytree(bases["rope"], tmp_path / "copy")
     lora = ["--model.position_encoding=rope", "--extension.trains=[norms,lora]", "--train.steps=1"]
     extend("rope", *lora)
@@ -485,7 +485,7 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
     assert "--extend RECIPE is missing" in refused(capfd, attempt.main, ["chain", "--", *first])
 
 
-def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
+def test_the_original_length_is_that_of_the_model_by_default():
     model = make(model__position_encoding="rope").model
     base, position = Base(Path("somewhere"), model, None), {"rope_scaling_type": "yarn", "rope_scaling_factor": 2.0}
     for given, expected in ({}, model.seq_length), ({"rope_original_seq_length": 7}, 7):
@@ -493,7 +493,7 @@ def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
         assert found["model"]["position"]["rope_original_seq_length"] == expected
 
 
-def test_a_recipe_with_a_whole_model_inherits_what_it_does_not_name():
+def test_a_recipe_with_a_complete_model_inherits_other_settings():
     model = make(model__position_encoding="rope", model__position__rope_theta=5e5, model__norm_epsilon=1e-3).model
     required = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size")
     given = {key: getattr(model, key) for key in required}
@@ -532,7 +532,7 @@ def test_a_linear_factor_that_is_too_small_for_the_new_length_is_warned_about(ca
 
 
 @pytest.mark.parametrize("encoding", ["tape", "nope"])
-def test_increments_that_another_encoding_cannot_take_over_are_refused(encoding):
+def test_increments_that_another_encoding_does_not_have_are_refused(encoding):
     model = make(model__position_encoding="rope", model__position__increments="signed").model
     changed = {"model__position_encoding": encoding, "data__tokenizer": None}
     changed |= {"model__position__increments": "signed"} if encoding == "tape" else {}
@@ -540,7 +540,7 @@ def test_increments_that_another_encoding_cannot_take_over_are_refused(encoding)
         check_base(make(**changed), Base(Path("somewhere"), model, None))
 
 
-def test_an_extension_may_widen_the_range_of_random_positions_alone():
+def test_an_extension_may_change_only_the_range_of_random_positions():
     base = make(model__position_encoding="randpe", model__position__randpe_range=50)
     extended = make(model__position_encoding="randpe", model__position__randpe_range=99, model__seq_length=64)
     replace = dataclasses.replace

@@ -19,7 +19,7 @@ def test_every_layout_equals_one_process(rows, layout):
 
 
 @pytest.mark.parametrize("variant", [*cases.VARIANTS, "packed", "with_lora"])
-def test_two_processes_equal_one_whatever_is_trained(rows, variant):
+def test_two_processes_equal_one_for_any_trained_parameters(rows, variant):
     assert_close(rows[2][variant], rows[1][variant], cases.STEPS)
     assert rows[1][variant][-1]["train/loss"] != rows[1]["tp1_zero1"][-1]["train/loss"]
 

@@ -159,7 +159,7 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_used_and_without_any_th
     for broken in folder.glob("step-*/tensors*"):
         broken.unlink()
     assert run("--checkpoint.interval=2") == 1
-    assert "no checkpoint" in capfd.readouterr().err
+    assert "no complete checkpoint" in capfd.readouterr().err
 
 
 SHORT = ["--schedule.warmup_steps=0"]

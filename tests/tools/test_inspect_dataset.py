@@ -9,7 +9,7 @@ def whole(tmp_path_factory, corpus, tokenizer_path, run_tool):
     return prefix
 
 
-def test_counts_lengths_and_first_documents_are_shown(whole, tokenizer_path, run_tool, texts):
+def test_sizes_lengths_and_first_documents_are_shown(whole, tokenizer_path, run_tool, texts):
     shown = ["--tokenizer", tokenizer_path, "--documents", 100, "--tokens", 10**6]
     output = run_tool("inspect_dataset", whole, *shown).stdout
     assert f"documents  {len(texts)}\n" in output

@@ -51,7 +51,7 @@ def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
     assert "is not a directory" in missing.stderr and not (tmp_path / "x.jsonl").exists()
 
 
-def test_documents_that_are_too_large_or_no_text_are_left_out(tmp_path, run_tool):
+def test_too_large_documents_and_files_that_are_not_text_are_skipped(tmp_path, run_tool):
     (root := tmp_path / "checkout").mkdir()
     for name, sizes in {"a": [10], "b": [70, 70], "d": [60]}.items():
         (root / name).mkdir()
@@ -70,7 +70,7 @@ def test_documents_that_are_too_large_or_no_text_are_left_out(tmp_path, run_tool
     assert "skipped 1: more than 130 bytes in one document (text 2)" in report
 
 
-def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool):
+def test_local_datasets_are_read_like_those_of_the_hub(tmp_path, run_tool):
     pa.parquet.write_table(pa.table({"text": ["one", "", "two\n", "three", "four"]}), tmp_path / "a.parquet")
     options = ["--data-files", tmp_path / "*.parquet", "--streaming", "--max-documents", 3]
     run_tool("make_corpus", "hub", "parquet", *options, "--output", tmp_path / "out.jsonl")

@@ -8,7 +8,7 @@ def names(directory, start="out"):
     return sorted(path.name for path in directory.iterdir() if path.name.startswith(start))
 
 
-def test_parts_hold_every_file_once_and_are_merged_by_a_pattern(preprocess, run_tool, tmp_path):
+def test_parts_contain_every_file_once_and_are_merged_by_a_pattern(preprocess, run_tool, tmp_path):
     for name in "abcde":
         write_lines(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(3)])
     for index in range(2):
@@ -20,7 +20,7 @@ def test_parts_hold_every_file_once_and_are_merged_by_a_pattern(preprocess, run_
     assert names(tmp_path) == parts
 
 
-def test_a_complete_part_is_kept_and_one_of_another_count_refused(preprocess, tmp_path):
+def test_a_complete_part_is_kept_and_another_count_is_refused(preprocess, tmp_path):
     for name in "abc":
         write_lines(tmp_path / f"{name}.jsonl", [name])
     preprocess(tmp_path / "?.jsonl", "--part", "1/2")
@@ -39,7 +39,7 @@ def test_a_complete_part_is_kept_and_one_of_another_count_refused(preprocess, tm
     assert "names only 3 files" in preprocess(tmp_path / "?.jsonl", "--part", "0/4", prefix="other", code=2).stderr
 
 
-def test_any_datasets_of_one_token_type_are_merged_in_the_order_given(run_tool, tmp_path):
+def test_datasets_with_one_dtype_are_merged_in_the_given_order(run_tool, tmp_path):
     write_documents(tmp_path / "a", [[1, 2], [3]])
     builder = IndexedDatasetBuilder(str(tmp_path / "b.bin"), dtype=np.uint16)
     builder.add_document(np.arange(5), [2, 3])
@@ -58,7 +58,7 @@ def test_any_datasets_of_one_token_type_are_merged_in_the_order_given(run_tool, 
     assert IndexedDataset(str(tmp_path / "ours")).document_indices.tolist() == [0, 2, 3, 4, 5, 7, 8]
 
 
-def test_merge_refuses_what_does_not_fit(run_tool, tmp_path):
+def test_datasets_that_do_not_match_are_refused(run_tool, tmp_path):
     write_documents(tmp_path / "a", [[1, 2], [3]])
     write_documents(tmp_path / "b", [[1]], "<i4")
     write_documents(tmp_path / "empty", [])

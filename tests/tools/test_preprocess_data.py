@@ -41,7 +41,7 @@ def files_in(directory):
 
 
 @pytest.mark.parametrize("workers, chunk_bytes", [(1, 1 << 18), (2, 1), (3, 30000)])
-def test_result_is_megatrons_for_any_number_of_workers_and_chunk_size(
+def test_output_equals_megatrons_for_any_number_of_workers_and_chunk_size(
     preprocess, corpus, expected, tmp_path, workers, chunk_bytes
 ):
     preprocess(corpus, "--chunk-bytes", chunk_bytes, workers=workers)
@@ -72,7 +72,7 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
     assert read_pair(tmp_path / "out") == expected
 
 
-def test_inputs_are_read_in_the_order_given_and_once_whatever_they_are_called(preprocess, tmp_path):
+def test_inputs_are_read_once_and_in_the_given_order_under_any_name(preprocess, tmp_path):
     for name in "cab":
         write_lines(tmp_path / f"{name}.jsonl", [name])
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
@@ -95,7 +95,7 @@ BAD_LINES = {
 }
 
 
-def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_path):
+def test_a_bad_line_is_named_and_leaves_no_output(preprocess, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + b'{"text": "a\n{"text": "b"}\n')
     error = preprocess(tmp_path / "bad.jsonl", "--chunk-bytes", 20, code=2).stderr
     assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair or split it, raise" in error
@@ -114,7 +114,7 @@ def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_re
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
-def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
+def test_skipped_lines_are_counted_and_named(preprocess, tmp_path, chunk_bytes):
     good = b'{"text": "a"}\n'
     (tmp_path / "bad.jsonl").write_bytes(
         b"".join(good + line + b"\n" for line in BAD_LINES.values()) + b"1\n" * 4 + good
@@ -129,7 +129,7 @@ def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
 
 
-def test_blank_lines_are_no_documents(preprocess, tmp_path):
+def test_blank_lines_are_ignored(preprocess, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\r\n \t\r\n\n\n')
     preprocess(tmp_path / "a.jsonl", "--chunk-bytes", 1)
     assert len(IndexedDataset(str(tmp_path / "out"))) == 2
@@ -152,7 +152,7 @@ def damaged(content):
         ("a.parquet", lambda raw: b"PAR1 and then something else", 1),
     ],
 )
-def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
+def test_an_unreadable_file_is_an_error_or_skipped_after_its_readable_lines(
     preprocess, corpus, tmp_path, texts, name, write, least
 ):
     path = tmp_path / name
@@ -168,7 +168,7 @@ def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
 
 
 @pytest.mark.parametrize("values", [pa.string_view(), "dictionary"])
-def test_texts_are_read_from_every_type_of_strings_in_parquet(preprocess, texts, tmp_path, expected, values):
+def test_every_string_type_of_parquet_is_read(preprocess, texts, tmp_path, expected, values):
     column = pa.array(texts)
     column = column.dictionary_encode() if values == "dictionary" else column.cast(values)
     pa.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=3)
@@ -184,7 +184,7 @@ def test_texts_are_read_from_every_type_of_strings_in_parquet(preprocess, texts,
         (pa.table({"text": pa.array([b"a"])}), "holds binary in its column 'text', not strings"),
     ],
 )
-def test_parquet_without_one_column_of_texts_is_refused(tmp_path, table, problem):
+def test_parquet_without_a_text_column_is_refused(tmp_path, table, problem):
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(FileError) as caught:
         list(read_texts([str(tmp_path / "a.parquet")], "text"))
@@ -213,7 +213,7 @@ def large_in(path, texts):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.zst", "a.parquet"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
-def test_documents_that_are_too_large_are_bad_ones(preprocess, tmp_path, name, chunk_bytes):
+def test_too_large_documents_are_errors(preprocess, tmp_path, name, chunk_bytes):
     large_in(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
     place = f"{tmp_path}/{name}" + (" row " if name.endswith("parquet") else ":")
     error = preprocess(tmp_path / name, "--max-document-bytes", 100_000, code=2).stderr
@@ -226,7 +226,7 @@ def test_documents_that_are_too_large_are_bad_ones(preprocess, tmp_path, name, c
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 9, 1 << 18])
-def test_the_largest_document_is_exact(tmp_path, chunk_bytes):
+def test_the_limit_on_document_size_is_exact(tmp_path, chunk_bytes):
     lines = [b"1" * length for length in (3, 10, 11, 10, 12, 40, 1)]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     found = raw_chunks.read_chunks([str(tmp_path / "a.jsonl")], "text", chunk_bytes, 10)
@@ -238,7 +238,7 @@ def test_the_largest_document_is_exact(tmp_path, chunk_bytes):
         assert (chunk.payload == [b"x" * size]) == kept
 
 
-def test_a_line_without_an_end_is_an_error_before_its_end(tmp_path):
+def test_an_endless_line_is_refused_at_the_limit(tmp_path):
     (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
     encoding = preprocessing.Encoding(Characters(), "text", True, 1000)
     results = preprocessing.encode_files([str(tmp_path / "endless.jsonl")], encoding, 1, 1 << 18)
@@ -246,7 +246,7 @@ def test_a_line_without_an_end_is_an_error_before_its_end(tmp_path):
     results.close()
 
 
-def test_what_is_too_large_takes_little_memory(tmp_path):
+def test_too_large_documents_take_little_memory(tmp_path):
     with open(tmp_path / "a.txt", "wb") as file:
         file.truncate(1 << 40)
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", 1) as file:
@@ -332,7 +332,7 @@ def is_gone(pid):
 
 
 @pytest.mark.parametrize("name, existing", [("SIGINT", True), ("SIGTERM", False)])
-def test_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_path, name, existing):
+def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_path, name, existing):
     if existing:
         for ending in (".bin", ".idx"):
             (tmp_path / f"out{ending}").write_text("old")
@@ -347,7 +347,7 @@ def test_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_pat
     wait_until(lambda: all(map(is_gone, workers)))
 
 
-def test_killed_run_looks_unfinished_and_the_next_one_succeeds(interrupted, preprocess, tmp_path, corpus, expected):
+def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(interrupted, preprocess, tmp_path, corpus, expected):
     tool, workers = interrupted
     assert "being written by another process" in preprocess(corpus, code=2).stderr
     tool.kill()
@@ -359,7 +359,7 @@ def test_killed_run_looks_unfinished_and_the_next_one_succeeds(interrupted, prep
     assert read_pair(tmp_path / "out") == expected
 
 
-def test_death_of_a_worker_is_an_error(interrupted, tmp_path):
+def test_the_death_of_a_worker_is_an_error(interrupted, tmp_path):
     tool, workers = interrupted
     os.kill(workers[0], signal.SIGKILL)
     with open(tmp_path / "endless.jsonl", "r+b", buffering=0) as writer:

@@ -9,7 +9,7 @@ from megatron_tape.data.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_source_code_survives_and_two_runs_agree(tmp_path, corpus, run_tool, texts, kind):
+def test_source_code_is_reproduced_and_two_runs_give_the_same_model(tmp_path, corpus, run_tool, texts, kind):
     models = [tmp_path / "a.model", tmp_path / "b.model"]
     for model in models:
         run_tool(
@@ -23,7 +23,7 @@ def test_source_code_survives_and_two_runs_agree(tmp_path, corpus, run_tool, tex
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_sampling_takes_other_documents_with_another_seed(tmp_path, corpus, run_tool):
+def test_another_seed_samples_other_documents(tmp_path, corpus, run_tool):
     for seed in (0, 1):
         options = ["--vocab-size", 400, "--max-bytes", 60000, "--seed", seed, "--output", tmp_path / f"{seed}.model"]
         message = run_tool("train_tokenizer", "--input", corpus, *options).stderr
@@ -31,7 +31,7 @@ def test_sampling_takes_other_documents_with_another_seed(tmp_path, corpus, run_
     assert (tmp_path / "0.model").read_bytes() != (tmp_path / "1.model").read_bytes()
 
 
-def test_user_errors_are_one_sentence_and_leave_nothing(tmp_path, corpus, run_tool):
+def test_user_errors_are_one_sentence_and_leave_no_output(tmp_path, corpus, run_tool):
     output = ["--output", tmp_path / "t.model"]
     for size in (100000, 50):
         error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", size, *output, code=2).stderr
