@@ -11,12 +11,12 @@ from megatron_tape.checkpoint.directories import digest
 
 
 def convert(*arguments):
-    """Run the tool in this process, which has spent the seconds to import torch already."""
+    """Run the tool in this process, which has imported torch already."""
     return run_here("convert_checkpoint", *arguments)
 
 
 def refused(tmp_path, part, *arguments):
-    """The tool must say `part` in one sentence, exit with 2, and leave `tmp_path` as it is."""
+    """Check that the tool prints one sentence with `part`, exits with 2, and does not change `tmp_path`."""
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     done = convert(*arguments)
     errors = [line for line in done.stderr.splitlines() if not line.startswith(("checking", "comparing"))]
@@ -26,7 +26,7 @@ def refused(tmp_path, part, *arguments):
 
 
 def change_config(folder, change, without=()):
-    """Change the config.json of a model of transformers."""
+    """Change the config.json of a Hugging Face model."""
     path = folder / "config.json"
     settings = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in settings.items() if key not in without}))
@@ -34,7 +34,7 @@ def change_config(folder, change, without=()):
 
 @contextmanager
 def changed_state(source, folder):
-    """Copy the step directory `source` into `folder`; give it and its state, whose changes are then written to it."""
+    """Copy the checkpoint `source` into `folder`; yield the copy and its state, and write the changed state to it."""
     step = folder / source.name
     shutil.copytree(source, step)
     state, manifest = (json.loads((step / name).read_text()) for name in ("state.json", "manifest.json"))
@@ -46,7 +46,7 @@ def changed_state(source, folder):
 
 @contextmanager
 def limited_files(size):
-    """Let no file grow beyond `size` bytes, as a full disk does."""
+    """Limit the size of files to `size` bytes, to imitate a full disk."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
     try:

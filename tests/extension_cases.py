@@ -1,4 +1,4 @@
-"""Extends a small model again and again inside one process group, under every layout that the processes allow."""
+"""Extend a small model under every layout of the processes, inside one process group."""
 
 import json
 import os
@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def pretrained(folder, data, name="base", encoding="rope", *overrides):
-    """Train a short RoPE or TAPE model to extend, and return its run."""
+    """Train a small RoPE or TAPE model to extend, and return its run."""
     run = f"{folder}/{name}"
     settings = [
         option("model.position_encoding", encoding),
@@ -64,7 +64,7 @@ def extended(folder, data, base, name, *overrides):
 
 
 def continued(folder, data, base, name, *overrides):
-    """All steps at once, and again from the first step's checkpoint; the rows and the last tensors of both."""
+    """Train uninterrupted, and again from the first step's checkpoint; return the rows and last tensors of both."""
     every = [*overrides, "--checkpoint.interval=1"]
     found = {"whole": extended(folder, data, base, name, *every), "whole_state": checksums(folder, name, STEPS)}
     dist.barrier()

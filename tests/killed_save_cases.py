@@ -16,7 +16,7 @@ from megatron_tape.checkpoint import directories as files
 from megatron_tape.io.files import digest, sync_directory
 
 HOME, NAMES = ".attempt-000001", ("model", "run.json")
-# What stands in the directory before the save, the step and how many are kept.
+# The checkpoints before the save, its step, and the number of checkpoints to keep.
 SCENARIOS = {
     "the first checkpoint": ([], 100, 1),
     "one more": ([100, 200], 300, 2),
@@ -46,7 +46,7 @@ def save(root, step, value=None, keep=None):
 
 
 def value_of(path):
-    """The one value that every file of a whole checkpoint holds."""
+    """Return the value that every file of a complete checkpoint contains."""
     assert files.problems(path) == []
     values = {json.loads((path / name).read_text())["value"] for name in NAMES}
     assert len(values) == 1
@@ -54,7 +54,7 @@ def value_of(path):
 
 
 def kill_at_every_operation(directory, before, step, keep):
-    """Kill a save before its first operation, its second, and so on to its end; returns how many it has."""
+    """Kill a save before its first operation, its second, and so on; return the number of operations."""
     directory.mkdir()
     template, root = directory / "template", directory / "root"
     build(template, before)
@@ -104,7 +104,7 @@ def build(root, before):
 
 
 def save_and_die(root, step, keep, operation):
-    """Save in a child that kills itself before its n-th file operation; whether it came that far."""
+    """Save in a child that kills itself before its n-th file operation; return whether it got that far."""
     child = os.fork()
     if child == 0:
         try:
@@ -123,7 +123,7 @@ def save_and_die(root, step, keep, operation):
 
 
 def count_operations(last):
-    """Die before the ``last``-th operation on a file; one that was to reach the disk then loses its second half."""
+    """Die before the ``last``-th file operation; if that is a flush, the file loses its second half."""
     counted = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
     done = 0
 
@@ -144,7 +144,7 @@ def count_operations(last):
 
 
 if __name__ == "__main__":
-    # No power is cut here: in memory, where there is such a file system, nothing waits for a disk.
+    # No power is cut here, so a file system in memory, if there is one, saves waiting for a disk.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as root:
         found = {

@@ -36,7 +36,7 @@ class InThisProcess:
 
 @mock.patch.object(preprocessing, "ProcessPoolExecutor", InThisProcess)
 def run_here(tool, *arguments):
-    """Run a tool in this process, which has spent the time on imports already; it must not start processes."""
+    """Run a tool in this process, which has imported its libraries already; it must not start processes."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     output, messages, argv = io.StringIO(), io.StringIO(), sys.argv

@@ -66,7 +66,7 @@ def test_files_are_flushed_before_the_rename_and_the_rename_before_the_old_check
 def test_checkpoints_are_listed_newest_first_by_number_and_other_names_are_ignored(tmp_path):
     for step in (5, 123456789, 99999999):
         save(tmp_path, step)
-    others = ("step-0000000000005", "step-٠٠٠٠٠٠٠٥", "step-00000006.old", f"step-{'9' * 23}")  # no step's name
+    others = ("step-0000000000005", "step-٠٠٠٠٠٠٠٥", "step-00000006.old", f"step-{'9' * 23}")  # not names of steps
     for name in ("step-7", *others, ".step-00000007.partial", "best"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000008").write_text("a file")
@@ -94,7 +94,7 @@ def test_any_flipped_bit_and_any_truncation_of_the_manifest_are_detected(tmp_pat
     manifest = path / "manifest.json"
     content = manifest.read_bytes()
     for position in range(len(content)):
-        for bit in {position % 8, 5}:  # the latter makes a small letter of a capital one
+        for bit in {position % 8, 5}:  # bit 5 changes the case of a letter
             flipped = bytearray(content)
             flipped[position] ^= 1 << bit
             manifest.write_bytes(flipped)

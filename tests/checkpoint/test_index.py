@@ -1,4 +1,4 @@
-"""Who writes and who reads which file of a checkpoint, counted for a large model without any tensors."""
+"""The ranks that write and read the files of a large checkpoint, computed without tensors."""
 
 import math
 from collections import Counter
@@ -24,7 +24,7 @@ RANKS = 4096
 
 
 def checkpoint(tensor_size, ranks, limit=None):
-    """The bytes of each file that `ranks` ranks write, and those of all tensors."""
+    """Return the size of each file that `ranks` ranks write, and of each tensor."""
     sizes = {}
     for name, shape in parameter_shapes(LARGE).items():
         part = tensor_size if any(cut in name for cut in CUT) else 1

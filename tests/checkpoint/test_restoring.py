@@ -1,5 +1,4 @@
-"""Checkpoints of one process, whole and damaged, and sums of many micro-batches; continued runs are in
-test_resuming.py."""
+"""Complete and damaged checkpoints of one process; continued runs are in test_resuming.py."""
 
 import errno
 import json
@@ -204,7 +203,7 @@ def test_an_index_that_names_another_file_is_refused(damaged, name):
 
 
 def rank_0s(change):
-    """Return a change of the table of all ranks' random states that makes `change` to the texts of its one row."""
+    """Return a function that applies `change` to the texts in the random states of a checkpoint with one rank."""
 
     def changed(table):
         tensors = load(table["states"][0, : table["lengths"][0]].numpy().tobytes())
@@ -233,7 +232,7 @@ def test_random_states_that_cannot_be_restored_are_refused(saved, damaged, chang
 
 
 def state_of_a_gpu(seed, offset=4):
-    """A CUDA generator's state: its seed and how far it has come in Philox's sequence, 8 bytes each."""
+    """Return a CUDA generator's state: the seed and the offset in Philox's sequence, 8 bytes each."""
     return torch.tensor([seed, offset]).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Differences between settings and those saved with a checkpoint, and how they are reported."""
+"""Differences between a run's settings and those of a checkpoint are found and reported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`python -m pretrain.extend_context` on one process: what it begins with, continues, and refuses."""
+"""`python -m pretrain.extend_context` on one process: how it starts, continues, and refuses mistakes."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ YARN = [
 
 
 def write_llama(folder, data=None, **changes):
-    """A model of transformers with random weights; with `data`, also its tokenizer."""
+    """Write a Hugging Face model with random weights and, with `data`, its tokenizer."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
     settings = dict(num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2)
     torch.manual_seed(3)
@@ -63,7 +63,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bases(data, tmp_path_factory):
-    """A RoPE run, a TAPE run and a directory of transformers."""
+    """Return a RoPE run, a TAPE run and the directory of a Hugging Face model."""
     folder = tmp_path_factory.mktemp("bases")
     made = {name: pretrained(folder, data, name, encoding=name) for name in ("rope", "tape")}
     return made | {"llama": str(write_llama(folder / "llama", data))}
@@ -89,7 +89,7 @@ class Begun(Hook, Exception):
 
 
 def first_logits(data, base, folder, *overrides):
-    """The logits of the model with which the command begins."""
+    """Return the logits of the model that the command starts from."""
     config = parse_run_config(arguments(folder, data, base, "unused", *overrides))
     with contextlib.closing(Watch(None)) as watch, pytest.raises(Begun) as begun:
         hooks = {"begun": Begun()}
@@ -99,7 +99,7 @@ def first_logits(data, base, folder, *overrides):
 
 @pytest.fixture(scope="module")
 def unscaled(data, bases, tmp_path_factory):
-    """What both RoPE models say where positions are not scaled."""
+    """Return the logits of both RoPE models without scaled positions."""
     folder, plain = tmp_path_factory.mktemp("unscaled"), [*ROPE, "--model.position.rope_scaling_factor=1"]
     return {base: first_logits(data, bases[base], folder / base, *plain) for base in ("rope", "llama")}
 
@@ -231,7 +231,7 @@ def test_a_hugging_face_model_is_imported_once_and_a_changed_one_is_refused(exte
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     capfd.readouterr()
     extend(str(source), "--train.steps=1")
-    assert f"beginning with {base}, which was imported from {source} before" in capfd.readouterr().err
+    assert f"starting from {base}, which was imported from {source} before" in capfd.readouterr().err
     assert (base / "manifest.json").stat().st_mtime_ns == written
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     os.utime(source / "model.safetensors", (1, 1))
@@ -305,7 +305,7 @@ def test_settings_of_the_base_are_defaults(bases, data, capsys):
 
 
 def refused(capfd, act, *arguments, statuses=(1, 2)):
-    """Return the one sentence with which a command ends."""
+    """Return the error sentence of a command that is refused."""
     try:
         status = status_of(lambda: act(*arguments))
     except SystemExit as stop:
@@ -341,7 +341,7 @@ DAMAGES = {
 
 
 def damaged(folder, bases, name):
-    """A base that something is wrong with."""
+    """Return a base model with a problem."""
     path = folder / name
     shutil.copytree(bases["rope" if name == "checkpoint" else "llama"], path)
     DAMAGES[name](path)
@@ -505,7 +505,7 @@ def test_a_recipe_with_a_complete_model_inherits_other_settings():
     whole = {"model": as_dict(model), **extension}
     assert with_base_settings(whole) == whole
     older = {key: value for key, value in whole["model"].items() if key != "norm_epsilon"}
-    assert with_base_settings(whole | {"model": older}) == whole | {"model": older}  # its run may need no base
+    assert with_base_settings(whole | {"model": older}) == whole | {"model": older}  # it may have started
 
 
 def test_yarn_without_a_factor_is_refused():

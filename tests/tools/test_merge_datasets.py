@@ -32,7 +32,7 @@ def test_a_complete_part_is_kept_and_another_count_is_refused(preprocess, tmp_pa
         assert "was made from other files" in preprocess(*options, "--part", "1/2", code=2).stderr
     preprocess(tmp_path / "?.jsonl", "--part", "1/2", "--overwrite")
     assert index.stat().st_ino != before
-    index.unlink()  # as if the process had been killed while it published
+    index.unlink()  # as if the process had been killed during the last rename
     preprocess(tmp_path / "?.jsonl", "--part", "1/2")
     for given, told in (("0/3", "is one of 2 parts"), ("2/2", "is not I/N"), ("\u0660/2", "is not I/N")):
         assert told in preprocess(tmp_path / "?.jsonl", "--part", given, code=2).stderr

@@ -25,7 +25,7 @@ from megatron_tape.errors import FileError
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, tokenizer_path, texts):
-    """What Megatron's own builder writes for the corpus."""
+    """Return the files that Megatron's own builder writes for the corpus."""
     prefix = tmp_path_factory.mktemp("megatron") / "data"
     tokenizer = load_tokenizer(tokenizer_path)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
@@ -203,7 +203,7 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
 
 
 def large_in(path, texts):
-    """Write texts in the format that the path's name says. The third text compresses well."""
+    """Write texts in the format of the path's suffix. The third text compresses well."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".parquet":
         pa.parquet.write_table(pa.table({"text": texts}), path)
