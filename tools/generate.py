@@ -50,11 +50,9 @@ def _in_transformers_format(source: Source) -> Iterator[Path]:
 
 def continuation(arguments: argparse.Namespace, source: Source, directory: Path) -> str:
     """Return the text that the model in `directory` adds to the prompt."""
+    import transformers
+
     context = source.info.trained_length
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("transformers", "is not installed", "pip install transformers") from None
 
     def load(read):
         try:
@@ -77,14 +75,14 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
     transformers.set_seed(arguments.seed)
-    # A model's own settings may leave tokens out or penalize them, and transformers' do so where it has none.
+    # The model's own settings, and transformers' defaults, may suppress or penalize tokens.
     own = model.generation_config
     ids_only = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = transformers.GenerationConfig(**ids_only)
     sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0} if arguments.temperature else {}
     with command_line.step("generating"):
         output = model.generate(**ids, max_new_tokens=count, **({"do_sample": False} | sampling))
-    # Not the new tokens alone, of which some tokenizers leave out the space before the first word.
+    # Decoding only the new tokens would drop the space before the first word with some tokenizers.
     before, whole = (tokenizer.decode(output[0, :end], skip_special_tokens=True) for end in (length, None))
     return whole.removeprefix(before)
 
@@ -100,15 +98,15 @@ def parser() -> argparse.ArgumentParser:
         help="a run, a checkpoint, or an exported model with its tokenizer",
     )
     add("--average", action="store_true", help="use the averaged weights of a run with train.average")
-    add("--prompt", type=str, required=True, metavar="TEXT", help="what to continue")
+    add("--prompt", type=str, required=True, metavar="TEXT", help="the text to continue")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many tokens (default: %(default)s)")
     add(
         "--temperature",
         type=float,
         default=0.0,
-        help="0 always takes the likeliest token; above 0, tokens are sampled (default: 0)",
+        help="0 takes the most likely token; above 0, tokens are sampled (default: 0)",
     )
-    add("--seed", type=int, default=1234, help="of sampling (default: %(default)s)")
+    add("--seed", type=int, default=1234, help="seed of sampling (default: %(default)s)")
     add("--trust-remote-code", action="store_true", help="run Python files in MODEL that are not this project's")
     return result
 
