@@ -1,4 +1,4 @@
-"""Evaluation tasks that a run does while it trains: the section `evaluation` of its settings, checked without torch."""
+"""Evaluation tasks during training: the section `evaluation`, checked without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build_tasks(config: RunConfig) -> dict[str, Task]:
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Raise ConfigError if tasks of `evaluation`, their data and the model cannot work together; reads the data."""
+    """Raise ConfigError if the tasks of `evaluation`, their data and the model do not fit together; reads the data."""
     if not (tasks := build_tasks(config)):
         return
     tokenizer = load_run_tokenizer(config)

@@ -38,17 +38,17 @@ class Source:
     info: ModelInfo
     checkpoint: bool
     run: dict[str, Any] | None
-    """The settings and the step of the checkpoint; None for a directory of transformers."""
+    """Settings and step of the checkpoint; None for a directory in transformers format."""
     default_output: Path
     runs_own_code: bool
-    """Whether the directory brings Python files that transformers has to run, other than this project's."""
+    """Whether the directory holds Python files other than this project's that transformers would run."""
     given: str = ""
-    """How the user named it."""
+    """The path as the user gave it."""
     average: bool = False
-    """Whether the averaged weights of a checkpoint are meant."""
+    """Whether to use the averaged weights of a checkpoint."""
 
     def digest(self, progress: Callable[[int], None] = lambda bytes_read: None) -> str:
-        """Return the SHA-256 of the weights and settings: of a checkpoint's manifest, or of the directory's files."""
+        """Return the SHA-256 of a checkpoint's manifest, or of the files of a directory."""
         if self.checkpoint:
             return model_digest(self.path, self.average)
         whole, done = hashlib.sha256(), 0
@@ -59,7 +59,7 @@ class Source:
         return whole.hexdigest()
 
     def files(self) -> list[Path]:
-        """Return the files of a directory of transformers that decide what the model answers."""
+        """Return the files of a directory in transformers format that determine the model's output."""
         names = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"}
         names |= {"added_tokens.json", *_TOKENIZERS, "vocab.json", "merges.txt", "vocab.txt", "spiece.model"}
         return sorted(
@@ -100,11 +100,10 @@ class Source:
 
 
 def find_model(given: str, label: str | None = None, average: bool = False) -> Source:
-    """Return the model that `given` names: a run, its checkpoints, one step, or a directory in transformers' format.
+    """Return the model at a path: a run, its checkpoints, one step, or a directory in transformers format.
 
-    With `average` it has the averaged weights of the run.
-
-    Only sizes of a checkpoint's files are compared. Raises ConfigError for a model that cannot be used.
+    `average` selects the averaged weights of a run. Of a checkpoint's files, only the sizes are checked. Raises
+    ConfigError for a model that cannot be used.
     """
     path = Path(given)
     formats = "give a run, a checkpoint, or a directory in the format of transformers"
@@ -130,7 +129,7 @@ def _from_transformers(path: Path, label: str | None) -> Source:
         fix = "other formats may run code: load it with transformers and save_pretrained, if you trust it"
         raise FileError(str(path), "holds no .safetensors files", fix)
     text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else settings
-    # GPT-2 and its relatives call it n_positions, MPT max_seq_len.
+    # GPT-2 and similar models use n_positions, MPT max_seq_len.
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     vocabulary, length = text.get("vocab_size"), next((text[name] for name in names if name in text), None)
     if type(vocabulary) is not int or vocabulary < 1:
@@ -150,16 +149,16 @@ def _from_transformers(path: Path, label: str | None) -> Source:
 
 
 def _record_in(path: Path) -> TokenizerRecord | None:
-    """Describe the tokenizer of a directory of transformers, unless only transformers can read it."""
+    """Return the record of a directory's tokenizer; None if only transformers can read it."""
     with suppress(FileError):
         return record_of(load_tokenizer(path))
     return None
 
 
 def _is_ours(path: Path, settings: dict[str, Any]) -> bool:
-    """Return whether a directory's Python files are those that this project exports, byte for byte, and no others run.
+    """Return whether only Python files that this project exports would run, byte for byte.
 
-    The `auto_map` of its config.json, `settings`, could name a class in another directory, too.
+    `settings` is its config.json, whose `auto_map` could also name a class in another directory.
     """
     classes, encoding = settings["auto_map"], settings.get("position_encoding")
     if not isinstance(classes, dict):
@@ -177,19 +176,19 @@ def _tokenizer_runs_code(directory: Path) -> bool:
 
 
 def made_by(config: RunConfig) -> Source:
-    """Return the model that a run will have made when it is finished."""
+    """Return the model of a run as it will be when finished."""
     run = Path(config.logging.directory)
     facts = {"settings": config_dict(config), "step": config.train.steps}
     return Source(run, info_of_run(config), True, facts, run / "evaluation", False)
 
 
 def info_of_run(config: RunConfig) -> ModelInfo:
-    """Return what tasks may know of a model that trains."""
+    """Return the facts about a model in training for tasks."""
     return _info(config.model, Path(config.logging.directory or "run").name, config.data.tokenizer is not None)
 
 
 def check_trained_on(task: str, source: Source) -> None:
-    """Raise ConfigError if `task` is a synthetic one and the model is known to have been trained on something else."""
+    """Raise ConfigError if `task` is synthetic and the model was trained on other data."""
     data = source.run["settings"].get("data", {}) if source.run else {}
     learned = task
     if source.info.has_tokenizer or data.get("prefix") or data.get("examples"):
@@ -220,7 +219,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
 
 
 def _info(model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None) -> ModelInfo:
-    # What an export of it would be, except that a plain one has its encoding's name here.
+    # As in an export, but models of built-in types have the encoding's name.
     kind = ENCODED if encoding_of(model).exports_to == "code" else model.position_encoding
     return ModelInfo(
         label=label,

@@ -1,8 +1,8 @@
-"""Run tasks on a model: share their units among the ranks, keep what is done, and write results and pictures.
+"""Run tasks on a model: distribute their units over the ranks, save values, and write results and pictures.
 
-Every rank appends the value of each unit it has finished to a file of its own in `parts/` of the output directory, so
-that an evaluation that was interrupted continues there, on any number of processes. The files of one task lie in a
-directory that is named by a digest of all that their values depend on: model, settings, data and dtype.
+Every rank appends the value of each finished unit to its own file in `parts/` of the output directory, so that an
+interrupted evaluation can continue, on any number of processes. The files of a task are in a directory named by a
+digest of everything the values depend on: model, settings, data and dtype.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from megatron_tape.text import counted
 
 @dataclass(frozen=True)
 class Planned:
-    """A task that is to be done, with what its values depend on besides its settings."""
+    """A task to run, and what its values depend on in addition to its settings."""
 
     task: str
     model_digest: str
     dtype: str
     data: dict[str, str]
-    """The digests of the files that it reads."""
+    """Digests of the files it reads."""
     identity: str
-    """A digest of all that the values of its units depend on."""
+    """Digest of everything its values depend on."""
 
     def parts(self, output: Path) -> Path:
-        """Return the directory of the values of finished units."""
+        """Return the directory with the values of finished units."""
         return output / "parts" / f"{self.task}-{self.identity[:16]}"
 
 
 def plan_task(task: Task, model_digest: str, dtype: str) -> Planned:
-    """Return what is known of a task before it is done; reads its files."""
+    """Return the plan of a task; reads its files."""
     data = {str(path): _sha256(path, path.stat().st_size, path.stat().st_mtime_ns) for path in task.inputs()}
-    # Settings name files; which of them has what contents matters, too.
+    # Settings name the files; the paths here tell which file has which contents.
     facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.items())]
     identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return Planned(task.name, model_digest, dtype, data, identity)
@@ -66,7 +66,7 @@ def plan_task(task: Task, model_digest: str, dtype: str) -> Planned:
 
 @functools.lru_cache
 def _sha256(path: Path, size: int, modified: int) -> str:
-    """Return the sha256 of a file, which several tasks may read; shows how much of a large one has been read."""
+    """Return the SHA-256 of a file; shows progress. Cached, since several tasks may read a file."""
     progress = command_line.Progress(size)
     found = digest(path, lambda done: progress.update(done, lambda _: f"reading {path}"))["sha256"]
     progress.end()
@@ -74,7 +74,7 @@ def _sha256(path: Path, size: int, modified: int) -> str:
 
 
 def unfinished(planned: list[Planned], output: Path, overwrite: bool) -> list[Planned]:
-    """Return the tasks whose results are not in the output directory yet, or all if `overwrite`; say which are.
+    """Return the tasks without results in the output directory, or all if `overwrite`; log the others.
 
     Raises FileError if the directory holds results of another model.
     """
@@ -95,7 +95,7 @@ def unfinished(planned: list[Planned], output: Path, overwrite: bool) -> list[Pl
 
 def _check_same_model(output: Path, results: Results, planned: Planned) -> None:
     if planned.model_digest != results.model.digest:
-        problem = f"holds results of another model, {results.model.path:.200}"
+        problem = f"contains results of another model, {results.model.path:.200}"
         raise FileError(str(output / NAME), problem, "choose another --output")
 
 
@@ -105,7 +105,7 @@ class _Part(TypedDict):
 
 
 def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the values of finished units by their keys; a line that a killed process left unfinished is ignored."""
+    """Return the values of finished units by key. An incomplete line of a killed process is ignored."""
     values = {}
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_bytes().splitlines():
@@ -116,20 +116,20 @@ def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def append_part(directory: Path, rank: int, key: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Add a unit's value to the rank's file; return it as it is read back.
+    """Append a unit's value to the rank's file; return the value as it will be read back.
 
-    Raises ValueError if it is not plain JSON of finite numbers.
+    Raises ValueError unless it is plain JSON with finite numbers.
     """
     directory.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"key": key, "value": value}, allow_nan=False)
-    # An unfinished line of a killed process must not swallow this one.
+    # Starts with a newline, in case a killed process left an incomplete line.
     with open_to_append(directory / f"rank-{rank:05d}.jsonl") as file:
         file.write(f"\n{line}\n".encode())
     return json.loads(line)["value"]
 
 
 def hardware(device: Any) -> str:
-    """Return the name of the GPU or CPU that computes."""
+    """Return the name of the GPU or CPU."""
     if getattr(device, "type", "cpu") == "cuda":
         import torch
 
@@ -138,9 +138,9 @@ def hardware(device: Any) -> str:
 
 
 def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, planned: Planned) -> TaskResult | None:
-    """Do the units of a task that are not done yet, together with the other ranks; return the result on rank 0.
+    """Evaluate the unfinished units of a task together with the other ranks; return the result on rank 0.
 
-    Of several processes each calls this with the same arguments.
+    All processes call this with the same arguments.
     """
     started = time.monotonic()
     units = task.units(model)
@@ -151,7 +151,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
         before = f", {len(units) - len(left):,} of them done before" if len(left) < len(units) else ""
         command_line.say(f"{task.name}: {counted(len(units), 'part')}{before}")
     own = _do(task, model, ranks, planned.parts(output), ranks.shares(left)[ranks.rank])
-    # Not read from their files, which a network file system may show to other machines only after a minute.
+    # Gathered instead of read: a network file system may show files of other machines only after a minute.
     gathered = ranks.gather(own)
     if ranks.rank != 0:
         return None
@@ -177,7 +177,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
 
 
 def _do(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, share: list[Unit]) -> dict[str, Any]:
-    """Return the values of this rank's units, each kept as soon as it is known; rank 0 tells how far it is."""
+    """Evaluate this rank's units, saving each value at once; rank 0 shows progress."""
     progress = command_line.Progress(1_000_000) if ranks.rank == 0 and share else None
     whole, finished, values = sum(unit.cost for unit in share), 0.0, {}
     for number, unit in enumerate(share, 1):
@@ -193,9 +193,9 @@ def _do(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, share: l
 
 
 def record(output: Path, label: str, model: EvaluatedModel, planned: Planned, result: TaskResult) -> Results:
-    """Add the result of a task to the results in the output directory, and remove the parts it was made from.
+    """Add the result of a task to the results in the output directory, and remove its parts.
 
-    Raises FileError if it has got results of another model in the meantime.
+    Raises FileError if the directory now holds results of another model.
     """
     with locked(output):
         try:
@@ -211,9 +211,9 @@ def record(output: Path, label: str, model: EvaluatedModel, planned: Planned, re
 
 
 def draw(output: Path, task: Task, results: Results) -> list[Path]:
-    """Draw the pictures of one task's results into the output directory; return their files.
+    """Draw the pictures of a task into the output directory; return their files.
 
-    Pictures that cannot be drawn, as the values of a broken model may not, cost a warning. Raises OSError.
+    A picture that cannot be drawn, such as from a diverged model, is a warning. Raises OSError.
     """
     from megatron_tape.evaluation.figures import encoding_of, model_encodings, png
 

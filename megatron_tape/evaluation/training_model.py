@@ -1,4 +1,4 @@
-"""A model under training, as evaluation tasks see it, and the hook that does a task."""
+"""A model in training as a `LanguageModel`, and the hook that runs tasks on it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingModel:
-    """See `evaluation.task.LanguageModel`. Ranks that hold different sequences may evaluate different texts.
+    """An `evaluation.task.LanguageModel` in training. Data-parallel ranks may evaluate different texts.
 
-    Under ZeRO 3 every forward pass needs all ranks. So each is announced to the others, and a rank that has finished
-    takes part with a pass over nothing of its own (`help_others`).
+    Under ZeRO 3, every forward pass needs all ranks. Each pass is announced to the others, and a rank that has finished
+    joins with a dummy input (`join_other_ranks`).
     """
 
     def __init__(self, trainer: Training, stage: str):
@@ -59,35 +59,35 @@ class TrainingModel:
 
     def _forward(self, function: Any, *tokens_BS: Tensor) -> Tensor:
         self._watch.progress(self._stage)
-        self._any_works(True)
+        self._any_rank_works(True)
         length = tokens_BS[0].shape[1]
         padding = -length % self._tokens.sequence_shards
         padded = [torch.nn.functional.pad(part, (0, padding)).to(self._device) for part in tokens_BS]
         return function(*padded)[:, :length]
 
-    def help_others(self) -> None:
-        """Take part in forward passes until no rank has any left; every rank calls this when it has finished."""
+    def join_other_ranks(self) -> None:
+        """Join forward passes of other ranks until none is left. Every rank calls this when it has finished."""
         nothing = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
-        while self._any_works(False):
+        while self._any_rank_works(False):
             self._watch.progress(self._stage)
             self._engine.losses(nothing, nothing)
 
-    def _any_works(self, this_rank: bool) -> bool:
-        """Return whether any of the ranks that hold different sequences has a pass to do; they call this together."""
+    def _any_rank_works(self, this_rank: bool) -> bool:
+        """Return whether any data-parallel rank has a pass to run; a collective call."""
         if self._engine.zero_stage < 3:
             return False
         return bool(self._tokens.total(torch.tensor(float(this_rank), device=self._device)) > 0)
 
 
 class TaskHook(Hook):
-    """Does an evaluation task every so many steps and after the last one; its units are shared among the ranks."""
+    """Run a task every `every` steps and after the last step; its units are distributed over the ranks."""
 
     def __init__(self, task: Task, every: int):
         self._task, self._every = task, every
         self._units: list[Unit] | None = None
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Read the data before the first step: what is wrong with it must not end the run at its first evaluation."""
+        """Read the data before the first step, so that errors in it show at once."""
         if self._units is None:
             trainer.watch.progress(f"reading the data of {self._task.name}")
             self._units = self._task.units(self._model(trainer))
@@ -96,7 +96,7 @@ class TaskHook(Hook):
         return step % self._every == 0 or step == trainer.config.train.steps
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        """Return the task's scores as `evaluation/TASK/METRIC/GROUP/LENGTH`; none, with a warning, if it fails."""
+        """Return the scores as `evaluation/TASK/METRIC/GROUP/LENGTH`; on failure, log a warning and return none."""
         group = trainer.layout.tokens.data_group
         model, units = self._model(trainer), self._units
         values: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class TaskHook(Hook):
                 values[unit.key] = self._task.evaluate(unit, model)
             except ValueError as error:
                 failure = failure or str(error)
-        model.help_others()
+        model.join_other_ranks()
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, (values, failure), group=group)
         if failure := next((found for _, found in gathered if found), None):
@@ -129,5 +129,5 @@ class TaskHook(Hook):
 
 
 def task_hooks(config: RunConfig) -> dict[str, Hook]:
-    """Return the hooks that do the tasks of the section `evaluation`, by name."""
+    """Return the hooks for the tasks of the section `evaluation`, by name."""
     return {f"evaluation.{name}": TaskHook(task, config.evaluation.every) for name, task in build_tasks(config).items()}

@@ -1,4 +1,4 @@
-"""A model as transformers runs it, with what evaluation tasks ask of it."""
+"""A model of transformers as a `HuggingFaceModel` for evaluation tasks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from megatron_tape.parallel.launcher import local_rank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK = 2048
-"""Tokens that go through the model at once; longer texts go through most models chunk by chunk, with a cache."""
+"""Tokens per forward pass. Most models process longer texts in chunks with a cache."""
 _ROWS = 1024
-"""Tokens whose logits are held in float32 at once."""
+"""Maximum number of tokens with float32 logits in memory."""
 
 
 class HFModel:
@@ -35,10 +35,10 @@ class HFModel:
     def __init__(
         self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK, reader: Tokenizer | None = None
     ):
-        """Take a `PreTrainedModel` and its tokenizer, or None if it has none.
+        """Wrap a `PreTrainedModel` and its tokenizer, or None if it has none.
 
-        A `reader`, the tokenizer that it was trained with, encodes and decodes in place of transformers' own, which may
-        divide some texts in another way.
+        A `reader`, the tokenizer of the training, encodes and decodes instead of that of transformers, which may split
+        some texts differently.
         """
         self.info, self.model, self.tokenizer, self.chunk = info, model.eval(), tokenizer, chunk
         self._reader = reader
@@ -72,11 +72,11 @@ class HFModel:
         return ids[:1] if own is not None and ids[:1] == [own] else []
 
     @cached_property
-    def takes_chunks(self) -> bool:
-        """Whether chunks with a cache give what one pass over the whole text gives.
+    def supports_chunks(self) -> bool:
+        """Whether chunks with a cache are equivalent to one pass over the text.
 
-        Not with a recurrent state, which many models of transformers take up again for single tokens only; nor with
-        RoPE whose frequencies depend on the length, as the keys of the first chunks would be cached with other ones.
+        False for recurrent models, since many models of transformers resume a state for single tokens only; and for
+        RoPE with length-dependent frequencies, since cached keys of earlier chunks would have other frequencies.
         """
         return not (self.model._is_stateful or self._rope_types & {"dynamic", "longrope"})
 
@@ -88,8 +88,8 @@ class HFModel:
         every = [parameters, *parameters.values()]
         return {one["rope_type"] for one in every if isinstance(one, dict) and "rope_type" in one}
 
-    def _takes_cached(self, length: int) -> bool:
-        """Return whether a text of so many tokens can go through in parts, which a positional encoding may refuse."""
+    def _supports_cache(self, length: int) -> bool:
+        """Return whether the positional encoding supports a cache for a text of `length` tokens."""
         check = getattr(self.model.base_model, "check_cached", None)
         try:
             if check is not None:
@@ -99,11 +99,10 @@ class HFModel:
         return True
 
     @torch.inference_mode()
-    def forget_lengths(self) -> None:
-        """Make what follows independent of the texts before.
+    def reset_rope_frequencies(self) -> None:
+        """Reset the frequencies of dynamic RoPE, so that results do not depend on earlier texts.
 
-        transformers takes the frequencies of dynamic RoPE for the longest text since the last one that was shorter than
-        the trained length.
+        transformers keeps the frequencies of the longest text since the last one below the trained length.
         """
         if "dynamic" in self._rope_types:
             self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False)
@@ -115,12 +114,12 @@ class HFModel:
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
         inputs, cache, parts = ids[None, :-1], None, []
         length = inputs.shape[1]
-        chunk = self.chunk if self.takes_chunks and self._takes_cached(length) else max(1, length)
+        chunk = self.chunk if self.supports_chunks and self._supports_cache(length) else max(1, length)
         if length > chunk:
             from transformers import DynamicCache
 
             cache = DynamicCache(config=self.model.config)
-        self.forget_lengths()
+        self.reset_rope_frequencies()
         for start in range(0, length, chunk):
             stop = min(start + chunk, length)
             # The logits at position i predict token i + 1.
@@ -130,8 +129,8 @@ class HFModel:
                 inputs[:, start:stop], use_cache=cache is not None, logits_to_keep=max(1, scored), **more
             )
             if cache is not None and cache.get_seq_length() != stop:
-                # A model that brings its own code may know nothing of this cache.
-                self.takes_chunks = False
+                # Models with their own code may not support this cache.
+                self.supports_chunks = False
                 return self.losses(tokens, first)
             if scored:
                 parts.append(_cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1]))
@@ -139,7 +138,7 @@ class HFModel:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        self.forget_lengths()
+        self.reset_rope_frequencies()
         return self.model(tokens.to(self.device), use_cache=False).logits.float().cpu()
 
     @torch.inference_mode()
@@ -163,12 +162,12 @@ class HFModel:
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         from megatron_tape.evaluation.tasks.harness_model import harness_model
 
-        self.forget_lengths()
+        self.reset_rope_frequencies()
         return harness_model(self, batch_size, max_length)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses (N,), float64, of logits (N, V), whose float32 copy is made in pieces."""
+    """Return the losses (N,), float64, of logits (N, V); converts to float32 in parts."""
     losses = [
         F.cross_entropy(part.float(), label, reduction="none")
         for part, label in zip(logits.split(_ROWS), labels.split(_ROWS))
@@ -184,7 +183,7 @@ def load_model(
     trust_remote_code: bool = False,
     reader: Tokenizer | None = None,
 ) -> HFModel:
-    """Load the model in a directory of transformers, from safetensors only; FileError if transformers cannot.
+    """Load a model in transformers format, from safetensors only. Raises FileError if transformers cannot.
 
     With a `reader` (see `HFModel`) the directory may lack a tokenizer.
     """
@@ -201,14 +200,14 @@ def load_model(
             use_safetensors=True,
             local_files_only=True,
         )
-        # Texts are generated greedily; a model's own settings may say to sample, or to discourage repetition.
+        # Texts are generated greedily, without the model's settings for sampling or repetition.
         own = model.generation_config
         ids = {key: getattr(own, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.generation_config = transformers.GenerationConfig(**ids)
         tokenizer = None
         if info.has_tokenizer and (reader is None or (Path(directory) / TOKENIZER_JSON).is_file()):
             tokenizer = read_tokenizer(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-            # Long texts are cut by the tasks themselves, and the tokenizer would warn of each.
+            # Tasks truncate long texts themselves; avoids a warning for each.
             tokenizer.model_max_length = int(1e30)
             # As in training, no text encodes to a special token.
             tokenizer.split_special_tokens = True
@@ -221,9 +220,9 @@ def load_model(
 
 
 def _copy_code(directory: Path) -> None:
-    """Have transformers copy a model's code to the directory that it keeps for all processes of this user, in turn.
+    """Copy a model's code to the module cache of transformers under a lock.
 
-    Of two that copy at once, one might read half a file. What is there already is not copied again.
+    Without it, a process could read a file that another one is still writing. Existing files are not copied again.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.utils import HF_MODULES_CACHE
@@ -234,7 +233,7 @@ def _copy_code(directory: Path) -> None:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         for name in classes.values() if isinstance(classes, dict) else ():
-            if isinstance(name, str) and "--" not in name:  # which stands for another repository
+            if isinstance(name, str) and "--" not in name:  # -- separates another repository
                 get_class_from_dynamic_module(name, str(directory), local_files_only=True)
 
 

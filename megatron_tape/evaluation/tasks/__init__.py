@@ -1,4 +1,4 @@
-"""The tasks that `pretrain.evaluate` and training runs know: each is a class that is entered here."""
+"""The registry of the tasks of `pretrain.evaluate` and training runs."""
 
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
@@ -13,11 +13,10 @@ from megatron_tape.evaluation.tasks.synthetic_tasks import Addition, GridNavigat
 _CLASSES = (Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls)
 _CLASSES += (Addition, SelectiveCopy, GridNavigation, Recall, PositionPictures)
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
-"""The one list of evaluations, by name, in the order in which the page shows them. Those that do not generate are the
-settings of the section `evaluation`, too."""
+"""All tasks by name, in the order of the page. Those that do not generate text are also in the section `evaluation`."""
 
 
 def title_of(name: str) -> str:
-    """Return how a task is written in headings, whether or not it is known here."""
+    """Return the heading of a task, known or not."""
     known = TASKS.get(name)
     return (known and known.title) or name.replace("_", " ").capitalize()

@@ -58,7 +58,7 @@ class DocumentTask(Task):
     Settings: ClassVar[type] = DocumentSettings
     needs_tokenizer = False
     work: dict[str, Work]
-    left_out: dict[str, int]
+    skipped: dict[str, int]
     """How many documents of each source were too short."""
 
     @property
@@ -83,10 +83,10 @@ class DocumentTask(Task):
         return [file for source in self.sources for file in source.files]
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        self.work, self.left_out = {}, {}
+        self.work, self.skipped = {}, {}
         for source in self.sources:
             text_key, needed = self.settings.text_key, self.needed(model.info)
-            documents, self.left_out[source.name] = long_documents(source, model, text_key, needed, self.most_documents)
+            documents, self.skipped[source.name] = long_documents(source, model, text_key, needed, self.most_documents)
             self.work |= self.plan(source, documents, model)
         return [Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536)) for key, work in self.work.items()]
 
@@ -134,7 +134,7 @@ class DocumentTask(Task):
     def notes_on_documents(self) -> list[str]:
         return [
             f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and left out."
-            for name, short in self.left_out.items()
+            for name, short in self.skipped.items()
             if short
         ]
 

@@ -1,4 +1,4 @@
-"""A model of transformers as lm-evaluation-harness runs it."""
+"""A model of transformers for lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_tape.evaluation.tasks.harness import quiet
 
 
 class HarnessModel(HFLM):
-    """A loaded model for the harness, which remembers the requests that it had to truncate."""
+    """An `HFLM` that records truncated requests."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.truncated: set[tuple[str, ...]] = set()
-        """The texts of requests whose left part the model has not seen: (prompt,) or (context, continuation)."""
+        """Texts of requests that were truncated on the left: (prompt,) or (context, continuation)."""
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         for request in requests:
@@ -40,18 +40,18 @@ class HarnessModel(HFLM):
                     f"has a text to score of {len(continuation):,} tokens, but the model takes {self.max_length:,}"
                 )
                 raise ConfigError("lm_eval.tasks", problem, "leave that task out")
-            # The last token is predicted, but not read.
+            # The last token is predicted, but not an input.
             if texts and len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(tuple(texts))
         return super()._loglikelihood_tokens(requests, *arguments, **options)
 
 
 def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
-    """Return a `base.HuggingFaceModel` as a model of the harness, which truncates beyond `max_length` tokens."""
+    """Return a `HuggingFaceModel` as a model of the harness that truncates to `max_length` tokens."""
     if model.tokenizer.eos_token_id is None:
         problem = f"of {model.info.label} has no token that ends a text, which lm_eval needs"
         raise ConfigError("the tokenizer", problem, "set eos_token in its tokenizer_config.json")
-    # The harness chooses a padding token, which must not change the tokenizer of other tasks.
+    # The harness sets a padding token; other tasks must not see it.
     tokenizer = copy.deepcopy(model.tokenizer)
     with quiet():
         return HarnessModel(pretrained=model.model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)

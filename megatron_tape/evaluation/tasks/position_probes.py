@@ -1,8 +1,8 @@
-"""Look at the position state inside a TAPE model of transformers, and put it back to RoPE's, by hooks on its layers.
+"""Read the position states of a TAPE model of transformers, or replace them by RoPE's phases, with hooks on its layers.
 
-A layer l, counted from 0, reads the state z_l (B, S, G, D), D/2 complex numbers per head group stored as [real |
-imaginary], and passes z_(l+1) on. z_0 are RoPE's phases. The model itself stays as it is: hooks see what its layers get
-and return. Axes: L layers, N tokens, G head groups, H query heads, D head dimension.
+Layer l, counted from 0, reads the state z_l (B, S, G, D), D/2 complex numbers per head group stored as [real |
+imaginary], and returns z_(l+1). z_0 are RoPE's phases. The model is not changed: hooks read the inputs and outputs of
+its layers. Axes: L layers, N tokens, G head groups, H query heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LOSS_ROWS = 512
-"""Tokens whose logits are held at once."""
+"""Maximum number of tokens with logits in memory."""
 
 
 def layers_of(model: Any) -> nn.ModuleList:
@@ -31,7 +31,7 @@ def state_norms(state: Tensor) -> Tensor:
     return state.float().norm(dim=-1)
 
 
-def moved(state: Tensor, phases: Tensor) -> np.ndarray:
+def relative_distance(state: Tensor, phases: Tensor) -> np.ndarray:
     """Return |z - z_0| / |z_0| (N, G), float32, of states and RoPE's phases (N, G, D)."""
     distance = state_norms(state.float() - phases.float()) / state_norms(phases)
     return distance.cpu().numpy()
@@ -40,7 +40,8 @@ def moved(state: Tensor, phases: Tensor) -> np.ndarray:
 def similarity(state: Tensor, distances: Collection[int]) -> list[float]:
     """Return, for every distance d >= 1, the mean over s and groups of |<z_s, z_(s+d)>| / (|z_s| |z_(s+d)|).
 
-    <,> is the complex inner product over the frequencies of a group, so that a shift of all positions changes nothing.
+    <,> is the complex inner product over the frequencies of a group, so a shift of all positions
+    does not change the result.
     """
     real, imaginary = (state.float() / state_norms(state).unsqueeze(-1)).chunk(2, dim=-1)
     z = torch.complex(real.contiguous(), imaginary.contiguous())
@@ -57,22 +58,22 @@ def losses(model: Any, tokens: Tensor) -> np.ndarray:
     hidden_states = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0, :-1]
     labels = tokens[0, 1:]
     parts = [
-        F.cross_entropy(model.lm_head(rows).float(), wanted, reduction="none").double().cpu()
-        for rows, wanted in zip(hidden_states.split(LOSS_ROWS), labels.split(LOSS_ROWS))
+        F.cross_entropy(model.lm_head(rows).float(), targets, reduction="none").double().cpu()
+        for rows, targets in zip(hidden_states.split(LOSS_ROWS), labels.split(LOSS_ROWS))
     ]
     return torch.cat(parts).numpy()
 
 
 @contextmanager
-def watching(model: Any, see: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
-    """Call see(l, z_l, z_0) with states (N, G, D) of the first sequence whenever a layer l reads its state."""
+def watching(model: Any, on_state: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
+    """Call on_state(l, z_l, z_0) with the states (N, G, D) of the first sequence when layer l reads its state."""
     phases = None
 
     def hook(index: int, _: nn.Module, arguments: tuple) -> None:
         nonlocal phases
         state = arguments[1][0]
         phases = state if index == 0 else phases
-        see(index, state, phases)
+        on_state(index, state, phases)
 
     with ExitStack() as stack:
         for index, layer in enumerate(layers_of(model)):
@@ -82,14 +83,16 @@ def watching(model: Any, see: Callable[[int, Tensor, Tensor], None]) -> Iterator
 
 @contextmanager
 def with_phases(
-    model: Any, chosen: Collection[int], see: Callable[[int, Tensor | None, Tensor | None], None] | None = None
+    model: Any,
+    layer_indices: Collection[int],
+    on_maps: Callable[[int, Tensor | None, Tensor | None], None] | None = None,
 ) -> Iterator[None]:
-    """Let the layers `chosen` read RoPE's phases in place of their state.
+    """Make some layers read RoPE's phases instead of their state.
 
-    Their hidden states are those that follow from the phases; the state that they pass on is the one they make of the
-    real state, so that no other layer is touched directly. With `see`, hidden states stay as they are, too, and
-    see(l, map, map_with_phases) gets the attention maps (B, H, N, N) of both, or None where the attention
-    implementation has none.
+    Their hidden states follow from the phases. The state they return still follows from the real state, so that no
+    other layer changes directly. With `on_maps`, hidden states do not change either, and
+    on_maps(l, map, map_with_phases) gets the attention maps (B, H, N, N) with the state and with the phases, or None if
+    the attention implementation returns none.
     """
     layers, phases = layers_of(model), None
 
@@ -99,28 +102,28 @@ def with_phases(
 
     def hook(index: int, layer: nn.Module, arguments: tuple, keywords: dict, output: tuple) -> tuple | None:
         hidden_states, _, weights = layer.forward(arguments[0], phases, *arguments[2:], **keywords)
-        if see is not None:
-            see(index, output[2], weights)
+        if on_maps is not None:
+            on_maps(index, output[2], weights)
             return None
         return (hidden_states, *output[1:])
 
     with ExitStack() as stack:
         stack.enter_context(layers[0].register_forward_pre_hook(keep))
-        for index in chosen:
+        for index in layer_indices:
             stack.enter_context(layers[index].register_forward_hook(partial(hook, index), with_kwargs=True))
         yield
 
 
-def attention_maps(model: Any, tokens: Tensor, see: Callable[[int, Tensor, Tensor], None]) -> None:
-    """Call see(l, map, map_with_phases) for every layer l with its attention maps (H, N, N) of tokens (1, N), float32.
+def attention_maps(model: Any, tokens: Tensor, on_maps: Callable[[int, Tensor, Tensor], None]) -> None:
+    """Call on_maps(l, map, map_with_phases) for every layer l with attention maps (H, N, N), float32, of tokens (1, N).
 
-    Both are made of the same queries and keys: the hidden states are those of the model as it is.
+    Both maps have the same queries and keys, since hidden states do not change.
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with with_phases(
-            model, range(len(layers_of(model))), lambda index, *maps: see(index, *(map[0].float() for map in maps))
+            model, range(len(layers_of(model))), lambda index, *maps: on_maps(index, *(map[0].float() for map in maps))
         ):
             with torch.no_grad():
                 model.model(input_ids=tokens, use_cache=False)

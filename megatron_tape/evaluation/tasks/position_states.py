@@ -1,7 +1,7 @@
-"""The task `positions`: how far a TAPE model's position state has moved from RoPE, and what the model loses without it.
+"""The task `positions`: how far a TAPE model's position states are from RoPE, and how much the loss depends on them.
 
-Layers are counted from 0. The state of a layer is the one that it reads: layer 0 reads RoPE's phases themselves, layer
-1 what layer 0 made of them, and so on.
+Layers are counted from 0. The state of a layer is its input state: layer 0 reads RoPE's phases, layer 1 the output
+state of layer 0, and so on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAPS = "maps"
-"""The key of the unit that compares attention maps."""
+"""Key of the unit that compares attention maps."""
 _CURVES = 6
 _BUCKETS = 32
 _DISTANCES = 24
@@ -45,29 +45,29 @@ _DIGITS = 3
 _LENGTH = 1024
 
 MODEL_TYPE = "tape"
-"""What `config.json` calls a TAPE model."""
+"""The `model_type` of TAPE models in `config.json`."""
 
 
 @dataclass(kw_only=True)
 class PositionSettings:
-    """What the position states of a TAPE model are computed for."""
+    """Settings of the task `positions`."""
 
     data: PathText
-    """What is read: JSON lines, text, parquet, an indexed dataset or a .bin of uint16 ids, as in perplexity."""
+    """Data: JSON lines, text, parquet, an indexed dataset or a .bin of uint16 ids, as in perplexity."""
     text_key: str = "text"
-    """Where the text stands in JSON lines and parquet."""
+    """Key of the text in JSON lines and parquet."""
     split: str | None = None
-    """Shares of an indexed dataset's documents for training, validation and test, as a run's data.split: only those for
-    validation are used. null means all documents."""
+    """Shares of an indexed dataset's documents for training, validation and test, as in data.split. Only the validation
+    documents are used; by default, all are."""
     documents: Count = 8
-    """How many documents are used: the first ones that are long enough."""
+    """Number of documents: the first ones that are long enough."""
     length: int | None = None
-    """Tokens of each; null means the length that the model was trained on, or 1024 if its configuration names none."""
+    """Tokens of each. The default is the trained length, or 1024 if the model's configuration does not name it."""
     ablation: bool = True
-    """Also compute the loss with the state of one layer put back to RoPE's, for every layer: as many runs of the model
-    as it has layers."""
+    """Also compute the loss with one layer's state replaced by RoPE's phases, for every layer. This takes one pass of
+    the model per layer."""
     map_tokens: Count = 64
-    """How many tokens, from the beginning of the first document, attention maps show."""
+    """Number of tokens in attention maps, from the beginning of the first document."""
 
 
 class PositionPictures(Task):
@@ -81,7 +81,7 @@ class PositionPictures(Task):
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
         kind = info.config.get("model_type")
-        problem = f"looks at the position states of TAPE models, and {info.label} is a {kind} model, which has none"
+        problem = f"reads the position states of TAPE models, but {info.label} is a {kind} model, which has none"
         refuse(kind != MODEL_TYPE, self.name, problem, "leave the task out, or evaluate a TAPE model")
         length = self._length(info)
         refuse(length < 2, self.key("length"), f"is {length}", "set it to at least 2")
@@ -110,18 +110,18 @@ class PositionPictures(Task):
         distances = distances_of(tokens.shape[1])
         found: dict[str, Any] = {"tokens": tokens.shape[1] - 1, "distance": [], "by_position": [], "similarity": []}
 
-        def see(_: int, state: Tensor, phases: Tensor) -> None:
-            moved = probes.moved(state, phases)
-            found["distance"].append(moved.mean(0).tolist())
-            parts = np.array_split(moved.mean(1), min(_BUCKETS, len(moved)))
+        def on_state(_: int, state: Tensor, phases: Tensor) -> None:
+            distance = probes.relative_distance(state, phases)
+            found["distance"].append(distance.mean(0).tolist())
+            parts = np.array_split(distance.mean(1), min(_BUCKETS, len(distance)))
             found["by_position"].append([float(part.mean()) for part in parts])
             found["similarity"].append(probes.similarity(state, distances))
 
-        with probes.watching(model, see):
+        with probes.watching(model, on_state):
             found["loss"] = float(probes.losses(model, tokens).sum())
         if self.settings.ablation:
             layers = range(1, len(probes.layers_of(model)))
-            # Layer 0 reads RoPE's phases anyway.
+            # Layer 0 always reads RoPE's phases.
             found["ablated"] = [found["loss"]] + [self._ablated(model, tokens, [layer]) for layer in layers]
             found["all_ablated"] = self._ablated(model, tokens, layers)
         return found
@@ -139,8 +139,8 @@ class PositionPictures(Task):
         changes: list[list[float]] = []
         shown: list[dict[str, Any]] = []
 
-        def see(layer: int, own: Tensor, rope: Tensor) -> None:
-            # Total variation: the share of attention that goes elsewhere, averaged over queries.
+        def on_maps(layer: int, own: Tensor, rope: Tensor) -> None:
+            # Total variation: the share of attention that moves, averaged over queries.
             change = (own - rope).abs().sum(-1).mean(-1) / 2
             changes.append(change.tolist())
             shown.extend(
@@ -150,7 +150,7 @@ class PositionPictures(Task):
             shown.sort(key=lambda one: -changes[one["layer"]][one["head"]])
             del shown[_SHOWN_HEADS:]
 
-        probes.attention_maps(model, tokens[:, : self.settings.map_tokens], see)
+        probes.attention_maps(model, tokens[:, : self.settings.map_tokens], on_maps)
         return {"change": changes, "shown": shown}
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
@@ -187,7 +187,7 @@ class PositionPictures(Task):
         notes = []
         if count < self.settings.documents:
             notes.append(
-                f"Documents with the {length:,} tokens that are looked at: {count:,}, fewer than positions.documents, "
+                f"Documents with at least {length:,} tokens: {count:,}, fewer than positions.documents, "
                 f"{self.settings.documents:,}."
             )
         return Summary(scores, details, notes)
@@ -208,7 +208,7 @@ class PositionPictures(Task):
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         pictures = [_distances(results), _by_position(results), _similarities(results)]
-        title = "increase of the loss with RoPE's phases in a layer"
+        title = "loss increase with RoPE's phases in a layer"
         pictures += by_group(results, lambda score: score.metric == "loss_increase", "positions-ablation", title)
         return [*pictures, _changes(results)] + [
             _maps(index, label, result) for index, (label, result) in enumerate(results.items())
@@ -216,17 +216,17 @@ class PositionPictures(Task):
 
 
 def distances_of(length: int) -> list[int]:
-    """Return the distances, evenly spread on a logarithmic scale, at which states of `length` tokens are compared."""
+    """Return distances below `length`, evenly spaced on a logarithmic scale."""
     return np.unique(np.geomspace(1, length - 1, _DISTANCES).round().astype(int)).tolist()
 
 
 def _triangle(attention: Tensor) -> list[list[float]]:
-    """Return what each query of a map (N, N) sees, rounded."""
+    """Return the lower triangle of an attention map (N, N), rounded."""
     return [[round(value, _DIGITS) for value in row[: at + 1]] for at, row in enumerate(attention.tolist())]
 
 
 def _heat_maps(values: dict[str, list[list[float]]], column: str, bar: str, high: float) -> tuple[Any, str]:
-    """Return a figure of matrices (layers, columns) by the models' labels, and where each is highest."""
+    """Return a figure of matrices (layers, columns) by model, and a description of their maxima."""
     figure, panels = model_panels(values)
     said = []
     for axes, (label, matrix) in zip(panels, values.items()):
@@ -262,17 +262,17 @@ def _similarities(results: dict[str, TaskResult]) -> Picture:
     for axes, result in zip(panels, results.values()):
         details = result.details
         _layer_curves(axes, details["distances"], details["similarity"])
-        # What layer 0 reads are RoPE's phases themselves.
+        # Layer 0 reads RoPE's phases.
         axes.plot(details["distances"], details["similarity"][0], color="0.5", linestyle="--", label="RoPE")
         log_scale(axes, "x", 2)
         axes.set(xlabel="distance of two tokens", ylabel="similarity of their states", ylim=(0, 1.02))
     legend(figure)
-    text = "Similarity of the states of two tokens by their distance, one curve per layer beside RoPE's, for "
+    text = "Similarity of the states of two tokens by their distance, one curve per layer and RoPE's, for "
     return Picture("positions-similarity", f"{text}{', '.join(results)}.", figure)
 
 
 def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
-    """Draw the curves of some layers but the first."""
+    """Draw the curves of some layers after the first."""
     later = range(1, len(layers))
     shown = sorted({later[at] for at in np.linspace(0, len(later) - 1, min(_CURVES, len(later))).astype(int)})
     for layer, color in zip(shown, shades(len(shown))):
@@ -282,8 +282,8 @@ def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
 def _changes(results: dict[str, TaskResult]) -> Picture:
     changes = {label: result.details["maps"]["change"] for label, result in results.items()}
     figure, said = _heat_maps(changes, "head", "share of attention that moves", high=1.0)
-    text = "Heat map of the share of attention that the position state moves, by layer and head, compared with RoPE's "
-    return Picture("positions-attention", f"{text}phases in its place. {said}.", figure)
+    text = "Heat map by layer and head of the share of attention that moves if RoPE's phases replace the state. "
+    return Picture("positions-attention", f"{text}{said}.", figure)
 
 
 def _maps(index: int, label: str, result: TaskResult) -> Picture:
@@ -294,7 +294,7 @@ def _maps(index: int, label: str, result: TaskResult) -> Picture:
         weights = np.full((size, size), np.nan)
         for row, seen in enumerate(one[kind]):
             weights[row, : len(seen)] = seen
-        # A square root shows small shares of attention, too.
+        # The square root makes small shares visible.
         axis.imshow(np.sqrt(weights), vmin=0, vmax=1, cmap=COLOR_MAP, interpolation="none")
         axis.grid(False)
         name = "its state" if kind == "state" else "RoPE's phases"
@@ -302,7 +302,5 @@ def _maps(index: int, label: str, result: TaskResult) -> Picture:
         axis.set(xlabel="key", ylabel="query")
     figure.suptitle(plain(label, LONGEST_LABEL), fontsize=10)
     heads = ", ".join(f"head {one['head']} of layer {one['layer']}" for one in shown)
-    text = (
-        f"Attention maps of {label}, with its position state above and with RoPE's phases in its place below: {heads}."
-    )
+    text = f"Attention maps of {label}, with its position state (top) and with RoPE's phases instead (bottom): {heads}."
     return Picture(f"positions-maps-{index}", text, figure)
