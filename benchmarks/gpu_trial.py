@@ -1,17 +1,17 @@
-"""Check and measure this project on a GPU that is borrowed for a few minutes.
+"""Check and benchmark this project on a GPU that is available for a few minutes only.
 
     python3 -m benchmarks.gpu_trial --minutes 8 --output DIR [--wheels DIR] [--stage NAME ...]
 
-Stages run in order of value, each in a process of its own with its own time limit, so that one that hangs or crashes
-costs no more than its limit. A stage for which the time left is too short is skipped, and the next that fits runs.
+The most important stages run first. Each runs in its own process with its own time limit, so a stage that hangs or
+crashes costs at most its limit. A stage that needs more time than is left is skipped, and the next that fits runs.
 
-DIR holds NAME.json, the results of each stage, which grows while the stage runs, its output NAME.log, and its traces.
-After every stage, results.json holds the results of all, and summary.md what was wrong, the goals and all tables.
+For each stage, DIR contains NAME.json (results, written as they arrive), NAME.log (output) and traces. After every
+stage, results.json (the results of all stages) and summary.md (problems, goals, tables) are rewritten.
 
-It needs a C compiler and Python with torch, Triton, numpy, PyYAML and pydantic. `--wheels` names a folder made by
-benchmarks.wheels; its packages are installed into a temporary folder. Without a GPU every stage runs at toy size on the
-CPU. The exit status is 1 if a stage failed or found something wrong, or if none ran; 2 if the trial cannot begin; and
-128 plus the signal's number if a signal ended it, such as 130 after Ctrl-C.
+Requirements: a C compiler, and Python with torch, Triton, numpy, PyYAML and pydantic. `--wheels` names a folder written
+by benchmarks.wheels, whose packages are installed into a temporary folder. Without a GPU, every stage runs at toy size
+on the CPU. The exit status is 0 on success, 1 if a stage failed, found a problem, or none ran, 2 if the trial cannot
+start, and 128 plus the signal's number if a signal ended it (130 after Ctrl-C).
 """
 
 import argparse
@@ -36,75 +36,75 @@ from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.versions import ROOT, commit
 
 GRACE = 3.0
-"""Seconds that a stage has to end after SIGTERM, and again after SIGKILL."""
+"""Seconds to wait for a stage to end after SIGTERM, and again after SIGKILL."""
 RESERVE = 5.0
-"""Seconds at the end that no stage may use."""
+"""Seconds at the end of the trial that no stage may use."""
 NEEDED = ("numpy", "torch", "triton", "typing_extensions", "pydantic", "yaml")
-"""Modules without which no stage runs."""
+"""Modules that every stage needs."""
 NOT_BEGUN = ("skipped", "not run")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the trial."""
+    """One stage of the trial."""
 
     name: str
     purpose: str
-    least: float
-    """Seconds that must be left for it to start."""
+    min_seconds: float
+    """Time that must be left for the stage to start."""
     limit: float
-    """Seconds after which it is ended."""
+    """Seconds after which the stage is ended."""
 
 
 STAGES = (
-    Stage("machine", "versions, matmul rate and copy bandwidth", 15, 60),
+    Stage("machine", "record versions, matmul rate and copy bandwidth", 15, 60),
     Stage("compile", "compile the kernels of the recipes' shapes in bf16", 20, 100),
-    Stage("correctness", "kernels and libraries against float64, outputs and gradients", 20, 110),
-    Stage("attention", "attention by every backend, TAPE and RoPE", 30, 120),
-    Stage("step-155m", "a training step of the 155M model at 1,024 tokens", 40, 120),
-    Stage("step-1.3b", "a training step of a 1.3B model at 4,096 tokens, with a trace", 70, 180),
-    Stage("training", "20 training steps against the CPU's losses and gradients", 45, 150),
+    Stage("correctness", "compare outputs and gradients of kernels and libraries with float64", 20, 110),
+    Stage("attention", "time every attention backend, with TAPE and RoPE", 30, 120),
+    Stage("step-155m", "time training steps of the 155M model at 1,024 tokens", 40, 120),
+    Stage("step-1.3b", "time training steps of a 1.3B model at 4,096 tokens, with a trace", 70, 180),
+    Stage("training", "compare 20 training steps with losses and gradients on the CPU", 45, 150),
 )
 GOALS = (
     ("step-155m", "TAPE's step, as a multiple of RoPE's", "at most 1.10", lambda found: f"{found['ratio_time']:.3f}"),
     ("step-1.3b", "RoPE's MFU", "at least 45 %", lambda found: f"{100 * found['models']['rope']['mfu']:.1f} %"),
     ("step-1.3b", "TAPE's MFU", "at least 40 %", lambda found: f"{100 * found['models']['tape']['mfu']:.1f} %"),
 )
-"""Stage, figure, goal (docs/gpu.md), and how the figure is found in the stage's results."""
+"""Stage, figure, goal (docs/gpu.md), and a function that returns the figure from the stage's results."""
 
 
 class Trial:
-    """The record of a trial: how each stage ended, and its results."""
+    """A trial and its record: the status and the results of each stage."""
 
     def __init__(self, options: argparse.Namespace, stages: list[Stage], packages: Path):
         self.options, self.output, self.started = options, options.output, time.monotonic()
         origin = {"command": shlex.join(["python3", *sys.orig_argv[1:]])}
         origin |= {"commit": options.commit or commit() or "unknown", "minutes": options.minutes}
         origin["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-        ahead = {"status": "not run", "seconds": 0.0, "reason": "it was not reached"}
+        ahead = {"status": "not run", "seconds": 0.0, "reason": "the trial ended before"}
         self.record: dict = {"trial": origin, "problems": [], "stages": {stage.name: ahead for stage in stages}}
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         self.variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
     def command(self, stage: Stage, seconds: float) -> list[str]:
-        """Return the command of a stage that has `seconds` of time."""
+        """Return the command that runs a stage with a time limit of `seconds`."""
         command = [sys.executable, "-m", "benchmarks.trial_stages", stage.name, "--seconds", f"{seconds:.0f}"]
         command += ["--output", str(self.output / f"{stage.name}.json"), "--commit", self.record["trial"]["commit"]]
         command += ["--toy"] if self.options.toy else []
         return command + (["--also", *self.options.also] if self.options.also else [])
 
     def run(self, stage: Stage, deadline: float) -> None:
-        """Run a stage, or skip it if too little time is left before `deadline`, as `time.monotonic` counts."""
+        """Run a stage; skip it if too little time is left before `deadline`, a time of `time.monotonic`."""
         ended = self.record["stages"][stage.name] = {"status": "skipped", "seconds": 0.0}
         left = deadline - time.monotonic() - RESERVE
-        if left < stage.least:
-            ended["reason"] = f"it needs {stage.least:.0f} s, and {max(0, left):.0f} s are left"
-            print(f"=== {stage.name} is skipped: {ended['reason']}", flush=True)
+        if left < stage.min_seconds:
+            ended["reason"] = f"it needs {stage.min_seconds:.0f} s, and {max(0, left):.0f} s are left"
+            print(f"=== {stage.name}: skipped, as {ended['reason']}", flush=True)
             return
         seconds, started, log = min(stage.limit, left), time.monotonic(), self.output / f"{stage.name}.log"
         print(f"=== {stage.name}: {stage.purpose} (at most {seconds:.0f} s)", flush=True)
-        ended |= {"status": "interrupted", "limit": seconds, "reason": "it had not ended when this was written"}
+        ended |= {"status": "interrupted", "limit": seconds, "reason": "it was still running when this was written"}
         self.save()
         with open(log, "wb") as file:
             program = subprocess.Popen(
@@ -114,7 +114,7 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                preexec_fn=os.setpgrp,  # a group of its own, which ends as a whole
+                preexec_fn=os.setpgrp,  # own process group, ended as a whole
             )
         try:
             if status := program.wait(seconds):
@@ -129,7 +129,7 @@ class Trial:
         finally:
             end(program)
             ended["seconds"] = round(time.monotonic() - started, 1)
-            with suppress(OSError, ValueError):  # where nothing was written
+            with suppress(OSError, ValueError):  # if nothing was written
                 ended["results"] = json.loads((self.output / f"{stage.name}.json").read_bytes())
             self.save()
         print(log.read_text(errors="replace")[-3000:].strip())
@@ -143,11 +143,11 @@ class Trial:
         for name, text in texts.items():
             partial = self.output / f"{name}.partial"
             partial.write_text(f"{text}\n", encoding="utf-8")
-            os.replace(partial, self.output / name)  # so that it is whole at any moment
+            os.replace(partial, self.output / name)  # so that the file is complete at any moment
 
 
 def end(program: subprocess.Popen) -> None:
-    """End what is left of a program and its children."""
+    """End a program and its children, if they still run."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(program.pid, number)
@@ -159,7 +159,7 @@ def end(program: subprocess.Popen) -> None:
 
 
 def problems(record: dict) -> Iterator[tuple[str, str]]:
-    """Yield where something is wrong, and what: stages that did not end well, and results that should not be."""
+    """Yield the place and the description of each problem: failed stages and wrong results."""
     stages = record["stages"]
     if all(stage["status"] in NOT_BEGUN for stage in stages.values()):
         yield "nothing ran", next(iter(stages.values()))["reason"]
@@ -177,7 +177,7 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
 
 
 def summary(record: dict) -> list[str]:
-    """Return the lines of summary.md. Any part of the record may be missing, as a stage may have failed."""
+    """Return the lines of summary.md. Parts of the record are missing if stages failed."""
     found = {name: stage.get("results", {}) for name, stage in record["stages"].items()}
     origin, lines = record["trial"], ["# GPU trial", ""]
     environment = next((each["environment"] for each in found.values() if "environment" in each), None)
@@ -186,7 +186,7 @@ def summary(record: dict) -> list[str]:
     lines += [f"Machine: {_machine(environment, found.get('machine', {}))}", ""]
     lines += [f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`", ""]
     wrong = [f"- {where}: {why}" for where, why in problems(record)]
-    lines += ["What was wrong:", "", *wrong] if wrong else ["Nothing that ran was wrong."]
+    lines += ["Problems:", "", *wrong] if wrong else ["No problems were found."]
     tables = [_stages(record), _goals(found), _cases(found)]
     tables.append(attention_table(found.get("attention", {}).get("results", [])))
     tables.append(step_table({name: found[name] for name in ("step-155m", "step-1.3b") if name in found}))
@@ -204,13 +204,13 @@ def _machine(environment: dict | None, rates: dict) -> str:
     parts += [f"{name} {environment['packages'].get(name, 'missing')}" for name in ("torch", "triton")]
     parts += environment["gpu_software"].values()
     if "copy_bytes_per_second" in rates:
-        parts.append(f"matrix product {rates['matmul_flops'] / 1e12:,.1f} TFLOP/s")
+        parts.append(f"matmul {rates['matmul_flops'] / 1e12:,.1f} TFLOP/s")
         parts.append(f"copy {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     return ", ".join(parts)
 
 
 def _stages(record: dict) -> Iterator[str]:
-    yield "| stage | ended | seconds | cases | |"
+    yield "| stage | status | seconds | cases | reason |"
     yield "|---|---|--:|--:|---|"
     for name, stage in record["stages"].items():
         results = stage.get("results", {})
@@ -226,7 +226,7 @@ def _goals(found: dict) -> Iterator[str]:
 
 
 def _cases(found: dict) -> Iterator[str]:
-    """Yield errors as shares of the allowed ones, by kernel and shape."""
+    """Yield a table of errors relative to the allowed error, by kernel and shape."""
     cases = {(f"{case['shape']}@{case['length']}", case["name"]): case for case in
              found.get("correctness", {}).get("cases", [])}  # fmt: skip
     columns, names = (sorted({key[i] for key in cases}) for i in (0, 1))
@@ -255,9 +255,9 @@ def _training(found: dict) -> Iterator[str]:
 
 
 def prepare(options: argparse.Namespace, packages: Path) -> None:
-    """Make the output folder, install wheels into `packages`, and refuse to begin where no stage could run."""
+    """Create the output folder and install wheels into `packages`. Raises ConfigError if no stage could run."""
     if (options.output / "results.json").exists():
-        raise FileError(str(options.output), "holds the results of another trial", "choose another --output")
+        raise FileError(str(options.output), "contains the results of another trial", "choose another --output")
     options.output.mkdir(parents=True, exist_ok=True)
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     if options.wheels:
@@ -267,9 +267,9 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
         done = subprocess.run(pip, capture_output=True, text=True)
         problem = f"cannot be installed for {python}: {_last_line(done.stderr)}"
         refuse(done.returncode != 0, f"--wheels {options.wheels}", problem)
-        sys.path.insert(0, str(packages))  # where the next lines look
+        sys.path.insert(0, str(packages))  # searched by the next lines
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        fix = "run `make install` and use .venv/bin/python, or install torch, Triton and numpy, and give the rest with "
+        fix = "run `make install` and use .venv/bin/python; or install torch, Triton and numpy, and the others with "
         raise ConfigError(f"{sys.executable} ({python})", f"lacks {', '.join(missing)}", f"{fix}--wheels")
 
 
@@ -282,19 +282,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     stages = "\n".join(f"  {stage.name:12} {stage.purpose}" for stage in STAGES)
     parser = command_line.Parser(prog="python3 -m benchmarks.gpu_trial", description=f"{__doc__}\nstages:\n{stages}")
     add, names = parser.add_argument, [stage.name for stage in STAGES]
-    add("--minutes", type=float, default=8.0, help="end within this time (default: %(default)s)")
-    add("--output", type=Path, required=True, metavar="DIR", help="where the results go")
-    add("--wheels", type=Path, metavar="DIR", help="folder of wheels, made by benchmarks.wheels")
-    add("--stage", nargs="+", choices=names, default=names, metavar="NAME", help="only these (default: all)")
+    add("--minutes", type=float, default=8.0, help="time limit of the trial (default: %(default)s)")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
+    add("--wheels", type=Path, metavar="DIR", help="folder of wheels, written by benchmarks.wheels")
+    add("--stage", nargs="+", choices=names, default=names, metavar="NAME", help="stages to run (default: all)")
     add("--also", nargs="+", choices=("flex", "megatron"), default=[],
         help="also time FlexAttention, or Megatron-core's GPTModel")  # fmt: skip
     add("--toy", action="store_true", help="toy size on the CPU, even where there is a GPU")
-    add("--commit", help="commit of this code, if there is no git")
+    add("--commit", help="commit of this code, if git cannot determine it")
     options = parser.parse_args(argv)
     refuse(not 0 < options.minutes <= 600, "--minutes", f"is {options.minutes:g}, which is not between 0 and 600")
     if options.wheels and not any(options.wheels.glob("*.whl")):
         fix = "collect them with: python -m benchmarks.wheels DIR"
-        raise ConfigError("--wheels", f"is {options.wheels}, which holds no wheels", fix)
+        raise ConfigError("--wheels", f"is {options.wheels}, which contains no wheels", fix)
     options.output = options.output.resolve()  # stages run in the repository
     return options
 

@@ -1,6 +1,6 @@
-"""Compile attention kernels and check them against float64, each case in a process of its own.
+"""Compile attention kernels and compare them with float64, each case in its own process.
 
-A kernel that crashes, hangs or corrupts the GPU's context therefore costs one case.
+So a kernel that crashes, hangs or corrupts the GPU's context affects only its own case.
 """
 
 import faulthandler
@@ -21,23 +21,23 @@ from benchmarks.timing import device_here, reason
 from megatron_tape.ops.parity import LENGTH, Check, Shapes, deviations, kernel_checks, loss_check, swiglu_check
 
 SHAPES = ("12x64", "16x128", "32x128", "32/8x128")
-"""The recipes' heads, or heads/groups, and their width."""
-LONG = ("2x128", 4096)
-"""The shape and the length of one long sequence; float64's scores of more heads would need much memory."""
+"""Heads, or heads/groups, and head dimension of the recipes."""
+LONG_CASE = ("2x128", 4096)
+"""Shape and length of one long sequence, with few heads as float64 scores need much memory."""
 LIBRARY_LENGTH = 320
-"""64 modulo 128, where cuDNN's gradients of queries have been wrong (pytorch #196678)."""
+"""A length that is 64 modulo 128, at which cuDNN's gradients of queries have been wrong (pytorch #196678)."""
 TOY_SHAPES, TOY_LENGTH = ("1x32",), 5
-AT_ONCE = 12
-"""Most processes at the same time."""
+MAX_PROCESSES = 12
+"""Maximum number of processes at the same time."""
 CASE_SECONDS = 60.0
 """Time limit of a case."""
 PRELOADED = ["benchmarks.kernel_cases", "torch.fx.experimental.symbolic_shapes"]
 PRELOADED += [f"megatron_tape.ops.kernels.triton_{name}" for name in ("attention", "position_update", "swiglu")]
-"""Modules that are imported once for all processes; importing them does not touch the GPU."""
+"""Modules imported once, before the processes are forked; importing them does not touch the GPU."""
 
 
 class Case(NamedTuple):
-    """What is compiled or checked: a check of `ops.parity.kernel_checks`, or a candidate of `benchmarks.attention`."""
+    """A check of `ops.parity.kernel_checks` or a candidate of `benchmarks.attention`, at one shape and length."""
 
     shape: str
     name: str
@@ -45,28 +45,28 @@ class Case(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """bf16, or fp32 where kernels are interpreted."""
+        """Return bf16, or fp32 where kernels are interpreted."""
         return torch.bfloat16 if device_here().type == "cuda" else torch.float32
 
     def check(self) -> Check:
-        """Return what is compared with what."""
+        """Return the comparison of this case."""
         shape = Shape.parse(f"{self.shape}@{self.length}")
         kernels = _kernels(shape, self.dtype)
         return kernels[self.name] if self.name in kernels else check(self.name, shape, self.dtype)
 
 
 def kernel_cases(toy: bool) -> list[Case]:
-    """Return the cases of our own kernels."""
+    """Return the cases of this project's kernels."""
     cases = []
     for shape in TOY_SHAPES if toy else SHAPES:
         length = TOY_LENGTH if toy else LENGTH
         names = _kernels(Shape.parse(f"{shape}@1"), Case(shape, "", 1).dtype)
         cases += [Case(shape, name, length) for name in names]
-    return cases if toy else [*cases, Case(LONG[0], "attention", LONG[1])]
+    return cases if toy else [*cases, Case(LONG_CASE[0], "attention", LONG_CASE[1])]
 
 
 def library_cases(toy: bool) -> list[Case]:
-    """Return the cases of all other backends that can run here."""
+    """Return the cases of all other backends that can run on this machine."""
     cases = []
     for shape in TOY_SHAPES if toy else SHAPES:
         length = TOY_LENGTH if toy else LIBRARY_LENGTH
@@ -87,7 +87,7 @@ def compile_case(case: Case) -> dict:
 
 
 def check_case(case: Case) -> dict:
-    """Compare outputs and gradients with float64's; the largest error is relative to the allowed one."""
+    """Compare outputs and gradients with float64; `worst` is the largest error relative to the allowed error."""
     found = list(deviations(*case.check(), case.dtype))
     inexact = [str(deviation) for deviation in found if not deviation.exact]
     worst = max(deviation.error / deviation.allowed for deviation in found)
@@ -96,9 +96,9 @@ def check_case(case: Case) -> dict:
 
 
 def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[dict]:
-    """Yield what `function` returns for each case as soon as it does, with its seconds or its `error`.
+    """Call `function` for each case in its own process; yield each result as it arrives, with `seconds` or `error`.
 
-    Each case runs in a process of its own, several at a time.
+    Up to `MAX_PROCESSES` run at a time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -118,7 +118,7 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
         process.kill()
         return case._asdict() | found
 
-    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1)) as threads:
         for done in as_completed([threads.submit(run, case) for case in cases]):
             yield done.result()
 
@@ -130,7 +130,7 @@ def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> N
     try:
         found = function(case)
     except Exception as error:  # a compiler may raise anything
-        found = {"error": reason(error)}  # raises it again after a fault of the GPU, and ends the process
+        found = {"error": reason(error)}  # raises after a fault of the GPU, which ends the process
     sender.send(found | {"seconds": round(time.monotonic() - started, 2)})
 
 
@@ -140,5 +140,5 @@ def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
     checks["swiglu"] = swiglu_check(width, dtype, device)
     if importlib.util.find_spec("liger_kernel"):
-        checks["loss"] = loss_check(width, dtype, device)  # of a vocabulary as large as the MLP
+        checks["loss"] = loss_check(width, dtype, device)  # with the MLP's width as the vocabulary size
     return checks

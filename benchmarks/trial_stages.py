@@ -1,9 +1,9 @@
-"""A stage of `benchmarks.gpu_trial`, in a process of its own.
+"""Run one stage of `benchmarks.gpu_trial`.
 
     python -m benchmarks.trial_stages NAME --output FILE.json [--seconds N] [--toy]
 
-Results are written as soon as they exist. Without a GPU a stage runs at toy size on the CPU, where Triton interprets
-kernels; its figures mean nothing.
+Results are written as they arrive. Without a GPU, a stage runs at toy size on the CPU, where Triton interprets kernels;
+its figures are meaningless.
 """
 
 import argparse
@@ -32,7 +32,7 @@ TRAINED_TOY = [_RUN.format("tape bf16 ZeRO 2"), _GRADIENT.format("gradients of t
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
-    """Measure the rates of the GPU. Its name and all versions are in every record."""
+    """Measure the GPU's matmul rate and copy bandwidth. Every record contains its name and all versions."""
     import torch
 
     from benchmarks.timing import copy_bandwidth, device_here, matmul_peak
@@ -45,14 +45,14 @@ def machine(record: Record, options: argparse.Namespace) -> None:
 
 
 def compile_kernels(record: Record, options: argparse.Namespace) -> None:
-    """Compile the kernels of the recipes' shapes in parallel, into the cache that later stages use."""
+    """Compile the kernels of the recipes' shapes in parallel, which fills the cache for later stages."""
     from benchmarks import kernel_cases as kernels
 
     _run_cases(record, kernels.compile_case, kernels.kernel_cases(options.toy))
 
 
 def correctness(record: Record, options: argparse.Namespace) -> None:
-    """Compare outputs and gradients of the same kernels, and of the libraries that can run, with float64's."""
+    """Compare outputs and gradients of the same kernels, and of available libraries, with float64."""
     from benchmarks import kernel_cases as kernels
 
     cases = [*kernels.kernel_cases(options.toy), *kernels.library_cases(options.toy)]
@@ -67,14 +67,11 @@ def _run_cases(record: Record, function: Callable, cases: list) -> None:
         found.append(case)
         record.write({"planned": len(cases), "cases": found})
         wrong = case.get("error") or "; ".join(case.get("inexact", []))
-        print(f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {wrong or 'fine'}", flush=True)
+        print(f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {wrong or 'passed'}", flush=True)
 
 
 def attention(record: Record, options: argparse.Namespace) -> None:
-    """Time every attention backend that can run, TAPE and RoPE.
-
-    What crashed or hung when it was checked, each case in a process of its own, is left out here.
-    """
+    """Time every available attention backend with TAPE and RoPE, except those that crashed or hung in `correctness`."""
     from benchmarks import attention
 
     without = sorted(_crashed(options.output.with_name("correctness.json")))
@@ -85,7 +82,7 @@ def attention(record: Record, options: argparse.Namespace) -> None:
 
 
 def _crashed(checked: Path) -> set[str]:
-    """Return the backends that ended their process, or had to be ended, according to the stage `correctness`."""
+    """Return the backends that crashed or hung, according to the results of the stage `correctness`."""
     if not checked.exists():
         return set()
     cases = json.loads(checked.read_text(encoding="utf-8")).get("cases", [])
@@ -95,7 +92,7 @@ def _crashed(checked: Path) -> set[str]:
 
 
 def step(shape: str, record: Record, options: argparse.Namespace) -> None:
-    """Time training steps of TAPE, RoPE and transformers' Llama, and trace one of the larger model."""
+    """Time training steps of TAPE, RoPE and transformers' Llama; for the larger model, also write traces."""
     from benchmarks import train_step
 
     rivals = ["transformers", *(["megatron"] if "megatron" in options.also else [])]
@@ -107,18 +104,18 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
-    """Compare 20 training steps of TAPE and RoPE with the CPU's losses and gradients."""
+    """Compare losses and gradients of 20 training steps of TAPE and RoPE with those on the CPU."""
     import pytest
 
     found: dict[str, str] = {}
 
     class Reports:
-        """Writes how each test ended."""
+        """A pytest plugin that records the outcome of each test."""
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.when == "call" or not report.passed:
                 name = report.nodeid.partition("::")[2]
-                # That of a skipped test is (file, line, reason).
+                # For a skipped test, longrepr is (file, line, reason).
                 skipped = isinstance(report.longrepr, tuple)
                 why = (report.longrepr[2] if skipped else report.longreprtext).strip().splitlines()
                 lines = [line[1:].strip() for line in why if line.startswith("E ")] or why[-1:]
@@ -150,13 +147,13 @@ def _output(options: argparse.Namespace) -> list[str]:
 
 
 def watch(seconds: float) -> None:
-    """End this process and its group when its parent has ended or `seconds` have passed, whatever it is doing."""
+    """End this process and its group as soon as the parent ends or `seconds` have passed."""
     parent, deadline = os.getppid(), time.monotonic() + seconds
 
     def end() -> None:
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.2)
-        if os.getpgrp() == os.getpid():  # the trial gives each stage a group of its own
+        if os.getpgrp() == os.getpid():  # the trial starts each stage in its own group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
@@ -168,12 +165,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("stage", choices=STAGES, metavar="NAME", help=", ".join(STAGES))
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit (default: %(default)s)")
-    parser.add_argument("--toy", action="store_true", help="toy size, even where there is a GPU")
-    parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help="what else to time")
+    parser.add_argument("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
+    parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help="additionally time these")
     add_record_arguments(parser)
     options = parser.parse_args(argv)
     watch(options.seconds + 10)
-    # Shows where a stage hangs, and where it crashes.
+    # Prints the stack of a stage that hangs or crashes.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, options.seconds - 2))
     if options.toy:
@@ -184,9 +181,9 @@ def main(argv: list[str] | None = None) -> None:
     if options.toy:
         os.environ |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         torch.set_num_threads(1)
-        print("no GPU is used: toy size on the CPU", flush=True)
+        print("no GPU: running at toy size on the CPU", flush=True)
     record = Record(options)
-    record.write({})  # what this machine is, even if nothing else comes
+    record.write({})  # the environment, in case the stage fails
     STAGES[options.stage](record, options)
 
 

@@ -32,16 +32,16 @@ def test_wheels_are_collected_and_built_for_another_python_or_not_at_all(tmp_pat
     subprocess.run(["tar", "-czf", index / "built-1.0.tar.gz", source.name], cwd=tmp_path, check=True)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    monkeypatch.setattr(wheels, "BUILT", ("built",))
+    monkeypatch.setattr(wheels, "SOURCE_PACKAGES", ("built",))
     monkeypatch.setattr("sys.argv", ["wheels", str(output), "--python", "3.12"])
-    monkeypatch.setattr(wheels, "CARRIED", ("toy", "missing"))
+    monkeypatch.setattr(wheels, "PACKAGES", ("toy", "missing"))
     with pytest.raises(FileError, match="toy is not installed here"):
         wheels.main()
     monkeypatch.setattr(wheels.importlib.metadata, "version", lambda name: "1.0")
     with pytest.raises(FileError, match="pip download"):
         wheels.main()
     assert not output.exists()
-    monkeypatch.setattr(wheels, "CARRIED", ("toy", "other", "built"))
+    monkeypatch.setattr(wheels, "PACKAGES", ("toy", "other", "built"))
     wheels.main()
     names = ["built-1.0-py3-none-any.whl", "other-1.0-py3-none-any.whl", "toy-1.0-py3-none-any.whl"]
     assert sorted(path.name for path in output.iterdir()) == names
