@@ -4,11 +4,11 @@
 
 A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both encodings rotate
 queries and keys; TAPE also averages its position state and computes the state's gradient. Repetitions alternate between
-candidates, and medians are reported. A candidate that cannot run is listed with the reason. One whose results differ
-from float64's gets no time. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's fastest.
+candidates, and medians are reported. Candidates that cannot run are listed with the reason. A candidate that fails the
+comparison with float64 is not timed. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's fastest.
 
-TFLOP/s count the matrix products that the encoding needs, of which the causal mask leaves half: RoPE two forward and
-five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 lets `triton` take part, without a time.
+TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and five backward, TAPE
+three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked but not timed.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from megatron_tape.ops.backends.choice import choose_backend, unsupported
 from megatron_tape.ops.parity import Check, inexact
 
 NEEDS = {"rope": frozenset({ROTATION}), "tape": frozenset({ROTATION, AVERAGE})}
-"""What each encoding needs from a backend."""
+"""Features that each encoding requires of a backend."""
 PRODUCTS = {"rope": {"forward": 2, "forward+backward": 7}, "tape": {"forward": 3, "forward+backward": 10}}
-"""Matrix products of each encoding's attention."""
+"""Number of matrix products in each encoding's attention."""
 
 
 class Shape(NamedTuple):
@@ -66,12 +66,12 @@ class Shape(NamedTuple):
 
 
 SHAPES = tuple(map(Shape.parse, ("12x64@1024", "16x128@4096", "32x128@8192")))
-"""The 155M, 1.3B and 7B models' own, measured on a GPU by default."""
+"""Shapes of the 155M, 1.3B and 7B models, the default on a GPU."""
 TOY = Shape(2, 1, 32, 64)
 
 
 def inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
-    """Draw q, k, v and z; z is RoPE's phases with small changes."""
+    """Draw random q, k, v and z; z is RoPE's phases plus noise."""
     device = device_here()
     generator = torch.Generator(device).manual_seed(0)
     sizes = [(shape.length, batch, n, shape.head_dim) for n in (shape.heads, *[shape.groups] * 3)]
@@ -88,17 +88,17 @@ def rope(length: int, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return an encoding's attention; RoPE's state has no gradient and is shared by all sequences and heads."""
+    """Compute attention with an encoding; RoPE's state has no gradient and is shared by all sequences and heads."""
     averages = encoding == "tape"
     state = z if averages else rope(len(z), z.shape[-1], q.dtype).to(q.dtype)
     return attention(q, k, v, state, averages, None, backend)
 
 
 def candidates(dim: int, dtype: torch.dtype, flex: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the candidates that can run, and the reasons why others cannot.
+    """Return the names of the candidates that can run, and for each other backend the reason why it cannot.
 
-    FlexAttention takes part only with `flex`, because it compiles for a minute, and fla, made for forget gates, never.
-    On a GPU `tiled`, made for CPUs, takes no part.
+    FlexAttention is included only with `flex`, because it compiles for a minute. The backend fla, which serves forget
+    gates, is excluded; so is `tiled`, which serves CPUs, on a GPU.
     """
     device, found, rejected = device_here(), [], {}
     for backend in BACKENDS:
@@ -114,14 +114,14 @@ def candidates(dim: int, dtype: torch.dtype, flex: bool = False) -> tuple[list[s
 
 
 def check(name: str, shape: Shape, dtype: torch.dtype) -> Check:
-    """Return the comparison of a candidate with the plainest attention, at one sequence of `shape`."""
+    """Return the check of a candidate against the naive backend, for one sequence of `shape`."""
     encoding, backend = name.split()
     ours, plain = (functools.partial(attend, encoding, each) for each in (backend, "naive"))
     return Check(ours, plain, inputs(shape, 1, dtype))
 
 
 def inexact_at(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str | None:
-    """Return how outputs or gradients differ from float64's, if the error is more than twice that of plain torch."""
+    """Describe the error of outputs or gradients if it exceeds twice that of plain torch; otherwise return None."""
     try:
         why = inexact(*check(name, shape._replace(length=length), dtype), dtype)
     except Exception as error:  # a compiler may raise anything
@@ -130,9 +130,9 @@ def inexact_at(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str 
 
 
 def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Iterator[dict]:
-    """Time every candidate that is exact, forward and forward with backward; yield the result as it grows.
+    """Time every exact candidate, forward and forward with backward; yield the growing result after each step.
 
-    After `deadline`, as `time.monotonic` counts, no further candidate is checked.
+    No further candidate is checked after `deadline`, a time of `time.monotonic`.
     """
     dtype, batch = DTYPES[arguments.precision], max(1, arguments.tokens // shape.length)
     found, rejected = candidates(shape.head_dim, dtype, arguments.flex)
@@ -144,7 +144,7 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     exact = []
     for name in found:
         if name.split()[1] in arguments.without:
-            rejected[name.split()[1]] = "is left out"
+            rejected[name.split()[1]] = "is excluded by --without"
         elif time.monotonic() > deadline:
             result["no_time"].append(name)
         elif why := inexact_at(name, min(shape.length, 1024), shape, dtype):
@@ -153,7 +153,7 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
             exact.append(name)
         yield result
     tensors = inputs(shape, batch, dtype)
-    slopes = [torch.randn_like(tensors[0]) for _ in range(2)]  # matrix products of constants would be faster
+    slopes = [torch.randn_like(tensors[0]) for _ in range(2)]  # random, as matrix products of constants would be faster
     product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
     for direction in DIRECTIONS:
         runs = {name: functools.partial(_run, name, tensors, slopes, direction != "forward") for name in exact}
@@ -186,15 +186,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--shapes", nargs="+", type=Shape.parse, metavar="H[/G]xD@S", default=default,
-        help="query heads, groups if there are fewer, head dimension, and tokens of a sequence; if these are more than "
-        f"--tokens, the batch is one sequence (default here: {' '.join(map(str, default))})",
+        help="query heads, key/value groups if fewer, head dimension, sequence length; one longer than --tokens "
+        f"forms its own batch (default here: {' '.join(map(str, default))})",
     )  # fmt: skip
     add("--flex", action="store_true", help="compile and time FlexAttention as well")
-    add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help="backends to leave out")
+    add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help="backends to exclude")
     tokens = 65536 if torch.cuda.is_available() else 2048
-    add("--tokens", type=whole_number, default=tokens, help="per batch (default here: %(default)s)")
-    add("--repetitions", type=whole_number, default=10, help="maximum (default: %(default)s)")
-    add("--minutes", type=float, default=8.0, help="begin nothing after this time (default: %(default)s)")
+    add("--tokens", type=whole_number, default=tokens, help="tokens per batch (default here: %(default)s)")
+    add("--repetitions", type=whole_number, default=10, help="maximum of timed runs (default: %(default)s)")
+    add("--minutes", type=float, default=8.0, help="start nothing after this time (default: %(default)s)")
     add_time_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.toy:
@@ -203,13 +203,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print tables; `--output` also writes them."""
+    """Print the tables, and write the record that `--output` names."""
     arguments = parse(argv)
     record, results = Record(arguments), []
     deadline = time.monotonic() + 60 * arguments.minutes
     for shape in arguments.shapes:
         if time.monotonic() > deadline:
-            print(f"no time for {shape}; --minutes gives more", file=sys.stderr)
+            print(f"skipped {shape}: out of time; increase --minutes", file=sys.stderr)
             continue
         print(shape, file=sys.stderr)
         for result in measure(shape, arguments, deadline):

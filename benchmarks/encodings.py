@@ -1,16 +1,15 @@
-"""Measure every positional encoding beside RoPE: step time, memory, parameters, and time per generated token.
+"""Compare every positional encoding with RoPE: step time, memory, parameters, and decode time per token.
 
     python -m benchmarks.encodings [--only fire cope] [--output FILE.json]
 
-The models are equal but for the encoding: by default 12 layers, 12 heads x 64, 1,024 tokens, as in
-`benchmarks.train_step`, whose model, batch and step these are. RoPE stays in memory; the others follow one after
-another, and each takes turns with it, step by step, so that other load on the machine affects both alike. A ratio is
-the median over pairs of neighbouring steps. Memory is weights, gradients, Adam's state and what the forward pass keeps,
-added up from the tensors. No figure appears for an encoding whose losses differ from those of the plainest attention,
-with parameters moved away from their start.
+The models differ only in the encoding. Model, batch and step are those of `benchmarks.train_step`: by default 12
+layers, 12 heads x 64, 1,024 tokens. RoPE's model stays in memory. The other encodings follow one at a time, and their
+steps alternate with RoPE's, so that other load on the machine affects both alike. A ratio is the median over pairs of
+consecutive steps. On a CPU, memory is the sum of weights, gradients, Adam's state and saved activations. An encoding
+gets no figure if its losses differ from those of the naive attention, with parameters perturbed after initialization.
 
-Decoding is measured the same way with the exported models, beside a Llama: one sequence, with a cache of
-`--context` tokens. No figure appears unless the logits with the cache are those without.
+Decoding is measured the same way, with the exported model and a Llama: one sequence, with a cache of `--context`
+tokens. An encoding gets no figure if its logits with a cache differ from those without one.
 """
 
 import argparse
@@ -25,9 +24,9 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.environment import Record, add_record_arguments, quieten_libraries
+from benchmarks.environment import Record, add_record_arguments, quiet_libraries
 from benchmarks.generate import cached_seconds
-from benchmarks.measured_model import EQUAL, SHAPES, MeasuredModel, dtype_of, free_memory, run_config
+from benchmarks.measured_model import MAX_LOSS_ERROR, SHAPES, MeasuredModel, dtype_of, free_memory, run_config
 from benchmarks.timing import reason
 from megatron_tape import command_line
 from megatron_tape.checks.combinations import validate
@@ -54,15 +53,15 @@ VARIANTS: dict[str, dict] = {encoding.name: {"position_encoding": encoding.name}
     "tape, learned increments": {"position_encoding": "tape", **LEARNED},
     "tape, learned increments, unit modulus": {"position_encoding": "tape", **LEARNED, "position.state_norm": "unit"},
 }
-"""What is measured: settings of `model`, which start from RoPE's, by name."""
-CLOSE = 1e-3
-"""Largest difference of logits with and without a cache, relative to their spread, in fp32; ten times as much else."""
+"""Measured variants by name: settings of `model` that replace those of the RoPE model."""
+MAX_LOGIT_ERROR = 1e-3
+"""Largest difference of logits with and without a cache in fp32, in standard deviations; ten times as much in bf16."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print a table; `--output` also writes a record."""
+    """Measure, print a table, and write the record that `--output` names."""
     arguments = parse(argv)
-    quieten_libraries()
+    quiet_libraries()
     torch.set_num_threads(arguments.threads)
     layout = initialize_distributed(1)
     configs = {name: config_of(name, arguments) for name in [BASELINE, *arguments.only]}
@@ -87,7 +86,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.encodings", description=__doc__)
     others = [name for name in VARIANTS if name != BASELINE]
-    only = f"of: {'; '.join(others)} (default: all)"
+    only = f"variants to measure: {'; '.join(others)} (default: all)"
     parser.add_argument("--only", nargs="+", choices=others, default=others, metavar="NAME", help=only)
     parser.add_argument("--shape", choices=SHAPES, default="155m-1k" if on_gpu else "cpu", help="default: %(default)s")
     parser.add_argument("--repetitions", type=whole_number, default=7, help="pairs of steps (default: %(default)s)")
@@ -98,14 +97,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--threads",
         type=whole_number,
         default=torch.get_num_threads(),
-        help="of the CPU (default: %(default)s)",
+        help="CPU threads (default: %(default)s)",
     )
     add_record_arguments(parser)
     return parser.parse_args(argv)
 
 
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
-    """Return the run that is measured as `name`."""
+    """Return the settings of the variant `name`."""
     config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
     config = replace_settings(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
     validate(config, 1)
@@ -117,21 +116,21 @@ def steps(
     arguments: argparse.Namespace,
     layout: ParallelLayout,
     result: dict,
-    keep: Callable[[], None],
+    save: Callable[[], None],
 ) -> None:
-    """Measure training steps of each encoding in turn with RoPE's, and memory."""
+    """Measure memory and training steps of each variant, alternating with RoPE's steps; call `save` after each."""
     before = allocated()
-    rope = built(configs[BASELINE], layout)
-    rope.step()  # which makes the optimizer's state
+    rope = build_model(configs[BASELINE], layout)
+    rope.step()  # creates the optimizer's state
     own = result["encodings"][BASELINE]
     own["memory"] = peak_of_step(rope, before)
     for name in arguments.only:
         print(f"training steps: {name}", flush=True)
         row = result["encodings"][name]
-        free_memory()  # of an encoding that failed
+        free_memory()  # in case the previous encoding failed
         before = allocated()
         try:
-            other = built(configs[name], layout)
+            other = build_model(configs[name], layout)
         except (ConfigError, RuntimeError) as error:
             row["failed"] = reason(error)
             continue
@@ -144,17 +143,17 @@ def steps(
         own.setdefault("seconds_per_step", statistics.median(a for a, _ in taken))
         print(f"  {row['step_over_rope']:.2f} times RoPE's step, memory {row['memory_over_rope']:.2f}", flush=True)
         other.release()
-        keep()
+        save()
     rope.release()
 
 
 def allocated() -> int:
-    """Return the bytes that live on the GPU, if there is one."""
+    """Return the bytes allocated on the GPU; 0 without one."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def peak_of_step(measured: MeasuredModel, before: int) -> int:
-    """Return the peak of a model's step in bytes, without what was allocated before the model was built."""
+    """Return a step's peak memory in bytes; on a GPU, `before` is what was allocated before the model was built."""
     if measured.layout.device.type != "cuda":
         return measured.memory()["peak"]
     torch.cuda.reset_peak_memory_stats()
@@ -162,8 +161,8 @@ def peak_of_step(measured: MeasuredModel, before: int) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def built(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
-    """Return a model with its optimizer; ConfigError if it does not compute what the plainest attention does."""
+def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
+    """Return a model with its optimizer. Raises ConfigError if its losses differ from the naive attention's."""
     dtype = dtype_of(config)
     backend = chosen_backend(config.model, dtype, layout.device)
     measured = MeasuredModel(config, layout, backend)
@@ -171,9 +170,9 @@ def built(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
     measured.use("naive")
     difference = (measured.token_losses() - losses).square().mean().sqrt().item()
     measured.use(backend)
-    allowed = EQUAL if dtype is torch.float32 else 0.1
+    allowed = MAX_LOSS_ERROR if dtype is torch.float32 else 0.1
     if not difference <= allowed:
-        raise ConfigError("losses of a token", f"differ by {difference:.2g} from those of plain attention")
+        raise ConfigError("losses of a token", f"differ by {difference:.2g} from those of the naive attention")
     return measured
 
 
@@ -182,9 +181,9 @@ def decoding(
     arguments: argparse.Namespace,
     layout: ParallelLayout,
     result: dict,
-    keep: Callable[[], None],
+    save: Callable[[], None],
 ) -> None:
-    """Measure the time per token of each exported model in turn with a Llama's."""
+    """Measure each exported model's decode time per token, alternating with a Llama; call `save` after each."""
     plain = configs[BASELINE]
     llama = decoder(plain.model, dtype_of(plain), layout.device)
     text = torch.randint(plain.model.vocab_size, (1, plain.model.seq_length), device=layout.device)
@@ -203,20 +202,20 @@ def decoding(
         row["seconds_per_token"] = statistics.median(b for _, b in pairs)
         row["decoding_over_rope"] = statistics.median(b / a for a, b in pairs)
         print(f"  {row['decoding_over_rope']:.2f} times a Llama's token", flush=True)
-        keep()
+        save()
 
 
 @torch.inference_mode()
 def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return an exported model with random weights. Raises ConfigError if a cache changes what it computes."""
-    made = random_model(model).to(device, dtype).eval()
-    text, cache = torch.randint(model.vocab_size, (1, 24), device=device), DynamicCache(config=made.config)
-    whole = made(text, use_cache=False).logits.float()
-    parts = [made(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
+    """Return an exported model with random weights. Raises ConfigError if a cache changes its logits."""
+    exported = random_model(model).to(device, dtype).eval()
+    text, cache = torch.randint(model.vocab_size, (1, 24), device=device), DynamicCache(config=exported.config)
+    whole = exported(text, use_cache=False).logits.float()
+    parts = [exported(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
     difference = ((torch.cat(parts, 1) - whole).abs().max() / whole.std()).item()
-    if not difference <= (CLOSE if dtype is torch.float32 else 10 * CLOSE):
-        raise ConfigError("logits with a cache", f"differ by {difference:.2g} of their spread from those without")
-    return made
+    if not difference <= (MAX_LOGIT_ERROR if dtype is torch.float32 else 10 * MAX_LOGIT_ERROR):
+        raise ConfigError("logits with a cache", f"differ by {difference:.2g} standard deviations from those without")
+    return exported
 
 
 def random_model(model: ModelConfig) -> PreTrainedModel:

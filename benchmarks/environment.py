@@ -1,4 +1,4 @@
-"""The record of a measurement, with the machine, the packages and the code it was made with; imports no torch."""
+"""Records of measurements, with the hardware, package versions and commit they come from. Imports no torch."""
 
 import argparse
 import json
@@ -19,9 +19,9 @@ PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdi
 
 
 def describe() -> dict:
-    """Return hardware, versions, git commit, command and time, ready for JSON.
+    """Return hardware, versions, git commit, command and time as JSON data.
 
-    `commit` ends in "-dirty" when tracked files differ from it. GPUs are listed when this process has imported torch.
+    `commit` ends in "-dirty" if tracked files differ from it. GPUs are listed only if this process has imported torch.
     """
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -51,7 +51,7 @@ def describe() -> dict:
 
 
 class Record:
-    """The file `--output`, if it is given, which is rewritten as further results come in."""
+    """The JSON file that `--output` names, rewritten whenever results arrive; without --output it writes nothing."""
 
     def __init__(self, arguments: argparse.Namespace):
         plain = (str, int, float, bool, list, type(None))
@@ -63,20 +63,23 @@ class Record:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, result: dict) -> None:
-        """Write `result` with its origin and the options."""
+        """Write `result` with the environment and the options."""
         if self.path is not None:
             with atomic_output(self.path, "w", overwrite=True) as file:
                 file.write(json.dumps(self.origin | result, indent=1) + "\n")
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where to write the results."""
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write results there as they come in")
+    """Add --output and --commit."""
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write results to this file as they arrive")
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
 
 
-def quieten_libraries(rank: int = 0) -> None:
-    """Let libraries that are imported next say less, as training does, and use the CPU where there is no GPU."""
+def quiet_libraries(rank: int = 0) -> None:
+    """Reduce the logging of libraries, as training does; without a GPU, select DeepSpeed's CPU accelerator.
+
+    Call it before DeepSpeed and Megatron-core are imported.
+    """
     import torch
 
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")

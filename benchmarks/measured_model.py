@@ -1,4 +1,4 @@
-"""The models whose training steps are measured: their shapes, and one under training on random tokens."""
+"""Shapes of the benchmarked models, and a model that trains on random tokens."""
 
 import dataclasses
 import gc
@@ -30,17 +30,17 @@ from megatron_tape.position import model_config
 from megatron_tape.training.engine import Engine
 
 ENCODINGS = ("rope", "tape")
-"""What `benchmarks.train_step` compares."""
-EQUAL = 1e-4
-"""Largest difference between two models' losses of a token in fp32, as root mean square in nats."""
+"""The encodings that `benchmarks.train_step` compares."""
+MAX_LOSS_ERROR = 1e-4
+"""Largest root mean square difference of two models' token losses in fp32, in nats."""
 LEARNING_RATE = 1e-4
 COMPARED = 1024
-"""Tokens of a sequence whose losses are compared; later ones change none of them."""
+"""Number of first tokens whose losses are compared; later tokens do not affect them."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the sequences that one data-parallel rank trains on in a step."""
+    """Sizes of a model and of one data-parallel rank's batch."""
 
     layers: int
     heads: int
@@ -49,7 +49,7 @@ class Shape:
     vocab_size: int
     micro_batch: int
     accumulate: int
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     ffn: int | None = None
     """Inner width of the MLP; None: four times the hidden size."""
     position_mlp: int | None = None
@@ -79,7 +79,7 @@ def run_config(
     recompute: str = "none",
     backend: str = "auto",
 ) -> RunConfig:
-    """Return the settings of a run with `encoding`. Raises ConfigError if they cannot work."""
+    """Return the settings of a run with `encoding`. Raises ConfigError if they are invalid."""
     width = shape.heads * shape.head_dim
     data_size = max(1, world_size // tensor_parallel)
     config = RunConfig(
@@ -121,10 +121,10 @@ class Step:
 
 
 class MeasuredModel:
-    """A model with its optimizer, and the batch on which every step trains.
+    """A model with its optimizer, and the batch that every step trains on.
 
-    `first_losses` are `token_losses` before the encoding's parameters are moved away from their start; `plain_losses`
-    are the same with attention computed in the plainest way.
+    `first_losses` are `token_losses` at initialization, before the encoding's parameters are perturbed;
+    `plain_losses` are the same with the naive attention.
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
@@ -152,7 +152,7 @@ class MeasuredModel:
         self.plain_losses = self.token_losses()
         self.use(backend)
         self.first_losses = self.token_losses()
-        self._move_off_zero()
+        self._perturb_encoding()
         self.engine = Engine(self.model, config, layout)
 
     def step(self) -> Step:
@@ -166,14 +166,14 @@ class MeasuredModel:
         return Step(time.perf_counter() - started, result.loss)
 
     def use(self, backend: str) -> None:
-        """Let another backend compute attention from now on."""
+        """Switch attention to another backend."""
         self.backend = backend
         for module in self.model.modules():
             if isinstance(module, CoreAttention):
                 module.backend = backend
 
     def description(self) -> dict[str, str]:
-        """Say what computes attention, the loss and, if there is one, the update of the position state."""
+        """Return the implementations of attention, of the loss and, if there is one, of the position update."""
         found = {"attention": self.backend, "loss": "liger" if self.fused.loss else "plain torch"}
         if self.model.position_updates():
             fused = self.model.encoding.update_function() is fused_update
@@ -181,34 +181,34 @@ class MeasuredModel:
         return found
 
     def activation_bytes(self) -> int:
-        """Return the bytes that the forward pass of a micro-batch keeps for the backward pass, without the weights."""
-        return bytes_kept(self.model, lambda: self.model(**self.batches[0]))
+        """Return the bytes of a micro-batch's activations that are saved for the backward pass."""
+        return activation_bytes(self.model, lambda: self.model(**self.batches[0]))
 
     def memory(self) -> dict[str, int]:
-        """Return `peaks`, with weights, gradients and Adam's state as estimated, and the estimate's peak."""
+        """Return `peaks` and the estimated peak in bytes; weights, gradients and Adam's state are estimated."""
         model = dataclasses.replace(self.config.model, attention_backend=self.model.attention_backend)
         estimated = memory(Plan(dataclasses.replace(self.config, model=model), self.layout.world_size))
         state = estimated.weights + estimated.gradients + estimated.optimizer
         return {**self.peaks(state), "estimated_peak": estimated.peak}
 
     def peaks(self, state: int) -> dict[str, int]:
-        """Return peaks in bytes: on a GPU those since the last reset, otherwise `state` and what autograd keeps.
+        """Return peaks in bytes: on a GPU those since the last reset, otherwise `state` plus saved activations.
 
-        The resident size of a process that trains several models says nothing about any of them.
+        On a CPU the process's resident size is no measure, as one process trains several models.
         """
         if self.layout.device.type == "cuda":
             return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         return {"peak": state + self.activation_bytes()}
 
     def release(self) -> None:
-        """Free the memory of the model and its optimizer; nothing can be done with them afterwards."""
+        """Free the model and its optimizer, which cannot be used afterwards."""
         self.engine.deepspeed_engine.destroy()
         del self.engine, self.batches, self.model
         free_memory()
 
     @torch.no_grad()
     def token_losses(self) -> Tensor:
-        """Return the losses of one sequence's first tokens, in fp32 on the CPU."""
+        """Return the losses of the first `COMPARED` tokens of one sequence, in fp32 on the CPU."""
         tokens, labels = (self.batches[0][key][:1, :COMPARED] for key in ("tokens", "labels"))
         self.model.eval()
         losses = F.cross_entropy(self.model(tokens)[0].float(), labels[0], reduction="none")
@@ -216,8 +216,8 @@ class MeasuredModel:
         return losses.cpu()
 
     @torch.no_grad()
-    def _move_off_zero(self) -> None:
-        """Change every parameter of the encoding, so that it computes what it does after some training."""
+    def _perturb_encoding(self) -> None:
+        """Add noise to the encoding's parameters, as zero matrices would hide errors."""
         generator = torch.Generator().manual_seed(1)
         for name, parameter in self.model.named_parameters():
             if kind_of(name) == "position":
@@ -229,20 +229,20 @@ class MeasuredModel:
             torch.cuda.synchronize()
 
 
-def bytes_kept(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Return the bytes that `forward()` keeps for its backward pass, without the model's weights."""
+def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Return the bytes that `forward()` saves for its backward pass, without the model's weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        # The result of an operation that saves it would otherwise refer to itself, and never be freed.
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
+        # Detached, as an operation's result that it saves would otherwise refer to itself and never be freed.
         return tensor.detach()
 
     def recorded(call: _RecordedCall, saved: Tensor) -> Tensor | int:
-        # Hooks of autograd around a forward pass do not see these.
+        # Autograd's hooks around a forward pass do not see these.
         found = keep(call, saved)
         return found if isinstance(found, int) else pack(found)
 
@@ -251,23 +251,23 @@ def bytes_kept(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
     with hooks, mock.patch.object(_RecordedCall, "_pack", recorded):
         loss = forward()
     del loss
-    return sum(kept.values())
+    return sum(saved_bytes.values())
 
 
 def free_memory() -> None:
-    """Collect what only refers to itself, and return cached memory to the GPU."""
+    """Collect reference cycles, and return cached memory to the GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """Return the type of the forward and backward pass."""
+    """Return the dtype of the forward and backward pass."""
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
 def random_batches(config: RunConfig, layout: ParallelLayout) -> list[dict[str, Tensor]]:
-    """Draw the micro-batches of a step, the same in any layout with as many data-parallel ranks."""
+    """Draw a step's micro-batches; they depend on the data-parallel rank only, not on the rest of the layout."""
     model, train = config.model, config.train
     generator = torch.Generator().manual_seed(layout.data_parallel_rank)
     count = train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size)

@@ -1,7 +1,7 @@
-"""What one would train instead: transformers' Llama, and Megatron-core's own GPTModel, for `benchmarks.train_step`.
+"""The models that `benchmarks.train_step` compares with: transformers' Llama and Megatron-core's GPTModel.
 
-Llama has torch's SDPA; GPTModel has Megatron's local layers. Both train a RoPE model of the same sizes with torch's
-fused AdamW on fp32 weights, clip the gradient to a norm of 1, and in bf16 compute with a bf16 copy of the weights.
+Llama uses torch's SDPA; GPTModel uses Megatron's local layers. Both are RoPE models of the same sizes, trained with
+torch's fused AdamW on fp32 weights and gradients clipped to a norm of 1. In bf16, a bf16 copy of the weights computes.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from megatron_tape.training.engine import StepResult
 
 
 class Llama(nn.Module):
-    """The loss of transformers' Llama."""
+    """transformers' Llama; `forward` returns the mean loss."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +34,7 @@ class Llama(nn.Module):
             use_cache=False,
             attn_implementation="sdpa",
         )
-        with layout.device:  # drawing the weights on the CPU would take long
+        with layout.device:  # drawing the weights on the CPU takes long
             self.llama = LlamaForCausalLM(config).to(dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Llama(nn.Module):
 
 
 class Megatron(nn.Module):
-    """The loss of Megatron-core's GPTModel, with its local layers."""
+    """Megatron-core's GPTModel with local layers; `forward` returns the mean loss."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -89,7 +89,7 @@ RIVALS = {"transformers": Llama, "megatron": Megatron}
 
 
 class PlainEngine:
-    """Training steps without a framework, called as `training.engine.Engine` is."""
+    """Training steps in plain torch, with the interface of `training.engine.Engine`."""
 
     def __init__(self, model: nn.Module):
         self.model, self.weights = model.train(), list(model.parameters())
@@ -98,7 +98,7 @@ class PlainEngine:
         self.adam = torch.optim.AdamW(self.fp32, weight_decay=0.01, fused=True)
 
     def train_step(self, batches: list[dict[str, Tensor]], lr: float) -> StepResult:
-        """Update once from all batches."""
+        """Take one optimizer step on the gradients of all batches."""
         self.adam.param_groups[0]["lr"] = lr
         total = 0.0
         for batch in batches:
@@ -118,7 +118,7 @@ class PlainEngine:
 
 
 class Rival(MeasuredModel):
-    """A rival under training, measured as our own models are. `config` is that of the RoPE model beside it."""
+    """A rival with its optimizer, measured like this project's models; `config` is the RoPE model's."""
 
     def __init__(self, name: str, config: RunConfig, layout: ParallelLayout):
         self.name, self.config, self.layout = name, config, layout
@@ -131,7 +131,7 @@ class Rival(MeasuredModel):
         return {}
 
     def memory(self) -> dict[str, int]:
-        """Return peaks in bytes, without an estimate; on a CPU of weights, gradients, moments and activations."""
+        """Return peaks in bytes, without an estimate; on a CPU, weights, gradients, moments and activations."""
         state = sum(4 * weight.nbytes for weight in self.engine.fp32)
         copy = sum(weight.nbytes for weight in self.engine.weights) if self.engine.in_bf16 else 0
         return self.peaks(state + copy)

@@ -1,4 +1,4 @@
-"""Tables of measured attention and training steps, for benchmarks and the summary of a GPU trial; imports no torch."""
+"""Tables of benchmark results, for the benchmarks and the summary of a GPU trial. Imports no torch."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ DIRECTIONS = ("forward", "forward+backward")
 
 
 def attention_table(results: list[dict]) -> Iterator[str]:
-    """Yield the lines of a table of the results of `benchmarks.attention`."""
+    """Yield the lines of a Markdown table of results of `benchmarks.attention`."""
     rows = []
     for result in results:
         both = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
@@ -14,10 +14,10 @@ def attention_table(results: list[dict]) -> Iterator[str]:
             cells = [_timing(timings.get(name)) for timings in both]
             auto = " (auto)" if name in result["auto"].values() else ""
             rows.append(f"| {result['shape']} | {name}{auto} | {' | '.join(cells)} |")
-        missing = dict.fromkeys(result["no_time"], "had no time left") | result["rejected"]
+        missing = dict.fromkeys(result["no_time"], "out of time") | result["rejected"]
         rows += [f"| {result['shape']} | {name} | {why} | |" for name, why in missing.items()]
     if rows:
-        yield "| attention | | forward: ms, TFLOP/s, over RoPE's fastest | forward + backward |"
+        yield "| shape | candidate | forward: ms, TFLOP/s, time / RoPE's fastest | forward + backward |"
         yield "|---|---|---|---|"
         yield from rows
 
@@ -37,7 +37,7 @@ def fastest(timings: dict[str, dict], encoding: str) -> str | None:
 
 
 def step_table(results: dict[str, dict]) -> Iterator[str]:
-    """Yield the lines of a table of the results of `benchmarks.train_step`, by a name for each."""
+    """Yield the lines of a Markdown table of results of `benchmarks.train_step`, labelled by their keys."""
     rows = []
     for label, result in results.items():
         for name, model in result.get("models", {}).items():
@@ -49,6 +49,6 @@ def step_table(results: dict[str, dict]) -> Iterator[str]:
             cells += [f"{model['tokens_per_second']:,.0f}", *shares, f"{model['of_matmul']:.1%}", " / ".join(gib)]
             rows.append(f"| {' | '.join(cells)} |")
     if rows:
-        yield "| step | | attention | seconds | tokens/s | MFU | MFU by RoPE's FLOPs | of a matmul | GiB / estimated |"
+        yield "| shape | model | attention | s/step | tokens/s | MFU | MFU by RoPE FLOPs | of matmul | GiB / estimate |"
         yield "|---|---|---|--:|--:|--:|--:|--:|--:|"
         yield from rows

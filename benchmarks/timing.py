@@ -1,4 +1,4 @@
-"""What benchmarks share: their options, and how they measure the time of functions in turns."""
+"""Options and timing functions that the benchmarks share."""
 
 import argparse
 import statistics
@@ -12,29 +12,29 @@ from benchmarks.environment import add_record_arguments
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 ENOUGH_SECONDS = 2.0
-"""Total time after which a candidate is not repeated, once it has run three times."""
+"""Total time after which a candidate is not repeated, if it has run at least three times."""
 
 
 def device_here() -> torch.device:
-    """Return the first GPU, or else the CPU."""
+    """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say in which precision and how much to measure, and where to write the results."""
+    """Add --precision, --toy and the options of a record."""
     parser.add_argument(
         "--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32",
         help="default here: %(default)s",
     )  # fmt: skip
-    parser.add_argument("--toy", action="store_true", help="the smallest sizes, to see whether everything runs")
+    parser.add_argument("--toy", action="store_true", help="smallest sizes, to test that everything runs")
     add_record_arguments(parser)
 
 
 def reason(error: Exception) -> str:
-    """Describe an error in one line; raise it again if nothing on the GPU can be trusted after it."""
+    """Describe an error in one line; raise it again if it leaves the GPU's context unusable."""
     fault = getattr(torch, "AcceleratorError", ())
     if not isinstance(error, fault) and torch.cuda.is_initialized():
-        # Triton reports a fault as an ordinary error; torch raises at the next synchronization.
+        # Triton reports a fault as an ordinary error; torch then raises at the next synchronization.
         torch.cuda.synchronize()
     if isinstance(error, fault):
         raise error
@@ -42,7 +42,7 @@ def reason(error: Exception) -> str:
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return how long `call` takes."""
+    """Return the seconds that `call` takes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -55,11 +55,10 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def timed(
     functions: dict[str, Callable[[], object]], repetitions: int, device: torch.device
 ) -> tuple[dict[str, dict], dict[str, str]]:
-    """Return the median seconds of each function; the functions' runs alternate.
+    """Return the median seconds of each function, and the reason for each one that failed; their runs alternate.
 
-    On a GPU one run consists of enough calls to take 20 ms, which hides the launch time. For a function that fails, for
-    example because memory runs out, the second result holds the reason. On a CPU, where kernels are interpreted, a
-    function whose name ends in triton runs once, without a time.
+    On a GPU, one run repeats the call for 20 ms, which hides the launch time. On a CPU, where kernels are interpreted,
+    functions with names that end in triton run once and are not timed.
     """
     on_gpu = device.type == "cuda"
     found: dict[str, dict] = {}
@@ -97,14 +96,14 @@ def timed(
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the FLOP/s of a large matrix product."""
+    """Return the measured FLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)[0]["matmul"]["seconds"]
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second, reads plus writes, of a large copy."""
+    """Return the measured bytes per second, reads plus writes, of a large copy."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / timed({"copy": lambda: target.copy_(source)}, 10, device)[0]["copy"]["seconds"]

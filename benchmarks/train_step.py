@@ -1,23 +1,23 @@
-"""Measure training steps of TAPE beside RoPE, with the same DeepSpeed engine, and beside what one would train instead.
+"""Compare training steps of TAPE with RoPE in the same engine, and with Llama and GPTModel of other libraries.
 
-    python -m benchmarks.train_step [--layers 4] [--tokens 4096]              the CPU's figures
-    python -m benchmarks.train_step --shape 1.3b-4k --profile --output step.json    a GPU's, and a trace of a step
+    python -m benchmarks.train_step [--layers 4] [--tokens 4096]              on a CPU
+    python -m benchmarks.train_step --shape 1.3b-4k --profile --output step.json    on a GPU, with a trace
     torchrun --nproc-per-node 8 -m benchmarks.train_step --shape 1.3b-4k [--tensor-parallel 2]
 
-A step is the training's own (`Engine.train_step`): all micro-batches, averaging over ranks, clipping, Adam. Loading
-data is not part of it; every step trains on the same random tokens. On one process, models of the same sizes in
-transformers and Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` names fewer or none. On a
-CPU steps of all alternate, and a ratio is the median of paired steps. A GPU holds one model at a time. No figure
-appears unless RoPE and TAPE start with the same losses.
+A step is `Engine.train_step`, as in training: all micro-batches, averaging over ranks, clipping, Adam. Data loading is
+excluded; every step trains on the same random tokens. On one process, models of the same sizes from transformers and
+Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` selects them. On a CPU, the steps of all
+models alternate, and a ratio is the median over paired steps. A GPU holds one model at a time. No figure appears unless
+RoPE and TAPE have the same losses at initialization.
 
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
-half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
-update. MFU is model FLOP/s per GPU divided by the data sheet's bf16 peak, and is given for GPUs that are listed in
-megatron_tape/planning/hardware.py. `mfu_of_rope_flops` divides RoPE's FLOPs by TAPE's time: it counts nothing that RoPE
-does not need, and is the stricter figure for TAPE. `of_matmul` compares with a large matrix product measured here.
+half of all pairs, no recomputation. TAPE's include averaging the state and the position update. MFU is model FLOP/s per
+GPU divided by the data sheet's bf16 peak, for the GPUs in megatron_tape/planning/hardware.py. `mfu_of_rope_flops`
+divides RoPE's FLOPs by TAPE's time, a stricter figure that counts TAPE's additional work as overhead. `of_matmul` is
+the rate relative to a large matrix product on the same machine.
 
-On a GPU memory is what torch allocated at the peak, beside the estimate's. On a CPU it is added up from the tensors:
-weights, gradients, Adam's moments, and what the forward pass keeps.
+On a GPU, memory is torch's peak of allocated memory, listed with the estimated peak. On a CPU it is the sum of weights,
+gradients, Adam's moments and saved activations.
 """
 
 import argparse
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from benchmarks.environment import Record, add_record_arguments, quieten_libraries
-from benchmarks.measured_model import ENCODINGS, EQUAL, SHAPES, MeasuredModel, Shape, dtype_of, run_config
+from benchmarks.environment import Record, add_record_arguments, quiet_libraries
+from benchmarks.measured_model import ENCODINGS, MAX_LOSS_ERROR, SHAPES, MeasuredModel, Shape, dtype_of, run_config
 from benchmarks.rivals import RIVALS, Rival
 from benchmarks.tables import step_table
 from benchmarks.timing import matmul_peak, reason
@@ -51,20 +51,20 @@ from megatron_tape.planning.parameters import parameter_count
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print a table; `--output` also writes a record."""
+    """Measure, print a table, and write the record that `--output` names."""
     arguments, shape = parse(argv)
     rank, world_size = rank_and_size()
     refuse(bool(arguments.against) and world_size > 1, "--against", "is for one process", "leave it out")
     sizes = {"world_size": world_size, "tensor_parallel": arguments.tensor_parallel}
     options = {"zero_stage": arguments.zero_stage, "recompute": arguments.recompute, "backend": arguments.backend}
     configs = {name: run_config(name, shape, arguments.precision, **sizes, **options) for name in ENCODINGS}
-    quieten_libraries(rank)
+    quiet_libraries(rank)
     if arguments.tensor_parallel > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
     layout = initialize_distributed(arguments.tensor_parallel)
     try:
         result = Comparison(arguments, shape, configs, layout).run()
-        layout.any_rank(False)  # a rank that ends closes connections that others may still be using
+        layout.any_rank(False)  # wait for all, as a rank that exits closes connections in use by others
     except BaseException:
         abort_process_groups()
         raise
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class Comparison:
-    """All measurements of one shape. Every rank creates one; rank 0 prints and writes the record."""
+    """The measurements of one shape. Every rank creates one; rank 0 prints and writes the record."""
 
     def __init__(
         self, arguments: argparse.Namespace, shape: Shape, configs: dict[str, RunConfig], layout: ParallelLayout
@@ -104,10 +104,10 @@ class Comparison:
         }
 
     def run(self) -> dict:
-        """Measure all models and return the results. Raises ConfigError if RoPE and TAPE do not start as one."""
-        self.say(f"a large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
-        rivals = [name for name in self.rivals() if self._trains(name)]
-        # TAPE, which needs the most memory, comes first where one model exists at a time.
+        """Measure all models and return the results. Raises ConfigError if first losses differ (`_check_parity`)."""
+        self.say(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
+        rivals = [name for name in self.rivals() if self._can_train(name)]
+        # On a GPU, TAPE comes first because it needs the most memory.
         groups = [(name,) for name in ("tape", "rope", *rivals)] if self.on_gpu else [(*ENCODINGS, *rivals)]
         for group in groups:
             with ExitStack() as stack:
@@ -118,7 +118,7 @@ class Comparison:
         return self.result
 
     def rivals(self) -> list[str]:
-        """Return the rivals that were asked for, by default those that are installed, on one process."""
+        """Return the rivals that `--against` names; by default those that are installed, on one process only."""
         if self.arguments.against is not None:
             return self.arguments.against
         return [name for name in RIVALS if importlib.util.find_spec(name)] if self.layout.world_size == 1 else []
@@ -129,7 +129,7 @@ class Comparison:
             print(text, flush=True)
 
     def _measure(self, models: dict[str, MeasuredModel]) -> None:
-        """Take steps of these models in turn."""
+        """Measure steps of these models, alternating."""
         warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
         steps: dict[str, list] = {name: [] for name in models}
         for repetition in range(total):
@@ -156,7 +156,7 @@ class Comparison:
                 self._profile(measured)
 
     def _speed(self, flops: int, seconds: float) -> dict:
-        """Return what a step of `seconds` makes of the machine; `flops` are those of a token."""
+        """Return tokens and FLOPs per second for steps of `seconds`; `flops` are per token."""
         tokens = self.result["run"]["tokens_per_step"] / seconds
         rate, peak = flops * tokens / self.layout.world_size, self.result["peak_flops"]
         return {
@@ -169,7 +169,7 @@ class Comparison:
         }
 
     def _compare(self) -> None:
-        """Add ratios of what has been measured so far, and write the record once parity has been checked."""
+        """Add the ratios of the models measured so far; write the record if parity has been checked."""
         found = self.result["models"]
         if found.keys() >= set(ENCODINGS):
             rope, tape = (found[encoding] for encoding in ENCODINGS)
@@ -184,18 +184,18 @@ class Comparison:
             self.record.write(self.result)
 
     def _ratio(self, name: str, other: str) -> float:
-        """Divide the seconds of steps: of the same turn if they alternate, so that a busy machine delays both."""
+        """Return the ratio of two models' step times: the median over paired steps if the models alternate."""
         ours, others = (self.result["models"][each] for each in (name, other))
         if self.on_gpu:
             return ours["seconds_per_step"] / others["seconds_per_step"]
         return statistics.median(a / b for a, b in zip(ours["seconds"], others["seconds"]))
 
-    def _trains(self, rival: str) -> bool:
-        """Return whether a rival can take a step; if it cannot, note why."""
+    def _can_train(self, rival: str) -> bool:
+        """Return whether a rival can take a step; otherwise record the reason."""
         try:
             with self._built(rival) as measured:
                 measured.step()
-        except Exception as error:  # of other people's code, or too little memory
+        except Exception as error:  # an error in a library, or out of memory
             self.result.setdefault("rejected_rivals", {})[rival] = reason(error)
             self.say(f"WARNING: {rival} is not measured: {reason(error)}")
             return False
@@ -203,7 +203,7 @@ class Comparison:
 
     @contextmanager
     def _built(self, name: str) -> Iterator[MeasuredModel]:
-        """Build a model; when the block ends, free its memory."""
+        """Build a model, and free its memory when the context ends."""
         started = time.perf_counter()
         if name in ENCODINGS:
             config = self.configs[name]
@@ -222,20 +222,20 @@ class Comparison:
             measured.release()
 
     def _check_parity(self) -> None:
-        """Raise ConfigError if the models do not start out equal: with zero matrices, TAPE is RoPE.
+        """Raise ConfigError if the first losses differ, as TAPE with zero matrices equals RoPE.
 
-        In bf16 they may differ by twice of what rounding does to RoPE: its losses with another attention show that.
+        In bf16 they may differ by twice RoPE's rounding error, measured as the difference to the naive attention.
         """
         rope, tape = (self.first_losses[encoding] for encoding in ENCODINGS)
         difference = _distance(tape, rope)
-        allowed = EQUAL if self.arguments.precision == "fp32" else 2 * _distance(self.plain_losses, rope)
+        allowed = MAX_LOSS_ERROR if self.arguments.precision == "fp32" else 2 * _distance(self.plain_losses, rope)
         self.result["parity"] = {"difference": difference, "allowed": allowed}
         found = f"differ by {difference:.2g} before the first step (allowed: {allowed:.2g})"
         refuse(not difference <= allowed, "losses of a token", f"{found}, so no figure is given")
         self.say(f"losses of a token {found}")
 
     def _profile(self, measured: MeasuredModel) -> None:
-        """Profile a step of TAPE and one of RoPE: print the longest kernels, and write a trace next to the record."""
+        """Profile a step of TAPE or RoPE: print the longest kernels, and write a trace next to the record."""
         if measured.name not in ENCODINGS:
             return
         with profile() as profiler:
@@ -251,38 +251,46 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
-    """Read the options; those that were not given get the defaults of the device and the shape."""
+    """Read the options; defaults depend on the device and the shape."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.train_step", description=__doc__)
     add = parser.add_argument
     shape = "155m-1k" if on_gpu else "cpu"
     add("--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)")
-    add("--layers", type=whole_number, metavar="N", help="instead of the shape's")
-    add("--tokens", type=whole_number, metavar="N", help="of a sequence, instead of the shape's")
-    add("--micro-batch", type=whole_number, metavar="N", help="sequences, instead of the shape's")
-    add("--accumulate", type=whole_number, metavar="N", help="micro-batches of a step on each rank")
+    add("--layers", type=whole_number, metavar="N", help="layers (default: the shape's)")
+    add("--tokens", type=whole_number, metavar="N", help="sequence length (default: the shape's)")
+    add("--micro-batch", type=whole_number, metavar="N", help="sequences per micro-batch (default: the shape's)")
+    add("--accumulate", type=whole_number, metavar="N", help="micro-batches per step and rank (default: the shape's)")
     precision = "bf16" if on_gpu else "fp32"
     add("--precision", choices=("bf16", "fp32"), default=precision, help="default here: %(default)s")
     add("--zero-stage", type=int, choices=(1, 2, 3), default=1, help="default: %(default)s")
     add("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
     add("--tensor-parallel", type=whole_number, default=1, metavar="T", help="default: %(default)s")
-    add("--backend", choices=ATTENTION_BACKENDS, default="auto", help="of the attention (default: %(default)s)")
-    add("--against", nargs="*", choices=RIVALS, metavar="NAME", help=f"of {', '.join(RIVALS)} (default: what is here)")
+    add("--backend", choices=ATTENTION_BACKENDS, default="auto", help="attention backend (default: %(default)s)")
+    add(
+        "--against",
+        nargs="*",
+        choices=RIVALS,
+        metavar="NAME",
+        help=f"any of {', '.join(RIVALS)} (default: those installed)",
+    )
     add(
         "--warmup",
         type=whole_number,
         default=2,
         metavar="N",
-        help="steps that do not count (default: %(default)s)",
+        help="warm-up steps (default: %(default)s)",
     )
     add(
         "--repetitions",
         type=whole_number,
         default=7,
         metavar="N",
-        help="steps of a model (default: %(default)s)",
+        help="timed steps per model (default: %(default)s)",
     )
-    add("--profile", action="store_true", help="profile a step of each: longest kernels; beside a record, a trace")
+    add(
+        "--profile", action="store_true", help="profile a step of TAPE and RoPE; with --output, write traces next to it"
+    )
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
     sizes = {"layers": arguments.layers, "seq_length": arguments.tokens}

@@ -7,7 +7,7 @@ import configurations
 import torch
 from models import random_tokens, small_model
 
-from benchmarks.measured_model import bytes_kept
+from benchmarks.measured_model import activation_bytes
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import replace_settings
 from megatron_tape.planning.activations import activations
@@ -50,4 +50,4 @@ def saved_bytes(built, model, batch=2, packed=False):
     """Bytes that a forward pass saves for the backward pass, weights left out."""
     tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
     documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
-    return bytes_kept(built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents))
+    return activation_bytes(built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents))

@@ -49,7 +49,7 @@ def test_attention_is_timed_next_to_rope(recorded):
             products = attention.PRODUCTS[name.split()[0]][direction]
             flops = products * 2 * 2 * 4 * 32 * 16 * 16 / 2  # two sequences; half of the products of 4 heads of 32
             assert found["tflops"] == pytest.approx(flops / found["seconds"] / 1e12)
-    assert grouped["rejected"]["triton"] == "is left out" and "flash_attn" in grouped["rejected"]
+    assert grouped["rejected"]["triton"] == "is excluded by --without" and "flash_attn" in grouped["rejected"]
 
 
 def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
@@ -129,14 +129,14 @@ ENCODINGS = ["--shape=toy", "--repetitions=1", "--context=32", "--tokens=2"]
 
 
 def test_every_encoding_stands_beside_rope_and_is_freed(recorded, monkeypatch):
-    models, build = [], encodings.built
+    models, build = [], encodings.build_model
 
     def watched(config, layout):
         model = build(config, layout)
         models.extend(weakref.ref(parameter) for parameter in model.model.parameters())
         return model
 
-    monkeypatch.setattr(encodings, "built", watched)
+    monkeypatch.setattr(encodings, "build_model", watched)
     rows = recorded(encodings, *ENCODINGS, "--only", "alibi", "cope", "tape")["encodings"]
     assert rows["tape"]["additional_parameters"] > rows["alibi"]["additional_parameters"] == 0
     for name in ("alibi", "cope", "tape"):
