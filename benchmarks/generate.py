@@ -1,13 +1,14 @@
-"""Compare generation with TAPE and with a plain Llama of the same size: seconds for a prompt and for each token.
+"""Compare generation with TAPE and with a Llama of the same size: prefill time and decode time per token.
 
     python -m benchmarks.generate [--output FILE.json]
 
-Both models take turns in one process, pass by pass and token by token, and ratios are medians over pairs of neighbours,
-so that other load on the machine affects both alike. Every token is waited for, so that on a GPU the time to launch
-kernels counts. Without a cache, every token would cost what a prompt costs. No figure appears unless, in models of the
-same widths but at most `PARITY_LAYERS` layers, TAPE with its initial zero matrices gives Llama's logits and, after
-TAPE's matrices are moved away from zero, it gives those of eager attention, and both models generate the same tokens
-with either cache as without one.
+Both models run in one process and alternate, pass by pass and token by token, so that other load on the machine
+affects both alike. Ratios are medians over consecutive pairs. The device is synchronized after every token, so on a GPU
+the time to launch kernels counts.
+
+A parity check comes first, with models of the same widths but at most `PARITY_LAYERS` layers; no figure appears if it
+fails. With TAPE's matrices at zero, TAPE and Llama must have the same logits. With random matrices, sdpa and eager
+attention must have the same logits. Both models must generate the same tokens with either cache as without one.
 """
 
 import argparse
@@ -44,18 +45,18 @@ def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Mod
         attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    with device_here():  # a CPU would take long to draw the weights
+    with device_here():  # drawing the weights on a CPU takes long
         models = {"llama": LlamaForCausalLM(LlamaConfig(**settings)), "tape": TapeForCausalLM(TapeConfig(**settings))}
     models["tape"].load_state_dict(models["llama"].state_dict(), strict=False)
     for model in models.values():
-        for parameter in model.parameters():  # but not the buffers: phases need float32
+        for parameter in model.parameters():  # not the buffers, as phases need float32
             parameter.data = parameter.data.to(dtype)
         model.eval()
     return models
 
 
 def randomize(model: PreTrainedModel) -> None:
-    """Move TAPE's matrices away from zero."""
+    """Add noise to TAPE's matrices, which are zero at initialization."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".position." in name:
@@ -63,17 +64,17 @@ def randomize(model: PreTrainedModel) -> None:
 
 
 def check_parity(arguments: argparse.Namespace) -> None:
-    """Exit if small models do not agree as the module's docstring says."""
-    # In float64, so that no two tokens lie within rounding of each other.
+    """Run the parity check that the module's docstring describes; exit if it fails."""
+    # In float64, so that rounding does not change which token is sampled.
     models = build(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
     llama, tape = (models[name].double() for name in ("llama", "tape"))
     prompt = torch.randint(1, arguments.vocab_size, (1, PARITY_TOKENS), device=device_here())
-    of_zero = tape(prompt).logits
+    zero_logits = tape(prompt).logits
     randomize(tape)
     logits = tape(prompt).logits
     tape.set_attn_implementation("eager")
     for what, one, other, bound in (
-        ("TAPE's matrices at zero and Llama", of_zero, llama(prompt).logits, 1e-5),
+        ("TAPE's matrices at zero and Llama", zero_logits, llama(prompt).logits, 1e-5),
         ("sdpa and eager attention", logits, tape(prompt).logits, 1e-9),
     ):
         difference = (one - other).abs().max().item()
@@ -95,12 +96,12 @@ def check_parity(arguments: argparse.Namespace) -> None:
 
 
 def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
-    """Return an empty transformers cache with room for `length` tokens."""
+    """Return an empty cache with room for `length` tokens."""
     return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
 
 
 def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) -> dict[str, list[float]]:
-    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models take turns."""
+    """Return, by model, the seconds of each of `steps` tokens after `prompt` (1, S); the models alternate."""
     caches = {name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()}
     for name, model in models.items():
         model(prompt, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
@@ -114,7 +115,7 @@ def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) 
 
 
 def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[str, list[float]]:
-    """Return each model's seconds for the whole `prompt` (1, S) into an empty cache, `passes` times."""
+    """Return, by model, the seconds of each of `passes` forward passes of `prompt` (1, S) into an empty cache."""
     taken = {name: [] for name in models}
     for _ in range(passes):
         for name, model in models.items():
@@ -125,7 +126,7 @@ def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[st
 
 
 def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
-    """Return medians and the ratio of TAPE's time to Llama's, without the first `skip` tokens."""
+    """Return medians and the ratio of TAPE's time to Llama's, without the first `skip` measurements."""
     taken = {name: values[skip:] for name, values in taken.items()}
     ratio = statistics.median(t / p for t, p in zip(taken["tape"], taken["llama"]))
     median = {name: statistics.median(values) for name, values in taken.items()}
@@ -133,7 +134,7 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
 
 
 def measure(arguments: argparse.Namespace, record: Record) -> None:
-    """Measure at every length, and print results as they come."""
+    """Measure at every length; print and record each result as it arrives."""
     check_parity(arguments)
     print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
@@ -146,7 +147,7 @@ def measure(arguments: argparse.Namespace, record: Record) -> None:
 
 
 def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace) -> dict:
-    """Measure a prompt, and tokens after it with both caches; print and return the result."""
+    """Measure prefill, and decoding with both caches; print and return the result."""
     length = prompt.shape[1]
     at = {kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4) for kind in CACHES}
     at["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), 1)
@@ -160,7 +161,7 @@ def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespac
 
 
 def main() -> None:
-    """Print rates and ratios; `--output` also writes them to a file."""
+    """Print rates and ratios, and write the record that `--output` names."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("--layers", type=whole_number, default=24 if on_gpu else 8)
@@ -172,10 +173,10 @@ def main() -> None:
     lengths = [1024, 4096, 8192] if on_gpu else [256, 1024, 4096]
     parser.add_argument("--lengths", type=whole_number, nargs="+", default=lengths, help="default: %(default)s")
     parser.add_argument(
-        "--cached-tokens", type=whole_number, default=24, help="per length; the first 4 are not counted"
+        "--cached-tokens", type=whole_number, default=24, help="tokens to decode; the first 4 are not counted"
     )
-    parser.add_argument("--passes", type=whole_number, default=5, help="over each prompt (default: %(default)s)")
-    parser.add_argument("--threads", type=whole_number, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--passes", type=whole_number, default=5, help="per prompt (default: %(default)s)")
+    parser.add_argument("--threads", type=whole_number, help="CPU threads (default: torch's)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:

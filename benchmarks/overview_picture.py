@@ -1,9 +1,9 @@
-"""Draw the README's picture from committed records: what TAPE gains, and what signed increments gain.
+"""Draw the README's picture from committed records: the gains of TAPE and of signed increments.
 
     python -m benchmarks.overview_picture
 
-writes `docs/overview.png`. The records are in `benchmarks/results/comparisons/`; `docs/reproductions.md` names the
-commands that made them.
+writes `docs/overview.png`. The records are in `benchmarks/results/comparisons/`; `docs/reproductions.md` lists the
+commands that wrote them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RECORDS = Path(__file__).parent / "results" / "comparisons"
 ROPE, TAPE, NEUTRAL = ENCODING_COLORS["rope"], ENCODING_COLORS["tape"], "0.45"
 LENGTHS = {512: "512\n(trained)", 1024: "1,024\n(2×)", 2048: "2,048\n(4×)"}
 BLANKS = {"dense": "8", "IID": "16\n(trained)", "sparse": "32"}
-"""Numbers of blanks by the names of the record."""
+"""Number of blanks by the group's name in the record."""
 INCREMENTS = "position_increments=signed"
-"""The name of the setting when the record was made."""
+"""The setting's name when the record was written."""
 CHANCE = 1 / 8
-"""Accuracy of guessing one of the eight symbols."""
+"""Accuracy of guessing one of eight symbols."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -86,7 +86,7 @@ def draw_losses(axes: Axes) -> None:
 
 
 def draw_copying(axes: Axes) -> None:
-    """Draw how many symbols are copied from among the trained and other numbers of blanks."""
+    """Draw the copying accuracy at the trained number of blanks, with fewer and with more."""
     for variant, color, shift in (("rope", ROPE, -0.012), ("tape", TAPE, 0.012)):
         for suffix, linestyle in (("", "-"), (f"+{INCREMENTS}", "--")):
             values = scores("selective_copy", variant + suffix, "accuracy", [(None, group) for group in BLANKS])
@@ -112,10 +112,10 @@ def draw_copying(axes: Axes) -> None:
 
 
 def scores(record: str, variant: str, metric: str, columns: Sequence[tuple[int | None, str | None]]) -> np.ndarray:
-    """Return the scores of a variant, by seed and column; a column is a length or a group."""
+    """Return the scores of a variant (seeds, columns); a column selects a length or a group."""
     runs = [run for run in read_comparison(RECORDS / f"{record}.json").runs if run.variant == variant]
     if len(runs) != 3:
-        raise ValueError(f"{record}.json has {len(runs)} runs of {variant}, and the picture says three seeds")
+        raise ValueError(f"{record}.json has {len(runs)} runs of {variant}, but the picture's label says three seeds")
     return np.array(
         [
             [

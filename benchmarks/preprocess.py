@@ -1,10 +1,10 @@
-"""Compare the speed of `tools/preprocess_data.py` with Megatron-LM's way, on the source of the standard library.
+"""Compare the speed of `tools/preprocess_data.py` and of Megatron-LM's method, on the standard library's source.
 
     python -m benchmarks.preprocess --workers 1 2 --repetitions 3
 
-`as_megatron` implements Megatron-LM's way for this comparison only. Both are started as a user starts them, so imports
-count. They run one after the other, `--repetitions` times; medians are reported. No figure appears unless both wrote
-the same bytes.
+`as_megatron` implements Megatron-LM's method for this comparison. Each run is a process of its own, so the time of
+imports counts. The two alternate, `--repetitions` times; medians are reported. No figure appears unless both write the
+same bytes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatr
 
 
 def main() -> None:
-    """Measure, print and record."""
+    """Measure, print, and write the record that `--output` names."""
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("--workers", type=whole_number, nargs="+", default=[1, 2], help="default: 1 2")
     parser.add_argument("--repetitions", type=whole_number, default=3, help="default: %(default)s")
@@ -41,7 +41,7 @@ def main() -> None:
         for workers in arguments.workers:
             seconds = measure(corpus, tokenizer, workers, arguments.repetitions)
             ours, theirs = (statistics.median(seconds[name]) for name in ("ours", "megatron"))
-            print(f"{workers} workers: {ours:.2f} s ({megabytes / ours:.1f} MB/s), Megatron-LM's way {theirs:.2f} s "
+            print(f"{workers} workers: {ours:.2f} s ({megabytes / ours:.1f} MB/s), Megatron-LM's method {theirs:.2f} s "
                   f"({megabytes / theirs:.1f} MB/s), ratio {theirs / ours:.2f}", flush=True)  # fmt: skip
             rows.append({"workers": workers, "ours": ours, "megatron": theirs, "seconds": seconds})
     record.write({"corpus_mb": megabytes, "rows": rows})
@@ -57,7 +57,7 @@ def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]
 
 
 def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of every repetition of both tools; raises ValueError when their outputs differ."""
+    """Return the seconds of every repetition of both tools. Raises ValueError if their outputs differ."""
     ours, theirs = corpus.with_name("ours"), corpus.with_name("theirs")
     seconds: dict[str, list[float]] = {"ours": [], "megatron": []}
     for _ in range(repetitions):
@@ -72,7 +72,7 @@ def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> di
 
 
 def run(*arguments: object) -> float:
-    """Run Python with these arguments and return its seconds; raises ValueError with its last output on failure."""
+    """Run Python with these arguments and return the seconds. Raises ValueError with the error output if it fails."""
     command = [sys.executable, *map(str, arguments)]
     started = time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -85,10 +85,10 @@ _tokenizer = None
 
 
 def as_megatron(source: str, tokenizer: str, prefix: str, workers: str) -> None:
-    """Write `prefix`.bin and .idx as Megatron-LM's preprocessing tool does, which imports torch and Megatron-core.
+    """Write `prefix`.bin and .idx as Megatron-LM's preprocessing tool does, including its imports.
 
-    Each document is one task of a pool (sent 32 at a time), which parses a line and returns its ids as a list; the
-    parent turns each list into an array and passes it to Megatron-core's builder.
+    A pool's workers parse and tokenize one line at a time (sent in chunks of 32) and return lists of ids. The parent
+    passes each list to Megatron-core's builder, which converts it to an array.
     """
     import torch  # noqa: F401
     from megatron.core.datasets import indexed_dataset

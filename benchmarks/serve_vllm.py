@@ -1,12 +1,12 @@
-"""Compare vLLM's tokens per second on a CPU: a TAPE model beside a Llama of the same shape.
+"""Compare vLLM's tokens per second on a CPU, of a TAPE model and a Llama of the same shape.
 
     make .venv-vllm && .venv-vllm/bin/pip install ./transformers_tape
     .venv-vllm/bin/python -m benchmarks.serve_vllm [--output FILE.json]
 
-Both models are served in processes of their own and take turns, answer by answer; ratios are medians over pairs of
-neighbours, so that other load on the machine affects both alike. All requests come at once, each with a prompt of its
-own, and a second run of the same lengths that stops after one token gives the time of the prompts. No figure appears
-unless TAPE with its matrices at zero answers with Llama's tokens.
+Each model is served in its own process, and the two alternate, answer by answer, so that other load on the machine
+affects both alike. Ratios are medians over consecutive pairs. All requests arrive at once, with different prompts. A
+run that stops after one token measures the time of the prompts. No figure appears unless TAPE with its matrices at zero
+generates the same tokens as Llama.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Both engines together have to leave memory to others.
+# Small, as two engines run at the same time.
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
@@ -30,7 +30,7 @@ from megatron_tape.command_line import whole_number
 
 
 def write_models(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Write a Llama, and TAPE models with its weights, one with matrices at zero and one with random ones."""
+    """Write a Llama and two TAPE models with its weights: one with zero matrices, one with random matrices."""
     width = arguments.heads * arguments.head_dim
     settings = dict(
         vocab_size=arguments.vocab_size,
@@ -59,14 +59,14 @@ def write_models(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]
 
 
 def start(path: Path, arguments: argparse.Namespace) -> LLM:
-    """Return vLLM with one model, without a tokenizer, in fp32."""
+    """Return a vLLM engine of one model, in fp32 and without a tokenizer."""
     options = dict(dtype="float32", enforce_eager=not arguments.compiled, max_num_seqs=max(arguments.requests))
     options |= dict(max_model_len=arguments.prompt + arguments.tokens, enable_prefix_caching=False)
     return LLM(str(path), skip_tokenizer_init=True, **options)
 
 
 def answer(engine: LLM, requests: int, tokens: int, arguments: argparse.Namespace) -> tuple[float, list]:
-    """Return the seconds until all requests have `tokens` tokens, and these."""
+    """Generate `tokens` tokens for every request; return the seconds and the tokens."""
     ids = torch.randint(
         1, arguments.vocab_size, (requests, arguments.prompt), generator=torch.Generator().manual_seed(1)
     )
@@ -78,13 +78,13 @@ def answer(engine: LLM, requests: int, tokens: int, arguments: argparse.Namespac
 
 
 def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespace) -> dict:
-    """Return each model's tokens per second, and TAPE's time divided by Llama's: of prompts, and of what follows."""
+    """Return each model's tokens per second, and TAPE's time divided by Llama's for prompts and for later tokens."""
     prompts, rest = ({name: [] for name in engines} for _ in range(2))
     for turn in range(1 + arguments.passes):
         for name, engine in engines.items():
             first, _ = answer(engine, requests, 1, arguments)
             whole, _ = answer(engine, requests, arguments.tokens, arguments)
-            if turn:  # the first warms up
+            if turn:  # the first is a warm-up
                 prompts[name].append(first)
                 rest[name].append(whole - first)
     ratio = lambda of: statistics.median(t / p for t, p in zip(of["tape"], of["llama"]))  # noqa: E731
@@ -94,7 +94,7 @@ def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespac
 
 
 def main() -> None:
-    """Print rates and ratios; `--output` also writes them to a file."""
+    """Print rates and ratios, and write the record that `--output` names."""
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("--layers", type=whole_number, default=30)
     parser.add_argument("--heads", type=whole_number, default=9)
@@ -104,8 +104,8 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=whole_number, default=49152)
     parser.add_argument("--requests", type=whole_number, nargs="+", default=[1, 8, 32], help="default: %(default)s")
     parser.add_argument("--prompt", type=whole_number, default=128, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--tokens", type=whole_number, default=64, help="of each answer (default: %(default)s)")
-    parser.add_argument("--passes", type=whole_number, default=5, help="default: %(default)s")
+    parser.add_argument("--tokens", type=whole_number, default=64, help="tokens of each answer (default: %(default)s)")
+    parser.add_argument("--passes", type=whole_number, default=5, help="repetitions (default: %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="compile the models, as vLLM does by default")
     add_record_arguments(parser)
     arguments = parser.parse_args()
@@ -116,9 +116,7 @@ def main() -> None:
         zero = start(paths["zero"], arguments)
         answers = [answer(engine, 4, 16, arguments)[1] for engine in (engines["llama"], zero)]
         if answers[0] != answers[1]:
-            sys.exit(
-                "error: TAPE with its matrices at zero answers with other tokens than Llama, so no figure is given"
-            )
+            sys.exit("error: TAPE with its matrices at zero generates other tokens than Llama, so no figure is given")
         del zero
         engines["tape"] = start(paths["tape"], arguments)
         result = {}
