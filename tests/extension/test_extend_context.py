@@ -536,7 +536,7 @@ def test_increments_that_another_encoding_does_not_have_are_refused(encoding):
     model = make(model__position_encoding="rope", model__position__increments="signed").model
     changed = {"model__position_encoding": encoding, "data__tokenizer": None}
     changed |= {"model__position__increments": "signed"} if encoding == "tape" else {}
-    with pytest.raises(ConfigError, match="position.increments, that .* does not have or has in another shape"):
+    with pytest.raises(ConfigError, match="position.increments, which .* does not have or has in another shape"):
         check_base(make(**changed), Base(Path("somewhere"), model, None))
 
 
