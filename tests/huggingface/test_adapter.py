@@ -61,7 +61,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_peft_adds_the_adapter_and_merges_it_to_the_trained_model(exported, expected, name):
+def test_peft_merges_the_adapter_to_the_trained_model(exported, expected, name):
     base = load(exported / name / "base")
     before = logits(base)
     model = with_adapter(base, exported / name)
@@ -76,7 +76,7 @@ def test_peft_adds_the_adapter_and_merges_it_to_the_trained_model(exported, expe
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_peft_would_save_the_same_adapter(exported, tmp_path, name):
+def test_peft_saves_the_same_adapter(exported, tmp_path, name):
     with_adapter(load(exported / name / "base"), exported / name).save_pretrained(tmp_path)
     again, ours = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, exported / name))
     assert again.keys() == ours.keys()
@@ -89,14 +89,14 @@ def test_peft_would_save_the_same_adapter(exported, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS[1:])
-def test_no_layout_changes_the_adapter(exported, name):
+def test_the_adapter_does_not_depend_on_the_layout(exported, name):
     first, other = (load_file(exported / case / "adapter_model.safetensors") for case in (LAYOUTS[0], name))
     assert first.keys() == other.keys()
     for key in first:
         torch.testing.assert_close(other[key], first[key], atol=1e-5, rtol=1e-4, msg=lambda text: f"{key}: {text}")  # noqa: B023
 
 
-def test_the_cards_say_what_was_trained(exported):
+def test_the_cards_list_the_trained_parameters(exported):
     numbers = {"lora": 3 * 3 * (4 * 32 + 2 * 32 + 2 * 16), "embeddings": 64 * 32, "output": 64 * 32, "norms": 7 * 32}
     for name in ("tape_tp2_zero3", "tape_tp2_zero3_merged"):
         card = (exported / name / "README.md").read_text()
@@ -110,7 +110,7 @@ def test_the_cards_say_what_was_trained(exported):
     assert "Pre-trained on text only" not in card
 
 
-def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected, monkeypatch):
+def test_an_adapter_can_use_an_existing_base(exported, trained, tmp_path, expected, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "rope_biased"
     to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", "base"]
@@ -128,7 +128,7 @@ def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected
             "--output", tmp_path / "third")  # fmt: skip
 
 
-def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):
+def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path):
     to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
     refused(tmp_path, "omit --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
     inside = ["--adapter", "--base", tmp_path / "out" / "b"]
@@ -137,7 +137,7 @@ def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):
 
 
 @pytest.mark.parametrize("key, value", [("lora_rank", 0), ("lora_rank", 2), ("lora_targets", "q")])
-def test_settings_that_do_not_fit_the_lora_layers_are_refused(trained, tmp_path, key, value):
+def test_settings_that_do_not_match_the_lora_layers_are_refused(trained, tmp_path, key, value):
     with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (step, state):
         state["config"]["extension"][key] = value
     refused(tmp_path, "has another architecture", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")

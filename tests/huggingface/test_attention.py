@@ -63,7 +63,7 @@ def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_me
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_blocks_of_half_precision_err_at_most_as_much_as_eager(dtype):
+def test_error_of_blocks_in_half_precision_is_at_most_that_of_eager(dtype):
     query, key, value = (x.to(dtype) for x in inputs(S=130, T=130, D=32))
     module, mask = SimpleNamespace(training=False), causal(130, 130)
     wide = [x.double() for x in (query, key, value)]
@@ -86,7 +86,7 @@ def count(monkeypatch, name="sdpa"):
     return widths
 
 
-def test_prompts_take_one_pass_over_values_and_state(monkeypatch):
+def test_prompts_use_one_pass_over_values_and_state(monkeypatch):
     model, widths = build(), count(monkeypatch)
     input_ids = tokens(2, 40)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_prompts_take_one_pass_over_values_and_state(monkeypatch):
         assert widths == [8] * 5
 
 
-def test_flex_attention_makes_one_pass_and_agrees(monkeypatch):
+def test_flex_attention_uses_one_pass_and_equals_eager(monkeypatch):
     model = build(attn_implementation="eager", head_dim=16)
     llama = LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=16, attn_implementation="eager")).eval()
     input_ids = tokens(2, 33)
@@ -123,7 +123,7 @@ def test_flex_attention_makes_one_pass_and_agrees(monkeypatch):
 
 
 @pytest.mark.parametrize("T", [21, 40])
-def test_the_fused_kernel_is_given_what_it_expects(T):
+def test_the_fused_kernel_equals_attention_by_blocks(T):
     from megatron_tape.ops.attention import attention, unsupported
 
     query, key, value = inputs(B=2, S=21, T=T, H=4, G=2, D=32, dtype=torch.float32)
@@ -140,7 +140,7 @@ def test_without_the_main_package_there_is_no_fused_kernel(monkeypatch):
     assert attention_tape.fused_attention.__wrapped__(torch.device("cuda"), torch.bfloat16, 64) is None
 
 
-def test_an_attention_that_keeps_its_own_cache_is_refused_before_it_is_called(monkeypatch):
+def test_attention_functions_with_their_own_cache_are_refused_before_a_call(monkeypatch):
     """As vLLM's, which calls one cache for each layer and has no room for z: the answer would be wrong, not refused."""
     called = []
 

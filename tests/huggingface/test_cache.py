@@ -30,7 +30,7 @@ CHANGES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(4))
-def test_growing_layers_hold_what_plain_layers_hold(seed, unwritten_memory_is_nan):
+def test_growing_layers_equal_plain_layers(seed, unwritten_memory_is_nan):
     torch.manual_seed(seed)
     draw = random.Random(seed)
     growing, plain, seen, in_place = GrowingLayer(), DynamicLayer(), [], 0
@@ -53,7 +53,7 @@ def test_growing_layers_hold_what_plain_layers_hold(seed, unwritten_memory_is_na
 
 
 @pytest.mark.parametrize("zeroes", [False, True])
-def test_a_reset_forgets_without_touching_what_was_returned(zeroes, monkeypatch):
+def test_a_reset_does_not_change_returned_tensors(zeroes, monkeypatch):
     if zeroes:  # as transformers 5.0 does
         monkeypatch.setattr(DynamicLayer, "reset", CacheLayerMixin.reset)
     layer = GrowingLayer()
@@ -65,7 +65,7 @@ def test_a_reset_forgets_without_touching_what_was_returned(zeroes, monkeypatch)
     assert torch.equal(keys, kept)
 
 
-def test_decoding_writes_in_place_into_transformers_own_cache(model):
+def test_decoding_writes_in_place_into_a_dynamic_cache(model):
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
         with torch.no_grad():
             model(tokens(2, 9), past_key_values=cache)
@@ -77,7 +77,7 @@ def test_decoding_writes_in_place_into_transformers_own_cache(model):
         assert [layer.values.data_ptr() for layer in cache.layers] == before
 
 
-def test_gradients_flow_through_a_cache_as_before():
+def test_gradients_flow_through_a_cache():
     torch.manual_seed(0)
     model = build(torch.float64, attn_implementation="eager")  # which keeps views of the cache for its gradients
     input_ids = tokens(2, 12)
@@ -96,7 +96,7 @@ def test_gradients_flow_through_a_cache_as_before():
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
-def test_an_early_exit_is_the_model_of_its_first_layers():
+def test_an_early_exit_equals_the_model_of_the_first_layers():
     torch.manual_seed(0)
     whole = build(torch.float64, num_hidden_layers=4)
     short = build(torch.float64, num_hidden_layers=2)
@@ -111,7 +111,7 @@ def test_an_early_exit_is_the_model_of_its_first_layers():
     assert widths == [(8, 16), (8, 8)], "the last layer that is used averages no state"
 
 
-def test_a_cache_that_is_not_known_to_keep_the_position_state_is_refused(model):
+def test_unsupported_caches_are_refused(model):
     class OtherDynamic(DynamicCache):
         pass
 

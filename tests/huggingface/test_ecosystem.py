@@ -41,7 +41,7 @@ def test_rows_of_other_encodings(encoding, exports, tmp_path):
         ROWS[name].run(subject)
 
 
-def test_what_rows_compare_is_not_one_token_over_and_over(subjects):
+def test_compared_generations_do_not_repeat_one_token(subjects):
     for subject in subjects.values():
         assert len(set(subject.greedy[0].tolist())) >= 4
 

@@ -24,7 +24,7 @@ from megatron_tape.position import ENCODINGS, PositionEncoding
 from pretrain import evaluate
 
 
-def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
+def test_only_unchanged_exported_code_runs_without_trust(exported, tmp_path):
     directory = exported("fire").directory
     for name in ("fire", "toy_stretch"):
         assert not find_model(str(exported(name).directory)).runs_own_code
@@ -50,7 +50,7 @@ def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
+def test_reimporting_an_export_is_exact(exported, tmp_path, name):
     made, name = exported(name), exported(name).model.position_encoding
     import_model(made.directory, tmp_path / "again")
     first, again = (open_weights(path) for path in (made.checkpoint, tmp_path / "again"))
@@ -71,7 +71,7 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
         ({"position_settings": [1]}, "position_settings in .* is a list"),
     ],
 )
-def test_settings_of_an_export_that_cannot_be_are_refused(exported, tmp_path, change, refusal):
+def test_invalid_settings_of_an_export_are_refused(exported, tmp_path, change, refusal):
     shutil.copytree(exported("fire").directory, tmp_path / "changed")
     change_config(tmp_path / "changed", change)
     with pytest.raises(ValueError, match=refusal) as caught:
@@ -79,7 +79,7 @@ def test_settings_of_an_export_that_cannot_be_are_refused(exported, tmp_path, ch
     assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
 
 
-def test_scales_of_heads_are_exported_as_a_matrix_and_may_come_back_as_scales(tmp_path):
+def test_scales_of_heads_are_exported_as_a_matrix_and_can_be_reimported_as_scales(tmp_path):
     made, ids = make(tmp_path, "tape_learned", token_mixing="per_head", num_query_groups=4), random_tokens()
     torch.testing.assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
     assert made.loaded.model.layers[0].position.token_mixing.weight.shape == (4, 4)
@@ -112,7 +112,7 @@ def test_an_export_keeps_its_encoding(exported, tmp_path):
         ("from megatron_tape.position import encoding_of", True),
     ],
 )
-def test_what_cannot_travel_is_refused_with_its_line(tmp_path, monkeypatch, line, in_another_file):
+def test_imports_that_cannot_be_exported_are_refused_with_their_line(tmp_path, monkeypatch, line, in_another_file):
     path, module = tmp_path / "mine.py", type(sys)("mine")
     path.write_text(f"{line}\nclass Mine: pass\n")
     module.__file__ = str(path)
@@ -127,14 +127,14 @@ def test_what_cannot_travel_is_refused_with_its_line(tmp_path, monkeypatch, line
     assert caught.value.subject == "the positional encoding mine"
 
 
-def test_what_only_type_checkers_read_and_kernels_stay_behind():
+def test_imports_for_type_checking_and_kernels_are_not_exported():
     files = encoding_files(ENCODINGS["tape"])
     assert "ops_position_update_tape.py" in files and not any("kernels" in name for name in files)
     assert "raise NotImplementedError(" in files["ops_position_update_tape.py"]
     assert "if TYPE_CHECKING:\n    pass\n" in files["position_encoding_tape.py"]
 
 
-def test_a_model_is_evaluated_with_the_losses_of_its_training(exports, tmp_path, capsys):
+def test_evaluation_gives_the_losses_of_training(exports, tmp_path, capsys):
     """Perplexity of a checkpoint, beside the losses of its export, also in chunks with a cache."""
     made, text = exports["fire"], (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
     import_model(made.directory, tmp_path / "run")

@@ -72,12 +72,12 @@ def expected(trained):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_the_training_models_on_real_text(logits, expected, name):
+def test_logits_equal_the_trained_model_on_real_text(logits, expected, name):
     assert logits[name].shape[-1] == export_cases.VOCABULARY
     torch.testing.assert_close(logits[name], expected[name][..., : export_cases.VOCABULARY], atol=1e-5, rtol=0)
 
 
-def test_several_weight_files_hold_the_same_model(logits, exported):
+def test_sharded_weight_files_contain_the_same_model(logits, exported):
     assert torch.equal(logits["sharded"], logits["tp2_zero3"])
     folder = exported / "sharded"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -90,7 +90,7 @@ def test_several_weight_files_hold_the_same_model(logits, exported):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
 
 
-def test_bf16_holds_the_rounded_weights(exported, loaded):
+def test_a_bf16_export_contains_the_rounded_weights(exported, loaded):
     whole, rounded = (load_file(exported / name / "model.safetensors") for name in ("tp2_zero3", "bf16"))
     assert all(torch.equal(rounded[key], whole[key].bfloat16()) for key in whole)
     assert loaded["bf16"].dtype == torch.bfloat16
@@ -112,7 +112,7 @@ def test_rope_exports_no_code(exported, loaded):
     assert "auto_map" not in json.loads((exported / "tp1_zero2_rope" / "config.json").read_text())
 
 
-def test_the_card_gives_the_training_facts(exported, trained):
+def test_the_card_describes_the_training(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
     rows = [json.loads(line) for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()]
     assert f"| Training loss | {rows[-1][LOSS]:.4f} nats per token, at step 3 |" in card
@@ -145,7 +145,7 @@ def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path):
     assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (EOD + 1, EOD, 1)
 
 
-def test_a_tokenizer_json_of_the_runs_sentencepiece_model_can_be_given_alone(trained, exported, tmp_path):
+def test_a_tokenizer_json_can_replace_the_runs_sentencepiece_model(trained, exported, tmp_path):
     shutil.copy(exported / "tp2_zero3" / "tokenizer.json", tmp_path)
     export(trained / "tp2_zero3", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path / "out").same_as == load_tokenizer(trained / "tokenizer.model").digest
@@ -171,7 +171,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("refusal", DAMAGES)
-def test_a_broken_or_foreign_checkpoint_is_refused_in_one_sentence(trained, tmp_path, refusal):
+def test_damaged_or_incompatible_checkpoints_are_refused_in_one_sentence(trained, tmp_path, refusal):
     source = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
     with changed_state(source, tmp_path) as (step, state):
         DAMAGES[refusal](next(step.glob("tensors-tp01-*")), state["config"])
@@ -187,7 +187,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("refusal", LIES)
-def test_a_checkpoint_whose_files_contradict_each_other_is_refused(exports, tmp_path, refusal):
+def test_inconsistent_checkpoints_are_refused(exports, tmp_path, refusal):
     with changed_state(exports["rope"].checkpoint, tmp_path) as (step, state):
         LIES[refusal](step, state["sharded"])
     manifest = json.loads((step / "manifest.json").read_text())
@@ -205,7 +205,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
     refused(tmp_path, "than the one that trained the model (500 ids", *arguments, "--tokenizer", tmp_path / "big.json")
 
 
-def test_a_run_falls_back_to_the_newest_whole_checkpoint(trained, tmp_path):
+def test_a_run_falls_back_to_the_newest_complete_checkpoint(trained, tmp_path):
     from megatron_tape.huggingface.export.saved_weights import find_checkpoint
 
     whole = trained / "tp2_zero3" / "checkpoints" / "step-00000003"

@@ -29,7 +29,7 @@ def in_parts(model, ids, sizes, cache=None, **more):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_logits_and_gradients_are_those_of_the_training_model(exported, name):
+def test_logits_and_gradients_equal_the_training_model(exported, name):
     made, ids = exported(name), random_tokens()
     assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
     loss = made.loaded(ids, labels=ids, use_cache=False).loss
@@ -108,7 +108,7 @@ def test_packs_and_masks(exported, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
-def test_a_prompt_behind_padding_gets_its_own_tokens(exported, name):
+def test_left_padding_does_not_change_generated_tokens(exported, name):
     model, ids, mask = exported(name).loaded, random_tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
     mask[0, :3] = 0
     found = model.generate(ids, attention_mask=mask, **GREEDY)[:, -6:]
@@ -120,7 +120,7 @@ def test_a_prompt_behind_padding_gets_its_own_tokens(exported, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
-def test_in_bf16_a_cache_still_changes_little(exported, name):
+def test_a_cache_changes_little_in_bf16(exported, name):
     model, ids = exported(name).loaded, random_tokens()
     exact, model = model(ids).logits, copy.deepcopy(model).bfloat16()
     whole, found = model(ids, use_cache=False).logits, in_parts(model, ids, [5, 1, 7, 3])[0]
@@ -162,7 +162,7 @@ def test_blocks_of_queries_equal_whole_rows(exported):
 
 
 @torch.no_grad()
-def test_gates_keep_the_differences_of_neighbours_in_long_sequences(exported):
+def test_gates_keep_differences_between_neighbors_in_long_sequences(exported):
     attend = inspect.getmodule(type(exported("fox").loaded)).attend_with_scores
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(1, 2, length, 8, generator=generator) for length in (130, 30_000, 30_000))
@@ -174,7 +174,7 @@ def test_gates_keep_the_differences_of_neighbours_in_long_sequences(exported):
     assert_close(found.double(), exact, atol=2e-5, rtol=0)
 
 
-def test_a_model_with_biases_norms_a_gate_ties_and_several_files_comes_back(tmp_path):
+def test_a_model_with_biases_norms_a_gate_and_tied_embeddings_can_be_reimported(tmp_path):
     options = dict(qkv_bias=True, qk_norm=True, attention_output_gate=True, tie_embeddings=True)
     made, ids = make(tmp_path, "fire", max_shard_size=20_000, **options), random_tokens()
     assert len(list(made.directory.glob("*.safetensors"))) > 1
@@ -189,7 +189,7 @@ def test_a_model_with_biases_norms_a_gate_ties_and_several_files_comes_back(tmp_
 
 
 @torch.no_grad()
-def test_drawn_positions_beyond_the_trained_length_need_a_pass_without_a_cache(exported):
+def test_randpe_beyond_the_trained_length_needs_generation_without_a_cache(exported):
     made, ids = exported("randpe"), random_tokens(2, 24)
     expected = made.built(ids)
     assert_close(made.loaded(ids).logits, expected, atol=1e-5, rtol=1e-5)
@@ -227,7 +227,7 @@ def test_new_models_start_as_declared(exported):
     assert 0.05 < position.down_weight.weight.std() < 0.2
 
 
-def test_what_these_models_cannot_do_is_refused_by_name(exported):
+def test_unsupported_features_are_refused_by_name(exported):
     made, ids = exported("fire"), random_tokens()
     model = made.loaded
     with pytest.raises(NotImplementedError, match="does not support StaticCache, .*; use a DynamicCache"):
@@ -252,7 +252,7 @@ def test_what_these_models_cannot_do_is_refused_by_name(exported):
 @pytest.mark.parametrize(
     "name, refused", [("t5", "t5,"), ("tape_learned", "tape with model.position.increments learned,")]
 )
-def test_vllm_is_refused_by_the_name_of_the_encoding(exported, name, refused):
+def test_vllm_is_refused_with_the_name_of_the_encoding(exported, name, refused):
     model = exported(name).loaded
     config = copy.deepcopy(model.config)
     config._attn_implementation = "vllm"

@@ -41,7 +41,7 @@ def test_the_likeliest_tokens_follow_the_prompt(exports, generate):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_the_settings_of_a_models_own_generation_are_not_used(exports, generate, tmp_path):
+def test_the_models_generation_config_is_ignored(exports, generate, tmp_path):
     shutil.copytree(exports["rope"].directory, tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--prompt", "import heapq", "--max-new-tokens", "20"]
     temperatures = ("0", "1000")
@@ -52,7 +52,7 @@ def test_the_settings_of_a_models_own_generation_are_not_used(exports, generate,
     assert [generate(*arguments, "--temperature", temperature)[1] for temperature in temperatures] == plain
 
 
-def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generate):
+def test_prompts_that_fill_the_context_are_refused(exports, generate):
     from transformers import AutoTokenizer
 
     made = exports["rope"]  # of a context of 128
@@ -73,7 +73,7 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generat
     assert code == 0 and out == f"{text}{tokenizer.decode(expected, skip_special_tokens=True)}\n"
 
 
-def test_mistakes_are_one_sentence(exports, generate, tmp_path):
+def test_errors_are_one_sentence(exports, generate, tmp_path):
     tape, foreign = exports["tape"].directory, tmp_path / "foreign"
     shutil.copytree(tape, foreign)
     with open(foreign / "modeling_tape.py", "a", encoding="utf-8") as file:

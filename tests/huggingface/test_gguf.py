@@ -79,7 +79,7 @@ def imported(tmp_path, model, *arguments):
 
 
 @pytest.mark.parametrize("kind", ["llama2_gqa", "qwen2", "qwen3"])
-def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
+def test_imported_gguf_files_keep_the_logits(tmp_path, kind):
     expected = write_source(tmp_path / "source", kind)
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", vocab_size=90)
     messages = imported(tmp_path, tmp_path / "model.gguf", "--vocab-multiple", "64")
@@ -87,7 +87,7 @@ def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
 
 
-def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):
+def test_quantized_weights_equal_those_of_transformers(tmp_path):
     plain = write_source(tmp_path / "source", "llama2_gqa")
     (tmp_path / "folder").mkdir()
     write_gguf(tmp_path / "folder" / "model.gguf", tmp_path / "source", gguf.GGMLQuantizationType.Q8_0, vocab_size=90)
@@ -104,7 +104,7 @@ def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text_or_none(tmp_path, prefix):
+def test_a_sentencepiece_tokenizer_prepends_a_space_to_every_text_or_to_none(tmp_path, prefix):
     from sentencepiece import sentencepiece_model_pb2
 
     with open(tmp_path / "t.model", "wb") as file:
@@ -135,7 +135,7 @@ def test_a_sentencepiece_tokenizer_has_a_prefix_before_every_text_or_none(tmp_pa
         assert found.decode(found.encode(text)) == text
 
 
-def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_beside(tmp_path):
+def test_a_tokenizer_that_transformers_would_change_is_replaced_by_the_file_next_to_it_or_omitted(tmp_path):
     write_source(tmp_path / "source")
     change_config(tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
 
@@ -166,7 +166,7 @@ def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_be
         (None, {"embedding_length": 64}, "cannot be read"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(tmp_path, change, settings, refusal):
+def test_unsupported_gguf_settings_are_refused(tmp_path, change, settings, refusal):
     write_source(tmp_path / "source", "llama2_gqa")
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", change=change, **{"vocab_size": 90} | settings)
     done = convert("from-hf", "--model", tmp_path / "model.gguf", "--output", tmp_path / "no")
@@ -174,7 +174,7 @@ def test_what_would_compute_something_else_is_refused(tmp_path, change, settings
     assert not (tmp_path / "no").exists()
 
 
-def test_files_that_are_not_one_whole_model_are_refused(tmp_path):
+def test_incomplete_gguf_files_are_refused(tmp_path):
     write_source(tmp_path / "source", "llama2_gqa")
     good = tmp_path / "model.gguf"
     write_gguf(good, tmp_path / "source")

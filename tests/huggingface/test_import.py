@@ -104,7 +104,7 @@ def training_logits(checkpoint):
 
 @pytest.mark.parametrize("encoding", ["tape", "rope"])
 @pytest.mark.parametrize("kind", FAMILY)
-def test_an_imported_model_keeps_its_logits_and_comes_back_bit_for_bit(tmp_path, kind, encoding):
+def test_an_imported_model_keeps_its_logits_and_exports_unchanged(tmp_path, kind, encoding):
     expected = write_source(tmp_path / "source", kind)
     import_model(tmp_path / "source", tmp_path / "imported", encoding, vocab_multiple=64)
     saved = open_weights(tmp_path / "imported")
@@ -125,7 +125,7 @@ def test_an_imported_model_keeps_its_logits_and_comes_back_bit_for_bit(tmp_path,
         assert architecture == others.get(kind, "llama")
 
 
-def test_bf16_in_several_files_and_settings_of_older_versions(tmp_path):
+def test_sharded_bf16_weights_and_older_settings_can_be_imported(tmp_path):
     expected = write_source(tmp_path / "source", dtype=torch.bfloat16, max_shard_size="20KB")
     assert (tmp_path / "source" / "model.safetensors.index.json").is_file()
     rope = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
@@ -137,7 +137,7 @@ def test_bf16_in_several_files_and_settings_of_older_versions(tmp_path):
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
 
 
-def test_stretched_positions_are_those_of_transformers(tmp_path):
+def test_scaled_positions_equal_transformers(tmp_path):
     write_source(tmp_path / "source", "llama_yarn")
     import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
@@ -159,7 +159,7 @@ def test_stretched_positions_are_those_of_transformers(tmp_path):
         ({"mscale": 0.7, "mscale_all_dim": 1.0}, 0.9634748719862186),
     ],
 )  # fmt: skip
-def test_every_setting_of_yarn_is_read_as_transformers_reads_it(tmp_path, changes, expected):
+def test_every_yarn_setting_is_read_as_in_transformers(tmp_path, changes, expected):
     write_source(tmp_path / "source", "llama_yarn")
     change_config(tmp_path / "source", {"rope_parameters": YARN | changes})
     import_model(tmp_path / "source", tmp_path / "imported")
@@ -174,7 +174,7 @@ def test_every_setting_of_yarn_is_read_as_transformers_reads_it(tmp_path, change
             import_model(tmp_path / "source", tmp_path / "no", rope_scaling_factor=2.0)
 
 
-def test_an_exported_tape_model_comes_back(tmp_path):
+def test_an_exported_tape_model_can_be_reimported(tmp_path):
     write_source(tmp_path / "source", "qwen3")
     import_model(tmp_path / "source", tmp_path / "first", gate_input="attention", position_mlp_size=5)
     export(tmp_path / "first", tmp_path / "exported", tokenizer="none")
@@ -246,7 +246,7 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no_rope_layers is [0, 0, 0]"),
     ],
 )  # fmt: skip
-def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refusal):
+def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, refusal):
     write_source(tmp_path / "source", kind)
     change_config(tmp_path / "source", change)
     refused(tmp_path, refusal, "from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
@@ -260,7 +260,7 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refu
         ("llama3_tied", {ORIGINAL: 32}),
     ],
 )
-def test_rotary_settings_are_read_where_transformers_reads_them(tmp_path, kind, change):
+def test_rotary_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path, kind, change):
     write_source(tmp_path / "source", kind)
     change_config(tmp_path / "source", change)
     import_model(tmp_path / "source", tmp_path / "imported")
@@ -268,7 +268,7 @@ def test_rotary_settings_are_read_where_transformers_reads_them(tmp_path, kind, 
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
 
 
-def test_defaults_are_those_of_transformers():
+def test_defaults_equal_those_of_transformers():
     for name in ("llama", "mistral", "qwen2", "qwen3", "tape"):
         config = TapeConfig() if name == "tape" else AutoConfig.for_model(name)
         for key, value in config_json.DEFAULTS[name].items():
@@ -285,7 +285,7 @@ def test_defaults_are_those_of_transformers():
         ("model.layers.2.mlp.down_proj.weight", lambda x: x.index_fill(0, torch.tensor([5]), float("nan"))),
     ],
 )
-def test_a_weight_of_another_shape_or_type_or_not_finite_is_named(tmp_path, name, change):
+def test_weights_of_wrong_shape_or_dtype_or_with_nan_are_named(tmp_path, name, change):
     write_source(tmp_path / "source", "llama1")
     path = tmp_path / "source" / "model.safetensors"
     weights = load_file(path)
@@ -295,7 +295,7 @@ def test_a_weight_of_another_shape_or_type_or_not_finite_is_named(tmp_path, name
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_pickle_that_would_run_code_does_not(tmp_path):
+def test_a_malicious_pickle_does_not_run_code(tmp_path):
     class Trap:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -337,7 +337,7 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
-def test_a_chat_model_keeps_its_tokenizer_stops_settings_and_templates(tmp_path, place):
+def test_a_chat_model_keeps_its_tokenizer_stop_ids_settings_and_templates(tmp_path, place):
     source = tmp_path / "source"
     write_source(source)
     write_tokenizer(source / "tokenizer.json")
@@ -360,7 +360,7 @@ def test_a_chat_model_keeps_its_tokenizer_stops_settings_and_templates(tmp_path,
     assert "split_special_tokens" not in (tmp_path / "exported" / "tokenizer_config.json").read_text()
 
 
-def test_links_out_of_a_model_are_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+def test_links_out_of_a_model_directory_are_refused_before_weights_are_read(tmp_path, monkeypatch):
     source = tmp_path / "source"
     write_source(source)
     write_tokenizer(tmp_path / "tokenizer.json")
@@ -370,7 +370,7 @@ def test_links_out_of_a_model_are_refused_before_its_weights_are_read(tmp_path, 
         import_model(source, tmp_path / "imported")
 
 
-def test_what_cannot_be_written_or_fit_is_known_before_the_weights_are_read(tmp_path, monkeypatch, capsys):
+def test_output_and_tokenizer_are_checked_before_weights_are_read(tmp_path, monkeypatch, capsys):
     write_source(tmp_path / "source")
     write_tokenizer(path := tmp_path / "source" / "tokenizer.json")
     path.write_text(path.read_text().replace('"w1": 1,', '"w1": 99,').replace('"w1":1,', '"w1":99,'))
@@ -382,7 +382,7 @@ def test_what_cannot_be_written_or_fit_is_known_before_the_weights_are_read(tmp_
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "\0", "/etc/passwd"])
-def test_an_index_of_weights_names_files_next_to_it_alone(tmp_path, name):
+def test_an_index_of_weights_can_only_name_files_next_to_it(tmp_path, name):
     write_source(tmp_path / "source")
     (tmp_path / "source" / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": name}}
@@ -391,7 +391,7 @@ def test_an_index_of_weights_names_files_next_to_it_alone(tmp_path, name):
     refused(tmp_path, "is not an index of weights", *command)
 
 
-def test_shapes_are_compared_before_anything_is_written_or_made(tmp_path, monkeypatch):
+def test_shapes_are_checked_before_anything_is_allocated_or_written(tmp_path, monkeypatch):
     write_source(tmp_path / "source", "llama1")
     change_config(tmp_path / "source", {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16})
     monkeypatch.setattr(new_checkpoint, "atomic_directory", lambda *arguments: pytest.fail("it began to write"))

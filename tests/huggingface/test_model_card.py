@@ -46,7 +46,7 @@ def imported(tmp_path, front_matter, *arguments):
     return tmp_path / "exported", done.stderr
 
 
-def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pretrained(tmp_path):
+def test_an_imported_model_keeps_its_license_and_has_no_pretrained_tag(tmp_path):
     front_matter = (
         "---\nlicense: other\nlicense_name: llama3\nlicense_link: https://llama.com/license\nlanguage:\n- en\n- no\n"
         "base_model: somebody/older\nlibrary_name: exllama\n---\n# Source\n"
@@ -77,7 +77,7 @@ def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pret
     }
 
 
-def test_the_name_of_a_model_in_the_hubs_cache_is_known(tmp_path):
+def test_the_name_of_a_model_in_the_hubs_cache_is_recognized(tmp_path):
     snapshot = tmp_path / "models--some-one--A.model-1b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     assert source_card(snapshot) == {"base_model": "some-one/A.model-1b"}
@@ -87,7 +87,7 @@ def test_the_name_of_a_model_in_the_hubs_cache_is_known(tmp_path):
     refused(tmp_path, "form OWNER/NAME", *command)
 
 
-def test_the_recipe_for_adapters_trains_positions_and_merges(exports, tmp_path, monkeypatch):
+def test_the_cards_adapter_example_trains_positions_and_merges(exports, tmp_path, monkeypatch):
     (recipe,) = re.findall(
         r"## Adapt\n.*?```python\n(.*?)```", (exports["tape"].directory / "README.md").read_text(), re.S
     )
@@ -113,7 +113,7 @@ def test_the_recipe_for_adapters_trains_positions_and_merges(exports, tmp_path, 
         torch.testing.assert_close(names["merged"](tokens).logits, model.eval()(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_the_card_shows_the_evaluation_of_this_model_alone(evaluated, exports, tmp_path):
+def test_the_card_shows_only_this_models_evaluation(evaluated, exports, tmp_path):
     checkpoint, evaluated = evaluated / "checkpoint", evaluated / "results"
     found = json.loads((evaluated / "results.json").read_text())["tasks"]["perplexity"]["scores"]
     export(checkpoint, tmp_path / "given", tokenizer="none", results=[evaluated])
@@ -176,7 +176,7 @@ def read_card(directory):
     return yaml.safe_load(front_matter), text, links, html + emphasis
 
 
-def test_what_a_checkpoint_says_is_plain_text_on_its_card(exports, tmp_path):
+def test_text_of_a_checkpoint_is_escaped_in_its_card(exports, tmp_path):
     with changed_state(exports["rope"].checkpoint, tmp_path) as (step, state):
         state["progress"] |= {"origin": ON_LINES % 0, "card": FRONT_MATTER}
         state["config"] |= RUN
@@ -194,7 +194,7 @@ def test_what_a_checkpoint_says_is_plain_text_on_its_card(exports, tmp_path):
     refused(tmp_path, "license is an object", *command)
 
 
-def test_an_adapters_base_is_a_string_of_its_code(exports, tmp_path):
+def test_the_adapter_cards_code_quotes_the_base(exports, tmp_path):
     base = 'a"); b("\n```\n\\'
     write_adapter_card(tmp_path, "adapter", open_weights(exports["rope"].checkpoint), "fp32", base)
     (code,) = re.findall(r"```python\n(.*?)\n```", (tmp_path / "README.md").read_text(), re.S)

@@ -56,7 +56,7 @@ def test_logits_and_gradients_equal_the_reference(variant, attention):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_bf16_errs_at_most_twice_as_much_as_the_reference_in_bf16(attention):
+def test_bf16_error_is_at_most_twice_that_of_the_reference(attention):
     model = build(attn_implementation=attention)
     input_ids = tokens(4, 63)
     exact = reference_logits(model, input_ids)
@@ -73,7 +73,7 @@ def test_shifting_positions_changes_no_logit():
     torch.testing.assert_close(shifted, expected, rtol=1e-4, atol=2e-5)
 
 
-def test_other_attention_functions_never_see_a_wide_value():
+def test_other_attention_functions_get_values_as_wide_as_keys():
     widths = []
 
     def equal_widths(module, query, key, value, attention_mask, **kwargs):
@@ -105,7 +105,7 @@ def test_phases_stay_in_float32(tmp_path):
         assert torch.equal(moved.model.phases.inv_freq, exact)
 
 
-def test_configurations_that_cannot_work_are_refused():
+def test_invalid_configurations_are_refused():
     with pytest.raises(ValueError, match="gate_input"):
         TapeConfig(gate_input="both")
     with pytest.raises(ValueError, match="multiple of num_key_value_heads"):
@@ -130,7 +130,7 @@ def moved_state(directory, dtype, precision):
     return states[-1].double() - (start if precision == "fp32" else start.to(dtype)).double()
 
 
-def test_a_position_state_in_fp32_keeps_small_updates_of_a_bf16_model(exports):
+def test_an_fp32_state_keeps_small_updates_in_a_bf16_model(exports):
     directory = exports["tape"].directory
     assert AutoConfig.from_pretrained(directory, trust_remote_code=True).position_state_precision == "fp32"
     exact = moved_state(directory, torch.float64, "bf16")
@@ -139,6 +139,6 @@ def test_a_position_state_in_fp32_keeps_small_updates_of_a_bf16_model(exports):
 
 
 @pytest.mark.parametrize("given", [dict(tp_plan="auto"), dict(distributed_config={"pp_size": 2})])
-def test_parallelism_of_transformers_is_refused(exports, given):
+def test_transformers_parallelism_is_refused(exports, given):
     with pytest.raises(NotImplementedError, match="use device_map"):
         TapeForCausalLM.from_pretrained(exports["tape"].directory, **given)

@@ -94,7 +94,7 @@ def tokenize(directory):
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=True)("import heapq").input_ids
 
 
-def test_the_classes_are_those_of_auto_map(package_site, tmp_path):
+def test_the_classes_match_auto_map(package_site, tmp_path):
     script = "import transformers_tape as t; print(t.AUTO_CLASSES | {'AutoConfig': t.CONFIG})"
     done = run_in("pinned", tmp_path, "-c", script, PYTHONPATH=str(package_site))
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_the_classes_are_those_of_auto_map(package_site, tmp_path):
 
 
 @pytest.mark.slow
-def test_pip_builds_and_installs_what_the_tests_use(package_site, tmp_path):
+def test_pip_builds_and_installs_the_tested_package(package_site, tmp_path):
     pip = [python_of("ecosystem"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, ROOT / "transformers_tape"], check=True)

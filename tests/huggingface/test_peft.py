@@ -91,7 +91,7 @@ def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recip
 
 
 @pytest.mark.parametrize("changes, warns", [({}, 1), ({"modules_to_save": ["position"]}, 0)])
-def test_training_while_positions_are_frozen_at_zero_is_named_once(changes, warns, caplog):
+def test_training_with_positions_frozen_at_zero_warns_once(changes, warns, caplog):
     adapter = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **changes)
     with caplog.at_level(logging.WARNING):
         train(get_peft_model(zero_start(), adapter))
@@ -114,7 +114,7 @@ def parametrized(linear):
 
 
 @pytest.mark.parametrize("change", [hooked, parametrized], ids=lambda change: change.__name__)
-def test_the_matrix_of_a_module_is_what_the_module_multiplies_by(change):
+def test_the_matrix_of_a_module_is_its_effective_weight(change):
     linear = nn.Linear(5, 3, bias=False)
     assert matrix_of(linear, 5, torch.ones(1)) is linear.weight
     expected = change(linear)
@@ -124,7 +124,7 @@ def test_the_matrix_of_a_module_is_what_the_module_multiplies_by(change):
     torch.testing.assert_close(x @ found.T, linear(x))
 
 
-def test_sequences_with_adapters_of_their_own_are_refused_rather_than_mixed_up():
+def test_different_adapters_within_a_batch_are_refused():
     model = get_peft_model(zero_start(), LoraConfig(target_modules=["token_mixing"], init_lora_weights=False), "one")
     model.add_adapter("other", LoraConfig(target_modules=["token_mixing"], init_lora_weights=False))
     model.eval()

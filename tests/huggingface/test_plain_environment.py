@@ -91,12 +91,12 @@ def ran(exported, exports, streamable, source_text, tmp_path_factory):
     return json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
 
 
-def test_exports_run_on_torch_and_the_oldest_transformers_alone(ran):
+def test_exports_need_only_torch_and_the_oldest_transformers(ran):
     assert configuration_tape.OLDEST_TRANSFORMERS == "5.0.0"
     assert ran["transformers"] == "5.0.0"
 
 
-def test_the_oldest_transformers_does_the_light_rows(ran):
+def test_the_oldest_transformers_passes_the_light_rows(ran):
     assert ran["rows"].keys() == set(LIGHT)
     expected = {"lora_and_positions": "not installed (peft"}
     expected |= {name: "not installed (accelerate" for name in ("trainer", "offloaded_weights")}

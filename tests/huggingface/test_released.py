@@ -57,7 +57,7 @@ def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_pa
             torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
 
 
-def test_a_large_import_has_several_files_which_hold_the_same(tmp_path, monkeypatch):
+def test_a_large_import_is_split_into_files_with_the_same_weights(tmp_path, monkeypatch):
     write_released(tmp_path, "nope")
     given = tmp_path / "model.safetensors", tmp_path / "config.json"
     import_released(*given, tmp_path / "one")
@@ -88,7 +88,7 @@ def test_a_released_fire_with_another_threshold_is_refused(tmp_path):
         ({"vocab_size": 60}, "settings require"),
     ],
 )
-def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, refusal):
+def test_unsupported_released_checkpoints_are_refused(tmp_path, change, refusal):
     config, _, _ = write_released(tmp_path, "adape")
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     before = sorted(os.listdir(tmp_path))
@@ -105,7 +105,7 @@ def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, refu
         ("post_attention_linear.weight", torch.ones(3), "post_attention_linear.weight has the shape"),
     ],
 )
-def test_released_weights_of_no_model_are_refused_by_name(tmp_path, name, tensor, refusal):
+def test_invalid_released_weights_are_refused_by_name(tmp_path, name, tensor, refusal):
     _, weights, _ = write_released(tmp_path, "adape")
     (key,) = [key for key in weights if key.startswith("model.layers.0.") and key.endswith(name)] or [None]
     save_file(weights | {key or f"model.layers.0.{name}": tensor}, tmp_path / "model.safetensors")

@@ -13,7 +13,7 @@ from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.tensor_files import on_meta
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(exports, tmp_path):
+def test_a_full_disk_gives_one_sentence_and_leaves_nothing_behind(exports, tmp_path):
     arguments = ["to-hf", "--checkpoint", exports["tape"].checkpoint, "--output", tmp_path / "out"]
     arguments += ["--tokenizer", exports["tape"].directory / "tokenizer.model"]
     largest = max(path.stat().st_size for path in exports["tape"].directory.iterdir())
@@ -40,7 +40,7 @@ def test_weights_are_read_and_written_one_at_a_time(exports, tmp_path, monkeypat
     assert len(alive) > 20 and most <= 1 and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
-def test_a_shape_that_no_machine_can_hold_is_refused_by_name():
+def test_impossibly_large_shapes_are_refused_by_name():
     for shape in ((2**62,), (2**40, 2**40)):
         with pytest.raises(UserError, match="^w would have the shape"):
             on_meta({"w": shape}, torch.float32)

@@ -52,7 +52,7 @@ def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
     assert theirs.same_as == ours.digest
 
 
-def test_a_model_with_other_ids_is_refused_with_the_text(tmp_path):
+def test_a_conversion_with_different_ids_is_refused_with_the_text(tmp_path):
     symbols = dict(model_type="bpe", user_defined_symbols=["<sep>"])
     (tmp_path / "t.model").write_bytes(sentencepiece_model(**symbols, **NO_RULES))
     problem = export_problem(load_tokenizer(tmp_path / "t.model"), 128)
@@ -61,7 +61,7 @@ def test_a_model_with_other_ids_is_refused_with_the_text(tmp_path):
         exported(tmp_path / "t.model", tmp_path / "out")
 
 
-def test_a_conversion_without_transformers_says_what_to_install(tmp_path, tokenizer_path, monkeypatch):
+def test_a_conversion_without_transformers_names_the_package_to_install(tmp_path, tokenizer_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.convert_slow_tokenizer", None)
     with pytest.raises(FileError, match="pip install transformers"):
         exported(tokenizer_path, tmp_path / "out")
@@ -72,7 +72,7 @@ TEXT = "List:\n\n1.  x =   25"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_tokenizer_takes_the_steps_of_its_file_whatever_class_and_model_are_named(tmp_path, kind):
+def test_a_tokenizer_follows_its_file_regardless_of_the_named_class(tmp_path, kind):
     """transformers makes a tokenizer without the first of these steps for GPT2Tokenizer, and Qwen's for every Qwen2."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
@@ -94,7 +94,7 @@ def test_a_tokenizer_takes_the_steps_of_its_file_whatever_class_and_model_are_na
     assert automatic == (kind == "llama")
 
 
-def test_links_lead_out_of_a_directory_only_in_the_hubs_cache(tmp_path):
+def test_links_out_of_a_directory_are_allowed_only_in_the_hubs_cache(tmp_path):
     blobs, snapshot = (tmp_path / "models--a--b" / name for name in ("blobs", "snapshots/1"))
     for directory in (blobs, snapshot, tmp_path / "model"):
         directory.mkdir(parents=True)
@@ -119,7 +119,7 @@ def exported(source, output, context=128):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_reads_text_as_training_did(kind, tmp_path, texts):
+def test_an_exported_tokenizer_gives_the_ids_of_training(kind, tmp_path, texts):
     """Also text that mentions special tokens, where the vocabulary for text holds them."""
     source = tmp_path / "source"
     source.mkdir()
@@ -132,7 +132,7 @@ def test_an_export_reads_text_as_training_did(kind, tmp_path, texts):
     assert (again.digest, again.eod, again.bos) == (ours.digest, ours.eod, ours.bos)
 
 
-def test_a_chat_template_needs_special_tokens_to_be_found(tmp_path):
+def test_special_tokens_in_text_are_matched_only_with_a_chat_template(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     control = ["<|im_start|>", "<|im_end|>"]
@@ -151,7 +151,7 @@ def test_a_chat_template_needs_special_tokens_to_be_found(tmp_path):
     assert difference(record_of(load_tokenizer(tmp_path / "out")), record_of(ours), "") is None
 
 
-def test_a_converted_tokenizer_is_the_one_that_it_was_converted_from(tmp_path, tokenizer_path):
+def test_a_converted_tokenizer_equals_its_source(tmp_path, tokenizer_path):
     exported(tokenizer_path, tmp_path / "out")
     original, converted = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "out")
     assert difference(record_of(converted), record_of(original), "") is None and "tokenizer.json" in converted.files
@@ -177,7 +177,7 @@ FLAGS = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, sp
 
 
 @pytest.mark.parametrize("kind", ["json", "model"])
-def test_an_export_has_no_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_path, kind, capsys):
+def test_an_export_omits_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_path, kind, capsys):
     """transformers gives ids beyond the model's rows to tokens that files next to tokenizer.json name."""
     source = tmp_path / "source"
     if kind == "json":
@@ -208,7 +208,7 @@ def test_an_export_has_no_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_pa
     assert names <= {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
 
-def test_bad_ids_of_generation_settings_are_left_out_and_named(tmp_path, tokenizer_path, capsys):
+def test_invalid_ids_in_generation_settings_are_omitted_and_named(tmp_path, tokenizer_path, capsys):
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())

@@ -77,7 +77,7 @@ def settings(stages=1, cache="auto", method=None):
 
 
 @pytest.mark.parametrize("given", [{}, {"cache": "bfloat16"}, {"method": "draft_model"}])
-def test_heads_of_the_cache_are_twice_as_wide(plugin, given):
+def test_the_cache_has_twice_the_head_size(plugin, given):
     for_vllm = settings(**given)
     for _ in range(2):  # vLLM asks when it starts, and the model once more
         plugin.prepare(for_vllm)
@@ -92,12 +92,12 @@ def test_heads_of_the_cache_are_twice_as_wide(plugin, given):
         ({"method": "eagle"}, "speculative method eagle.*ngram"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(plugin, given, names):
+def test_unsupported_vllm_settings_are_refused_by_name(plugin, given, names):
     with pytest.raises(NotImplementedError, match=f"^TAPE models in vLLM do not support .*{names}"):
         plugin.prepare(settings(**given))
 
 
-def test_a_vllm_that_has_changed_gets_a_warning_and_no_error(plugin, monkeypatch):
+def test_an_incompatible_vllm_gives_a_warning_instead_of_an_error(plugin, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     with pytest.warns(RuntimeWarning, match="could not add TAPE models to vLLM .*0.32.0"):
         plugin.register()
@@ -115,7 +115,7 @@ def site(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_vllm_gives_the_tokens_and_logprobs_of_transformers(site, code_tokenizer, tmp_path):
+def test_vllm_equals_transformers_in_tokens_and_logprobs(site, code_tokenizer, tmp_path):
     directories = []
     for name, (kind, sizes) in MODELS.items():
         sizes = dict(vocab_size=400, unpadded_vocab_size=400, init_std=0.06) | sizes
@@ -141,7 +141,7 @@ def test_vllm_gives_the_tokens_and_logprobs_of_transformers(site, code_tokenizer
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_vllm_refuses_what_cannot_work_before_it_loads_a_model(site, exports, exported, tmp_path):
+def test_vllm_refuses_unsupported_settings_before_loading_a_model(site, exports, exported, tmp_path):
     directories = [exports["tape"].directory, *(exported(name).directory for name in ("t5", "tape_learned"))]
     done = run_in("vllm", tmp_path, "-c", REFUSED, *directories, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr[-3000:]

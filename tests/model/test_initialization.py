@@ -1,4 +1,4 @@
-"""How weights begin: the same numbers in every layout, each drawn where it is kept."""
+"""Weight initialization gives the same values in every layout, and each rank draws only its shard."""
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ LORA = ExtensionConfig(trains=["lora"], lora_rank=4)
 ENCODINGS = [encoding.name for encoding in BUILT_IN]
 
 
-class Cut(torch.nn.Parameter):
-    """A parameter that is cut as Megatron's, and of which ZeRO 3 has left one partition."""
+class ShardedParameter(torch.nn.Parameter):
+    """A parameter sharded as in Megatron, which can be partitioned as in ZeRO 3."""
 
-    def cut(self, axis, stride):
+    def sharded(self, axis, stride):
         self.tensor_model_parallel, self.partition_dim, self.partition_stride = True, axis, stride
         return self
 
@@ -31,16 +31,16 @@ class Cut(torch.nn.Parameter):
         return self
 
 
-def share(name, declared, axis, stride, rank, size):
-    """An undefined share of a parameter; whole without an `axis`."""
+def uninitialized_shard(name, declared, axis, stride, rank, size):
+    """Return an uninitialized shard of a parameter; the whole parameter without an `axis`."""
     whole = torch.full(declared.shape, torch.nan)
     if axis is None:
-        return Cut(whole)
-    parameter = Cut(torch.empty(0)).cut(axis, stride)
-    return Cut(shard(whole, parameter, rank, size)).cut(axis, stride)
+        return ShardedParameter(whole)
+    parameter = ShardedParameter(torch.empty(0)).sharded(axis, stride)
+    return ShardedParameter(shard(whole, parameter, rank, size)).sharded(axis, stride)
 
 
-def drawn(parameter, declared, rank, size):
+def initialized(parameter, declared, rank, size):
     holder = torch.nn.Module()
     holder.register_parameter("x", parameter)
     initialize_weights(holder, {"x": declared}, 5, rank, size)
@@ -61,27 +61,27 @@ def drawn(parameter, declared, rank, size):
         ((7, 5), None, 1, "value"),
     ],
 )
-def test_a_share_and_a_partition_of_it_have_the_numbers_of_the_whole(monkeypatch, shape, axis, stride, kind):
+def test_shards_and_partitions_equal_slices_of_the_whole_parameter(monkeypatch, shape, axis, stride, kind):
     numbers = torch.arange(float(torch.Size(shape).numel())).view(shape).tolist()
     declared = initialization.Initialization(shape, **{kind: numbers if kind == "value" else 0.5})
     whole = initialized_whole("x", declared, 5)
     for chunk, size, partitions in ((10**6, 1, 1), (45, 2, 3), (1, 4, 7), (10**6, 4, 100)):
         monkeypatch.setitem(initialization.CHUNKS, "cpu", chunk)
         for rank in {0, size - 1}:
-            parameter = share("x", declared, axis, stride, rank, size)
+            parameter = uninitialized_shard("x", declared, axis, stride, rank, size)
             expected = shard(whole, parameter, rank, size)
-            assert torch.equal(drawn(parameter, declared, rank, size), expected.flatten())
+            assert torch.equal(initialized(parameter, declared, rank, size), expected.flatten())
             parts = []
             for part in range(partitions):
-                parameter = share("x", declared, axis, stride, rank, size).partitioned(part, partitions)
-                parts.append(drawn(parameter, declared, rank, size))
-                again = share("x", declared, axis, stride, rank, size).partitioned(part, partitions)
+                parameter = uninitialized_shard("x", declared, axis, stride, rank, size).partitioned(part, partitions)
+                parts.append(initialized(parameter, declared, rank, size))
+                again = uninitialized_shard("x", declared, axis, stride, rank, size).partitioned(part, partitions)
                 write_shard(again, expected)
                 assert torch.equal(local_storage(again)[0], parts[-1])
             assert torch.equal(torch.cat(parts), expected.flatten())
 
 
-def test_every_parameter_begins_as_megatron_and_peft_begin_it():
+def test_initial_values_follow_megatron_and_peft():
     model = small_model(qkv_bias=True, qk_norm=True, attention_output_gate=True, hidden_size=64, ffn_hidden_size=128)
     initials = weight_initializations(model, LORA)
     assert {name: declared.shape for name, declared in initials.items()} == parameter_shapes(model, LORA)
@@ -111,7 +111,7 @@ def test_every_parameter_begins_as_megatron_and_peft_begin_it():
     assert seen == set(deviations)
 
 
-def test_neither_the_encoding_nor_lora_nor_torchs_generator_changes_another_weight():
+def test_initial_weights_do_not_depend_on_other_parameters_or_torchs_generator():
     drawn = []
     for encoding, lora, outer in (("tape", None, 1), ("rope", LORA, 2)):
         torch.manual_seed(outer)

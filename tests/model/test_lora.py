@@ -1,4 +1,4 @@
-"""LoRA layers of one process; parallel/test_two_processes.py compares two processes with it."""
+"""LoRA layers in one process; parallel/test_two_processes.py compares two processes with one."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def named(built, kind):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_lora_layer_adds_its_product_to_the_matrix(variant):
+def test_lora_equals_the_merged_matrix(variant):
     model, extension = small_model(**VARIANTS[variant][0]), lora(**VARIANTS[variant][1])
     built, _ = build(model, lora=extension)
     weights = whole_weights(built, model)

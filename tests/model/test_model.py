@@ -1,4 +1,4 @@
-"""The Megatron-core model on one process, against the reference and the released code."""
+"""The Megatron-core model in one process, compared with the reference and the released code."""
 
 import math
 
@@ -49,7 +49,7 @@ BASELINES = ["rope", "nope", "yarn", "alibi", "t5rb", "fire", "sincos", "xpos"]
     + [(name, "full") for name in BASELINES],
 )
 def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
-    """In float64, so that only the released code's own rounding is left; the next test bounds ours in float32."""
+    """In float64, so that only the released code rounds; the next test bounds our rounding in float32."""
     model, built, weights, gradients, rest = released_model(name, torch.float64, token_mixing=token_mixing)
     weights = {key: value.requires_grad_() for key, value in weights.items()}
     load_weights(built.gpt, reference.from_released(weights), model, 0, 1)
@@ -66,7 +66,9 @@ def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
             else:
                 released = renamed[part]
             if name in BASELINES and part == "model.embed_tokens.weight":
-                gradient = gradient.index_fill(0, torch.tensor([63]), 0.0)  # their padding token gets no gradient
+                gradient = gradient.index_fill(
+                    0, torch.tensor([63]), 0.0
+                )  # the released code's padding token gets no gradient
             assert (gradient - released).norm() <= 1e-5 * released.norm(), part
             checked += 1
     assert checked == len(renamed)
@@ -89,11 +91,11 @@ def test_rounding_is_at_most_twice_that_of_plain_torch(name):
     [(variant, "none") for variant in (*VARIANTS, *INCREMENTS, *SOME_LAYERS)]
     + [(variant, "full") for variant in ("rope_signed", "both_yarn", *SOME_LAYERS)],
 )
-def test_logits_gradients_and_the_number_of_parameters_are_the_references(variant, recompute):
+def test_logits_gradients_and_parameter_count_equal_the_reference(variant, recompute):
     model, ids = small_model(**(VARIANTS | INCREMENTS | SOME_LAYERS)[variant]), random_tokens()
     built, _ = build(model, dtype=torch.float64, recompute=recompute)
     weights = {key: value.clone().requires_grad_() for key, value in whole_weights(built, model).items()}
-    # The frequencies are in float32, and the reference rounds a ramp with fractions otherwise.
+    # Frequencies are in float32, and the reference rounds yarn's interpolation differently.
     tolerance = 1e-5 if variant == "yarn_rope" else 1e-11
     expected = reference.forward(weights, ids, reference_config(model), documents=DOCUMENTS)["logits"]
     logits = built(ids, documents=DOCUMENTS)
@@ -115,7 +117,7 @@ def test_logits_gradients_and_the_number_of_parameters_are_the_references(varian
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_whole_shapes_are_those_of_the_parts_of_megatrons_weights(variant):
+def test_whole_shapes_match_the_converted_megatron_weights(variant):
     model, parts = small_model(**VARIANTS[variant]), {}
     for name, shape in parameter_shapes(model).items():
         parts |= from_megatron(name, torch.empty(shape, device="meta"), model)
@@ -123,7 +125,7 @@ def test_whole_shapes_are_those_of_the_parts_of_megatrons_weights(variant):
 
 
 @pytest.mark.parametrize("variant", ["plain", "scaled", "llama3", "yarn"])
-def test_a_fresh_tape_model_is_the_rope_model_of_the_same_seed(variant):
+def test_a_new_tape_model_equals_the_rope_model_of_the_same_seed(variant):
     ids, changes = random_tokens(), VARIANTS[variant]
     tape, _ = build(small_model(attention_backend="torch", **changes), randomize=False)
     rope, _ = build(small_model(position_encoding="rope", **changes), randomize=False)
@@ -140,7 +142,7 @@ def test_shifting_positions_changes_no_logit(variant):
     assert (built(ids) - built(ids, positions=torch.arange(16) * 2)).abs().max() > 1e-2
 
 
-def test_labels_give_the_cross_entropy_by_token_its_mean_or_weighted():
+def test_the_loss_is_cross_entropy_per_token_averaged_or_weighted():
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
     built, _ = build(small_model())
     losses = F.cross_entropy(built(ids).transpose(1, 2), labels, reduction="none")
@@ -167,7 +169,7 @@ def record_norms(built):
         update.record_norms = True
 
 
-def test_position_norms_start_at_rope_and_count_the_update():
+def test_position_norms_equal_rope_at_first_and_include_updates_later():
     for variant, factor in (("plain", 1.0), ("yarn", 0.1 * math.log(4) + 1)):
         built, _ = build(small_model(**VARIANTS[variant]), randomize=False)
         record_norms(built)
@@ -182,7 +184,7 @@ def test_position_norms_start_at_rope_and_count_the_update():
     assert all((update.norms[1] > 0).all() for update in built.position_updates())
 
 
-def test_frequencies_and_masks_are_made_once_and_not_in_every_layer(monkeypatch):
+def test_frequencies_and_masks_are_computed_once_for_all_layers(monkeypatch):
     built, _ = build(small_model(attention_backend="torch"))
     made = []
     frequencies, mask = type(built.encoding).frequencies, packing.additive_mask
@@ -193,7 +195,7 @@ def test_frequencies_and_masks_are_made_once_and_not_in_every_layer(monkeypatch)
     assert sorted(made) == ["angles", "mask", "mask"]
 
 
-def test_phases_need_no_gradient_where_layers_are_recomputed(monkeypatch):
+def test_fixed_phases_need_no_gradient_under_activation_checkpointing(monkeypatch):
     asked = []
     enter = layers.LayerPosition.enter
 

@@ -1,4 +1,4 @@
-"""A model whose attention is shifted and sparse in training mode, as a run builds it."""
+"""Models with shifted sparse attention in training mode."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def shifted(name, **changes):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_no_token_sees_its_future(name):
+def test_attention_is_causal(name):
     built = shifted(name)
     ids = random_tokens()
     assert built.training
@@ -39,25 +39,25 @@ def test_no_token_sees_its_future(name):
         assert not different[:token].any() and different[token] > 0
 
 
-def test_a_token_does_not_see_beyond_its_segment():
+def test_tokens_attend_only_within_their_segment():
     built = shifted("rope")
     built.gpt.decoder.layers = built.gpt.decoder.layers[:1]
     ids = random_tokens()
     changed = ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 64
-    # Token 5 lies in the segment of 4 to 7 for half of the heads, and of 2 to 5 for the others.
+    # Token 5 is in the segment of tokens 4 to 7 for half of the heads, and in that of 2 to 5 for the others.
     assert [i for i, x in enumerate((built(changed) - built(ids)).abs().amax((0, 2))) if x > 0] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("name, packed", [("tape", False), ("tape", True), ("repo", True), ("three_groups", True)])
-def test_recomputation_keeps_the_segments(name, packed):
+def test_recomputation_uses_the_same_segments(name, packed):
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
     documents = documents_from_tokens(ids, 7) if packed else None
     gradients = []
     for recompute in ("none", "selective", "full"):
         built = shifted(name, recompute=recompute)
         loss = built(ids, labels, documents=documents)
-        built.eval()  # whatever the mode is now, the forward pass was one of training
+        built.eval()  # the forward pass was in training mode, whatever the mode in the backward pass
         loss.backward()
         gradients.append({name: parameter.grad for name, parameter in built.named_parameters()})
     for again in gradients[1:]:

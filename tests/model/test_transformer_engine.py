@@ -1,4 +1,4 @@
-"""An installed Transformer Engine, which Megatron-core then prefers for many of its modules, changes nothing here."""
+"""An installed Transformer Engine, which Megatron-core prefers for many modules, changes nothing."""
 
 import json
 import os
@@ -61,7 +61,7 @@ print(json.dumps([float(losses.detach().mean()), *(float(p.grad.norm()) for p in
 """
 
 
-def test_a_stub_of_transformer_engine_is_never_called_and_changes_no_bit():
+def test_an_installed_transformer_engine_is_not_called_and_changes_nothing():
     model, _ = build(small_model())
     losses = model(random_tokens(), labels=random_tokens(seed=1))
     losses.mean().backward()

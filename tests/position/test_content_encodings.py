@@ -1,4 +1,4 @@
-"""Encodings that depend on content: their papers' equations, what pins them down, and tokens a few at a time."""
+"""Content-dependent encodings, compared with their papers' equations and authors' code."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def parameters_of(found):
 
 
 def cope_by_definition(q, k, v, table, documents):
-    """Equations 3 to 6 of the paper, a pair at a time."""
+    """Equations 3 to 6 of the paper, one pair at a time."""
     k, v = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))
     rows = []
     for b in range(2):
@@ -64,7 +64,7 @@ def cope_by_definition(q, k, v, table, documents):
     return torch.stack(rows).view(2, HEADS, TOKENS, DIM).permute(2, 0, 1, 3)
 
 
-def test_cope_is_the_papers_equation_with_every_gradient():
+def test_cope_and_its_gradients_equal_the_papers_equations():
     q, k, v = heads()
     found = encoding("cope")
     table = parameters_of(found)["table"]
@@ -76,8 +76,8 @@ def test_cope_is_the_papers_equation_with_every_gradient():
 
 
 @pytest.mark.parametrize("queries", [1, TOKENS])
-def test_cope_counts_seen_keys_beyond_hidden_ones(queries):
-    """As where a prompt with padding after it is continued: what is hidden may be wider than a tile."""
+def test_cope_skips_masked_keys_between_visible_ones(queries):
+    """As in generation after right padding; the masked range may be wider than a tile."""
     q, k, _ = heads()
     q, k = q[-queries:].detach().permute(1, 2, 0, 3), k.detach().repeat_interleave(2, 2).permute(1, 2, 0, 3)
     scores, of_positions = q @ k.mT, q @ draw(9, DIM).detach().mT
@@ -92,7 +92,7 @@ def test_cope_counts_seen_keys_beyond_hidden_ones(queries):
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
-def test_fox_is_what_flash_linear_attention_computes_with_every_gradient(monkeypatch, backend):
+def test_fox_and_its_gradients_equal_flash_linear_attention(monkeypatch, backend):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     found, hidden, tensors = encoding("fox"), draw(TOKENS, 2, HIDDEN, seed=5), heads()
     parameters = parameters_of(found)

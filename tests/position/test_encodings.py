@@ -1,4 +1,4 @@
-"""The encodings that TAPE is compared with, beside the golden files: their equations, packs, recomputation, costs."""
+"""Baseline encodings: equations, packed documents, recomputation and costs (golden files test them, too)."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from megatron_tape.position.alibi import alibi_slopes
 from megatron_tape.position.encoding import NO_CACHE
 
 BATCH = MicroBatch(16, 16, 4, 1)
-# With settings that make each of their branches count in 16 tokens.
+# Settings with which 16 tokens reach every branch.
 CHANGES = {
     "alibi": {},
     "t5": {"t5_num_buckets": 6, "t5_max_distance": 9},
@@ -44,7 +44,7 @@ def built_and_moved(name, **settings):
 
 
 def whole_bias(built, layer=1, tokens=40):
-    """The bias of every pair, (H, S, S), and the layer's parameters."""
+    """Return the bias of every pair, (H, S, S), and the layer's parameters."""
     position = built.gpt.decoder.layers[layer].position
     state = built.encoding.initial_state(torch.arange(tokens)[:, None], torch.float32)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def whole_bias(built, layer=1, tokens=40):
         return bias.of(slice(0, tokens), slice(0, tokens))[0], dict(position.named_parameters())
 
 
-def test_alibi_lowers_scores_by_the_papers_slopes():
+def test_alibi_uses_the_papers_slopes():
     assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
     assert alibi_slopes(12)[8:] == pytest.approx([2 ** (-0.5 * h) for h in (1, 3, 5, 7)])
     bias, _ = whole_bias(built_and_moved("alibi"))
@@ -77,7 +77,7 @@ def test_t5_has_the_buckets_of_transformers():
     torch.testing.assert_close(bias.tril(), table[expected].permute(2, 0, 1).tril())
 
 
-def test_fire_is_the_papers_equation():
+def test_fire_equals_the_papers_equation():
     bias, w = whole_bias(built_and_moved("fire"))
     at = torch.arange(40.0)
     c, threshold = w["log_scale"].abs(), (w["threshold_scale"] * 3.0).abs()
@@ -87,7 +87,7 @@ def test_fire_is_the_papers_equation():
     torch.testing.assert_close(bias.tril(), expected.detach().permute(2, 0, 1).tril(), atol=1e-4, rtol=1e-4)
 
 
-def test_sincos_adds_sines_and_cosines_to_the_embedding_alone():
+def test_sincos_only_adds_sines_and_cosines_to_the_embedding():
     built = built_and_moved("sincos")
     added = built.encoding.embedding(torch.arange(16)[:, None], torch.float64)
     angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(0, 32, 2) / 32)
@@ -100,7 +100,7 @@ def test_sincos_adds_sines_and_cosines_to_the_embedding_alone():
     assert torch.equal(built(ids), nope(ids))
 
 
-def test_xpos_rotates_and_decays_by_distance_alone():
+def test_xpos_depends_only_on_distances():
     """Equation 12 of the paper, for one query and one key of ones."""
     built = built_and_moved("xpos")
     ids = random_tokens()
@@ -126,7 +126,7 @@ def test_xpos_rotates_and_decays_by_distance_alone():
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_documents_of_a_pack_are_as_if_alone(name):
+def test_packed_documents_equal_separate_sequences(name):
     built = built_and_moved(name, recompute="full")
     ids = random_tokens(2)
     packed = built(ids, documents=torch.tensor([[0] * 5 + [1] * 11, [0] * 16]))
@@ -136,7 +136,7 @@ def test_documents_of_a_pack_are_as_if_alone(name):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_tiles_recomputation_and_whole_scores_give_the_same_gradients(name, monkeypatch):
+def test_gradients_do_not_depend_on_tiling_or_recomputation(name, monkeypatch):
     monkeypatch.setattr(tiled, "QUERIES", 24)
     monkeypatch.setattr(tiled, "KEYS", 40)
     ids, gradients, sizes = random_tokens(1, 90), [], {"num_layers": 2, "seq_length": 90}
@@ -156,7 +156,7 @@ OTHERS |= {name: {"position_encoding": name} for name in TOYS}
 
 
 @pytest.mark.parametrize("case", [*CHANGES, *OTHERS])
-def test_costs_are_those_of_the_model(case):
+def test_costs_match_the_built_model(case):
     with registered():
         model = model_of(case) if case in CHANGES else small_model(**OTHERS[case])
         for precision, recompute in (("fp32", "none"), ("bf16", "none"), ("fp32", "full")):
@@ -183,6 +183,6 @@ def test_costs_are_those_of_the_model(case):
         ("path", {"attention_backend": "torch"}, "torch, which cannot apply the reflections of all tokens"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(name, changes, refusal):
+def test_invalid_settings_are_refused(name, changes, refusal):
     with pytest.raises(ConfigError, match=refusal):
         validate_model(model_of(name, **changes))

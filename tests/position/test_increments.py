@@ -1,4 +1,4 @@
-"""Learned increments of positions, and a position state whose complex numbers keep their modulus."""
+"""Learned position increments, and position states with normalized modulus."""
 
 import math
 
@@ -15,7 +15,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 
 
 @pytest.mark.parametrize("case", INCREMENTS)
-def test_a_fresh_model_is_that_with_fixed_increments_and_no_norm(case):
+def test_a_new_model_equals_one_with_fixed_increments_and_no_norm(case):
     ids = random_tokens()
     fresh, _ = build(small_model(**INCREMENTS[case]), randomize=False)
     without = {"increments": "fixed", "state_norm": "none"}
@@ -40,8 +40,8 @@ def test_either_matrix_of_the_position_mlp_can_start_at_zero(zero):
 
 
 @pytest.mark.parametrize("case", INCREMENTS)
-def test_where_the_sum_begins_changes_nothing(case):
-    """The second document of a pack begins at the sum over the first; padding on the left is such a document."""
+def test_the_start_of_the_cumulative_sum_changes_nothing(case):
+    """The sum of a pack's second document starts after the first one; left padding is such a first document."""
     built, _ = build(small_model(**INCREMENTS[case]))
     ids = random_tokens()
     packed = built(ids, documents=DOCUMENTS)
@@ -51,7 +51,7 @@ def test_where_the_sum_begins_changes_nothing(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_differences_of_positions_stay_exact_over_128k_tokens(dtype):
+def test_position_differences_are_exact_over_128k_tokens(dtype):
     tokens = 2**17
     built, _ = build(small_model(**INCREMENTS["rope_learned"], seq_length=tokens), dtype=dtype)
     weight = built.gpt.decoder.layers[0].position.increments
@@ -73,7 +73,7 @@ def test_differences_of_positions_stay_exact_over_128k_tokens(dtype):
         assert (turned - torch.polar(torch.ones_like(angles), angles)).abs().max() < 2e-6
 
 
-def test_phases_have_the_gradients_of_their_definition():
+def test_phases_and_their_gradients_equal_the_definition():
     p = (1000 * torch.rand(5, 2, 3, dtype=torch.float64)).requires_grad_()
     theta = torch.tensor([1.0, 0.1, 1e-3], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda p: phases(p, theta, 1.3, torch.float64), (p,))
@@ -84,7 +84,7 @@ def test_phases_have_the_gradients_of_their_definition():
 
 
 @pytest.mark.parametrize("case", ["unit", "both_yarn"])
-def test_every_update_keeps_the_modulus(case, monkeypatch):
+def test_every_update_preserves_the_modulus(case, monkeypatch):
     built, _ = build(small_model(**INCREMENTS[case]))
     updated, states = [], []
     monkeypatch.setattr(rotation, "with_modulus", lambda *x: updated.append(x[0]) or with_modulus(*x))
@@ -99,7 +99,7 @@ def test_every_update_keeps_the_modulus(case, monkeypatch):
         assert (was - factor).abs().max() > 0.5 and (was > 1e-3).float().mean() > 0.95
 
 
-def test_the_modulus_has_finite_gradients_at_zero_and_those_of_its_definition_elsewhere():
+def test_gradients_of_the_modulus_are_finite_at_zero_and_exact_elsewhere():
     z = torch.randn(4, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     z[0, 0, 0, [2, 6]] = torch.tensor([4e-4, -3e-4], dtype=torch.float64)  # shorter than SHORTEST
     assert torch.autograd.gradcheck(lambda z: with_modulus(z, 1.3), (z.requires_grad_(),), eps=1e-7, atol=1e-3)
@@ -111,14 +111,14 @@ def test_the_modulus_has_finite_gradients_at_zero_and_those_of_its_definition_el
     assert (rounded.float().unflatten(-1, (2, -1)).norm(dim=-2) - 1).abs().max() < 2**-7
 
 
-def test_signed_increments_go_back():
+def test_signed_increments_can_decrease_positions():
     built, _ = build(small_model(position_encoding="rope", **SIGNED))
     logits = torch.tensor([0.0, -3.0, 0.5])[:, None, None]
     assert built.encoding.running_sum(logits, NO_CACHE).flatten().tolist() == [1.0, -1.0, 0.5]
 
 
 @pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN if encoding.needs])
-def test_some_layers_are_those_of_a_model_without_positions(name):
+def test_skipped_layers_equal_those_of_a_model_without_positions(name):
     """With the same weights, a layer without positions does what it does in a model of `nope`."""
     some, _ = build(small_model(position_encoding=name, num_layers=4, layers_without_positions=2))
     nope, _ = build(small_model(position_encoding="nope", num_layers=4))

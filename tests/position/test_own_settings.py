@@ -1,4 +1,4 @@
-"""A positional encoding of a user's own has settings like any other, which recipes and --help know."""
+"""Settings of a user's positional encoding work in recipes, on the command line and in --help."""
 
 import dataclasses
 from pathlib import Path
@@ -15,10 +15,10 @@ RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SteepSettings(EncodingSettings):
-    """How steep it is."""
+    """The slope."""
 
     steep_slope: float = 1.0
-    """steep: how fast far keys count less."""
+    """steep: slope of the decay with distance."""
 
 
 class Steep(PositionEncoding):
@@ -36,7 +36,7 @@ def read(*arguments):
     return parse_run_config(["--config", RECIPE, "--data.prefix=x", *arguments]).model
 
 
-def test_a_recipe_and_the_command_line_set_them(capsys):
+def test_recipes_and_the_command_line_set_them(capsys):
     model = read("--model.position.steep_slope=2", "--model.position_encoding=steep")
     assert model.position == SteepSettings(steep_slope=2.0) and encoding_of(model).settings.steep_slope == 2
     assert as_dict(model)["position"] == {"steep_slope": 2.0} and model_config(as_dict(model)) == model
@@ -45,17 +45,17 @@ def test_a_recipe_and_the_command_line_set_them(capsys):
     assert refused.value.key == "model.position.steep_slope"
     with pytest.raises(SystemExit):
         parse_run_config(["--help"])
-    assert "steep: how fast far keys count less." in " ".join(capsys.readouterr().out.split())
+    assert "steep: slope of the decay with distance." in " ".join(capsys.readouterr().out.split())
 
 
-def test_another_encoding_does_not_have_them():
+def test_other_encodings_reject_them():
     with pytest.raises(ConfigError) as refused:
         read("--model.position.steep_slope=2")
     assert refused.value.key == "model.position.steep_slope"
 
 
 @pytest.mark.parametrize("name, default", [("bad_size", dataclasses.MISSING)])
-def test_each_has_a_default(name, default):
+def test_every_setting_needs_a_default(name, default):
     item = (name, float, dataclasses.field(default=default))
     settings = dataclasses.make_dataclass("Settings", [item], bases=(EncodingSettings,), frozen=True)
     with pytest.raises(ValueError, match=name):

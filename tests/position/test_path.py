@@ -1,4 +1,4 @@
-"""PaTH: its scores, their gradients, documents and a memory of earlier tokens."""
+"""PaTH: scores, gradients, documents and the convolution."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def in_float64():
 
 
 def random_inputs(T, B=2, G=2, R=2, D=8, seed=0):
-    """Queries, keys, values, unit vectors w and factors beta of nearly the whole range, as leaves."""
+    """Return queries, keys, values, unit vectors w and factors beta from 0 to 2, as leaves."""
     torch.manual_seed(seed)
     q, k, v = torch.randn(T, B, G * R, D), torch.randn(T, B, G, D), torch.randn(T, B, G, D)
     w = torch.nn.functional.normalize(torch.randn(T, B, G, D), dim=-1)
@@ -35,7 +35,7 @@ def rescore_of(w, beta):
 
 
 def defined_scores(q, k, w, beta):
-    """The defining equation, one matrix at a time: (B, H, S, T)."""
+    """Return the scores (B, H, S, T) by the defining equation, one matrix at a time."""
     (T, B, G, D), S = k.shape, len(q)
     q, k = q.permute(1, 2, 0, 3).unflatten(1, (G, -1)), k.permute(1, 2, 0, 3)
     H = torch.eye(D) - beta[..., None, None] * w[..., None] * w[..., None, :]  # (T, B, G, D, D)
@@ -50,7 +50,7 @@ def defined_scores(q, k, w, beta):
 
 
 @pytest.mark.parametrize("T, S", [(70, 70), (5, 5), (64, 64), (130, 9), (67, 1)])
-def test_scores_and_gradients_are_those_of_the_defining_equation(T, S):
+def test_scores_and_gradients_equal_the_defining_equation(T, S):
     q, k, _, w, beta = random_inputs(T)
     q = q[T - S :].detach().requires_grad_()
     scores = rescore_of(w, beta)
@@ -63,21 +63,21 @@ def test_scores_and_gradients_are_those_of_the_defining_equation(T, S):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("backend", ["tiled", "naive"])
-def test_outputs_and_gradients_are_those_of_the_authors_code(backend, gated, monkeypatch):
+def test_outputs_and_gradients_equal_the_authors_code(backend, gated, monkeypatch):
     T, D = 150, 8
     leaves = random_inputs(T, D=D)
     q, k, v, w, beta = leaves
     log_gate = (torch.rand(T, 2, 4) * -0.1 if gated else torch.zeros(T, 2, 4)).requires_grad_()
     given = {"log_gate_TBH": log_gate} if gated else {}
     found, _ = attention(q, k, v, None, backend=backend, rescore=rescore_of(w, beta), **given)
-    # That code divides the gates' sums by sqrt(D), too; the papers' equations do not.
+    # The authors' code also divides the sums of the gates by sqrt(D); the papers' equations do not.
     monkeypatch.setattr(torch, "float", torch.float64)
     form = authors_form("path_attn").naive_path_attn
     expected = form(*(x.transpose(0, 1) for x in (*leaves, log_gate * D**0.5)), scale=D**-0.5)
     assert_same(found, expected.transpose(0, 1), [*leaves, log_gate] if gated else leaves, atol=1e-10, rtol=1e-9)
 
 
-def test_in_bf16_the_scores_are_computed_in_float32():
+def test_bf16_scores_are_computed_in_float32():
     exact = random_inputs(90)
     rounded = [x.detach().to(torch.bfloat16) for x in exact[:3]]
     w, beta = (x.detach().float() for x in exact[3:])
@@ -88,7 +88,7 @@ def test_in_bf16_the_scores_are_computed_in_float32():
         torch.testing.assert_close(found.float(), expected, atol=2**-7, rtol=2**-7)
 
 
-def test_the_convolution_is_torchs_and_stays_in_its_document():
+def test_the_convolution_equals_torchs_and_stays_within_documents():
     torch.manual_seed(1)
     for T, width in ((9, 3), (2, 4), (5, 1)):
         x, weight = torch.randn(T, 2, 2, 3), torch.randn(2, 3, width)
@@ -106,15 +106,15 @@ def test_the_convolution_is_torchs_and_stays_in_its_document():
 
 
 def moved_layer(name, **changes):
-    """An encoding and parameters of a layer, far from their start."""
+    """Return an encoding and random parameters of a layer."""
     built, _ = build(small_model(position_encoding=name, **changes))
     generator = torch.Generator().manual_seed(3)
     parameters = {key: torch.randn(x.shape, generator=generator) for key, x in built.encoding.parameters(1).items()}
     return built.encoding, parameters
 
 
-def test_w_and_beta_are_those_of_the_authors_layer():
-    """Low-rank projection, convolution with SiLU, unit length; beta up to 2: fla/layers/path_attn.py."""
+def test_w_and_beta_equal_the_authors_layer():
+    """Low-rank projection, convolution with SiLU, normalization; beta up to 2: fla/layers/path_attn.py."""
     encoding, p = moved_layer("path")
     p = {name: weight.double() for name, weight in p.items()}
     torch.manual_seed(2)
@@ -130,7 +130,7 @@ def test_w_and_beta_are_those_of_the_authors_layer():
 
 
 def moved_model(name):
-    """A model in float32 whose position parameters are far from their start."""
+    """Return a float32 model whose position parameters are far from their initial values."""
     torch.set_default_dtype(torch.float32)
     return move_positions(build(small_model(position_encoding=name))[0])
 

@@ -1,4 +1,4 @@
-"""A positional encoding is one file, as toys are; parallel/test_two_processes.py trains and resumes one."""
+"""Positional encodings are plug-ins in one file; parallel/test_two_processes.py trains and resumes a toy."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, enco
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_no_backend_or_layout_can_do_is_refused_by_name():
+def test_unsupported_encodings_and_taken_names_are_refused():
     model = small_model(position_encoding="fox", attention_backend="triton")
     with pytest.raises(ConfigError, match="triton, which cannot lower the scores of keys with forget gates, as"):
         validate_model(model)
@@ -26,7 +26,7 @@ def test_what_no_backend_or_layout_can_do_is_refused_by_name():
 
 
 def compared_names(path):
-    """Where a module compares the name of an encoding: `x == "tape"`, or a `position_encoding` with anything."""
+    """Yield places that compare an encoding's name: `x == "tape"`, or `position_encoding` with anything."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.Compare, ast.match_case)):
             for part in ast.walk(node if isinstance(node, ast.Compare) else node.pattern):
@@ -35,7 +35,7 @@ def compared_names(path):
                     yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_nothing_outside_compares_the_name_of_an_encoding():
+def test_no_code_outside_compares_the_name_of_an_encoding():
     folders = ("megatron_tape", "pretrain", "tools")
     modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     exempt = (ROOT / "megatron_tape" / "position", ROOT / "megatron_tape" / "huggingface")

@@ -1,4 +1,4 @@
-"""Randomized positions: what is drawn in training, and where the tokens are otherwise."""
+"""Randomized positions: draws in training, and even spacing elsewhere."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_training_draws_sorted_distinct_positions_from_the_range():
     assert not np.array_equal(encoding.token_positions(16, step_rng(1235, 7)), draws[6])
 
 
-def test_other_sequences_are_spread_evenly():
+def test_positions_outside_training_are_evenly_spaced():
     encoding = encoding_of(model_of())
     assert encoding.token_positions(16, None).tolist() == [50 * i // 16 for i in range(16)]
     assert encoding.token_positions(9, None).tolist() == [50 * i // 16 for i in range(9)]
@@ -35,7 +35,7 @@ def test_other_sequences_are_spread_evenly():
     assert encoding_of(model_of(None)).token_positions(16, None).tolist() == list(range(0, 64, 4))
 
 
-def test_it_is_rope_on_its_positions():
+def test_it_equals_rope_on_its_positions():
     ids, rope = random_tokens(), build(small_model(position_encoding="rope"))[0]
     (dense, _), (built, _) = build(model_of(16)), build(model_of())
     assert torch.equal(dense(ids), rope(ids))
@@ -49,7 +49,7 @@ def test_it_is_rope_on_its_positions():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_draws_once_for_a_step_and_not_for_evaluation(stage):
+def test_the_engine_draws_positions_once_per_step_and_never_in_evaluation(stage):
     config = make_alone(model_of(), deepspeed__zero_stage=stage, train__global_batch_size=2, train__seed=5)
     model, layout = build(config.model)
     engine, used = Engine(model, config, layout), []

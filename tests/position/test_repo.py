@@ -1,4 +1,4 @@
-"""Context re-positioning against its defining equations, and against RoPE on the same positions."""
+"""RePo, compared with its defining equations."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ def model_of(**changes):
 
 
 def built_and_moved(dtype=torch.float32, **changes):
-    """Build a model whose predicted positions are some tokens apart."""
+    """Build a model whose predicted positions differ by several tokens."""
     return move_positions(build(model_of(**changes), dtype=dtype)[0])
 
 
 def by_the_equations(h, gate, content, position, q, k, v, theta):
-    """Average the values by scores of complex products, one head, query and key after the other."""
+    """Compute attention with complex products, one head at a time."""
     r = (h @ gate.T) * torch.sigmoid(h @ gate.T) * (h @ content.T)
     z = r @ position.T
     out = []
@@ -39,7 +39,7 @@ def by_the_equations(h, gate, content, position, q, k, v, theta):
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
-def test_outputs_and_gradients_are_the_equations(backend):
+def test_outputs_and_gradients_equal_the_equations(backend):
     encoding = build(model_of())[0].encoding
     generator = torch.Generator().manual_seed(0)
     shapes = [(S, B, C), (W, C), (W, C), (G, W), (S, B, H, D), (S, B, G, D), (S, B, G, D), (S, B, H, D)]
@@ -61,7 +61,7 @@ def test_outputs_and_gradients_are_the_equations(backend):
         assert expected.norm() > 1e-2 and (found - expected).norm() <= 1e-10 * expected.norm()
 
 
-def test_only_layers_from_the_first_on_predict_positions():
+def test_layers_predict_positions_from_repo_first_layer_on():
     ids = random_tokens()
     for first, layers in ((None, 3), (None, 6), (None, 1), (None, 2), (0, 3), (2, 3)):
         expected = {(None, 3): 1, (None, 6): 2, (None, 1): 0, (None, 2): 1}.get((first, layers), first)
@@ -75,7 +75,7 @@ def test_only_layers_from_the_first_on_predict_positions():
     assert torch.equal(everywhere(ids), everywhere(ids, positions=shift * 2))
 
 
-def test_positions_are_in_fp32_where_the_model_is_in_bf16():
+def test_positions_are_fp32_in_a_bf16_model():
     built = built_and_moved(torch.bfloat16)
     parameters = dict(built.gpt.decoder.layers[1].position.named_parameters())
     h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1)).bfloat16()

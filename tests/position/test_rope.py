@@ -1,4 +1,4 @@
-"""Scalings of RoPE's positions are those of transformers."""
+"""Scaling of RoPE's positions, compared with transformers."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ YARN = {
 
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 @pytest.mark.parametrize("case", YARN)
-def test_yarn_is_bit_for_bit_that_of_transformers(case, head_dim):
+def test_yarn_equals_transformers_bit_for_bit(case, head_dim):
     model = small_model(rope_scaling_type="yarn", position_encoding="rope", kv_channels=head_dim, **YARN[case])
     config = LlamaConfig(**huggingface_config(model, model.vocab_size, "fp32"))
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
@@ -41,7 +41,7 @@ def test_yarn_is_bit_for_bit_that_of_transformers(case, head_dim):
 
 
 @pytest.mark.parametrize("share, left", [(0.75, 6), (0.5, 4), (0.2, 1), (1.0, 8)])
-def test_a_share_of_the_frequencies_is_that_of_transformers(share, left):
+def test_rope_share_equals_transformers(share, left):
     model = small_model(position_encoding="rope", kv_channels=16, rope_share=share, rope_scaling_factor=2.0)
     config = LlamaConfig(**huggingface_config(model, model.vocab_size, "fp32"))
     frequencies, _ = ROPE_INIT_FUNCTIONS["proportional" if share < 1 else "linear"](config)
@@ -50,7 +50,7 @@ def test_a_share_of_the_frequencies_is_that_of_transformers(share, left):
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-def test_a_share_leaves_out_the_slowest_of_the_scaled_frequencies(kind):
+def test_rope_share_zeroes_the_slowest_scaled_frequencies(kind):
     scaled = small_model(rope_scaling_type=kind, rope_scaling_factor=8.0, kv_channels=16)
     some, whole = encoding_of(with_values(scaled, rope_share=0.5)).frequencies(), encoding_of(scaled).frequencies()
     assert torch.equal(some[:4], whole[:4]) and whole[4:].all() and not some[4:].any()

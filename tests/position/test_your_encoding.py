@@ -1,4 +1,4 @@
-"""docs/your-encoding.md, followed word for word in a copy of the repository: only the text and the steps are fewer."""
+"""Follow docs/your-encoding.md in a copy of the repository, with less text and fewer steps."""
 
 import json
 import os
@@ -26,7 +26,7 @@ FEWER = (
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A clone with the page's file and its line."""
+    """A copy of the repository with the page's file and line."""
     clone = tmp_path_factory.mktemp("clone")
     for folder in ("megatron_tape", "pretrain", "tools"):
         shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""Encodings that plug in, each a file as a user would write one; the tests of two processes import `head_gate`."""
+"""Toy encodings in one file each, as a user would write them; tests of two processes import `head_gate`."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ TOYS = ("toy_stretch",)
 
 @contextlib.contextmanager
 def registered():
-    """Have the toy among the encodings, also if it was imported and removed before."""
+    """Register the toy within the context, even if it was imported and removed before."""
     with mock.patch.dict(ENCODINGS):
         ENCODINGS["toy_stretch"] = importlib.import_module("toy_encodings.stretch").ToyStretch
         yield

@@ -1,4 +1,4 @@
-"""A toy: forget gates whose weights are cut by heads, so that every rank computes its own gates from all tokens."""
+"""A toy: forget gates with weights sharded by heads, so that each rank computes its gates from all tokens."""
 
 from megatron_tape.ops.backends import GATE
 from megatron_tape.position import Parameter, PositionEncoding, Positions, register

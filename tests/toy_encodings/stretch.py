@@ -1,4 +1,4 @@
-"""A toy: rotary phases that every layer stretches by the content of its token, with parameters of its own."""
+"""A toy: rotary phases that every layer scales by the token's content, with parameters in each layer."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ class ToyStretch(RotaryPosition):
         found = Costs(state=model.head_dim * (groups if layer > 0 else 1))
         if not self.updates(layer):
             return found
-        # What is sent to the heads is not what is kept of the state.
+        # The state that the all-to-all sends is not the one that is saved.
         state = groups * model.head_dim if batch.tensor_size > 1 else 0
         saved = batch.local_tokens * (model.hidden_size + 2 * groups + state) * batch.width
         return replace(found, multiply_adds=groups * (model.hidden_size + model.head_dim), saved=saved)
