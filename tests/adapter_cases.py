@@ -1,4 +1,4 @@
-"""Trains parts of tiny models of several kinds and layouts; keeps their logits; see huggingface/test_adapter.py."""
+"""Train parts of tiny models in several layouts, and save their logits; see huggingface/test_adapter.py."""
 
 import os
 
@@ -28,7 +28,7 @@ LAYOUTS = [(1, 1), (2, 3)]
 
 
 def cases():
-    """Options and trained kinds: TAPE with LoRA under several layouts, and other kinds of models and adapters."""
+    """Return options and trained kinds by case: TAPE with LoRA in several layouts, and other models and adapters."""
     layouts = {f"tape_tp{size}_zero{stage}": ([*LORA, tp(size), zero(stage)], EVERYTHING) for size, stage in LAYOUTS}
     rope = option("model.position_encoding", "rope")
     scaled = [*LORA, rope, option("model.position.rope_scaling_factor", 2), option("extension.lora_targets", "[v, q]")]
@@ -49,7 +49,7 @@ def train(folder, name, options, kinds=None):
     Without `kinds`, the command that extends a model does that, and chooses what it trains.
     """
     steps = [option("train.steps", 3), option("train.eval_interval", "null"), option("schedule.warmup_steps", 0)]
-    # Adam would turn the rounding of gradients near zero into steps of full length.
+    # Adam would amplify rounding errors of tiny gradients to full steps.
     steps += [option("optimizer.eps", 1e-3), option("data.prefix", f"{folder}/a")]
     arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *options]
     config = parse_run_config(arguments)
@@ -73,7 +73,7 @@ def train(folder, name, options, kinds=None):
 
 
 def extended(folder):
-    """A run of the command that begins with another run; its checkpoints leave out what it does not train."""
+    """Train a run that extends another; its checkpoints omit frozen parameters."""
     command = [option("extension.from", f"{folder}/matrices"), option("checkpoint.frozen", "false"), tp(2), zero(3)]
     return [
         *command,

@@ -1,4 +1,4 @@
-"""Steps with a loss or a gradient that is not finite, on one of two processes; see test_bad_steps.py."""
+"""Steps with a NaN or infinite loss or gradient on one of two processes; see test_bad_steps.py."""
 
 import math
 import os
@@ -26,7 +26,7 @@ def name_of(tp, stage, what, precision):
 
 
 def engine(tp, stage, precision, clip_grad=1.0, average=None, kind="adamw", state=None, **zero):
-    """An engine with new weights, or those of a training state."""
+    """Return an engine with new weights, or with those of a training state."""
     sizes = {"micro_batch_size": 1, "global_batch_size": 4 // tp}
     config = RunConfig(
         model=small_model(),
@@ -52,7 +52,7 @@ def batches(engine, seed, mask=1.0):
 
 
 def weights(engine):
-    """The whole state, on every rank."""
+    """Return the unsharded state, on every rank."""
     states = [engine.training_state(lambda key, rank=rank: rank) for rank in range(engine.layout.replica_size)]
     return states[engine.layout.replica_rank]
 
@@ -67,7 +67,7 @@ def trial(tp, stage, what, precision):
     before = weights(e)
     rank = dist.get_rank()
     if what == "loss":
-        # A tensor-parallel group sees one loss; else rank 1 alone meets the bad one.
+        # A tensor-parallel group shares one loss; otherwise only rank 1 has the bad one.
         result = e.train_step(batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0), 1e-2)
     elif what == "spike":  # on rank 1 alone, in one step
         answers, judged = iter([rank == 1]), []
@@ -99,7 +99,7 @@ LEFT_OUT = [
 
 
 def left_out(stage, precision, kind, what):
-    """Whether a skipped step is as if it had not been, also in a run that is continued after it; on every rank.
+    """Return, on every rank, whether a skipped step has no effect, also in a run resumed after it.
 
     Compared are the weights, moments and averages at the end, and how many updates there were.
     """
@@ -114,7 +114,7 @@ def left_out(stage, precision, kind, what):
 
     ends = [end(new(), (1, 0), (2, 20), (3, 30), (4, 40))]
     e = new()
-    end(e, (1, 0), (2, 20))  # after one update alone, the average would be the weights
+    end(e, (1, 0), (2, 20))  # after a single update, the average would equal the weights
     if what == "spike":
         answers = iter([True])
         e.set_skip_predicate(lambda loss, norm: next(answers, False))
@@ -140,7 +140,7 @@ GRADIENTS = {"mlp.linear_fc1.weight": [[1, 0], [FINE, 0]], "mlp.linear_fc2.weigh
 
 
 def averaged(stage, **zero):
-    """Return what ZeRO makes of GRADIENTS, times 2: the sum over both ranks and micro-batches if nothing is lost."""
+    """Return ZeRO's reduction of GRADIENTS, times 2: the sum over both ranks and micro-batches if nothing is lost."""
     e = engine(1, stage, "bf16", clip_grad=0.0, **zero)
     names = {f"gpt.decoder.layers.0.{name}": values[dist.get_rank()] for name, values in GRADIENTS.items()}
     left = {name: list(values) for name, values in names.items()}
@@ -152,11 +152,11 @@ def averaged(stage, **zero):
 
 
 SHARES = {"layers.1.input_layernorm.weight": [[1, 0], [FINE, 0]], "final_layernorm.weight": [[1, FINE], [0, 0]]}
-"""The same of parameters that both ranks hold whole, each seeing half of the tokens."""
+"""The same for replicated parameters, for which each rank processes half of the tokens."""
 
 
 def summed(stage):
-    """Return what two tensor-parallel ranks make of SHARES, and the norm of a step's gradient before."""
+    """Return two tensor-parallel ranks' reduction of SHARES, and the norm of a step's gradient before it."""
     e = engine(2, stage, "bf16", clip_grad=0.0)
     norm = e.train_step(batches(e, 1), 0.0).grad_norm
     values = {f"gpt.decoder.{name}": list(ranks[dist.get_rank()]) for name, ranks in SHARES.items()}
@@ -177,7 +177,7 @@ def _same_on_both(tensor):
 
 
 def overlapped(stage):
-    """Whether two steps with and without `overlap_comm` end in the same weights."""
+    """Return whether two steps with and without `overlap_comm` give the same weights."""
     states = []
     for overlap in (False, True):
         e = engine(1, stage, "bf16", overlap_comm=overlap, reduce_bucket_size=3000)
@@ -189,7 +189,7 @@ def overlapped(stage):
 
 
 def scattered():
-    """Whether gradients of odd sizes are averaged and cut as DeepSpeed's own function does it."""
+    """Return whether gradients of odd sizes are averaged and partitioned as by DeepSpeed's function."""
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(dist.get_rank())
     tensors = [torch.randn(size, generator=generator) for size in [(1,), (2,), (7, 3), (64,), (5, 13)]]
     expected = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], group)

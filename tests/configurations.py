@@ -1,4 +1,4 @@
-"""A small valid configuration, to be changed by tests."""
+"""A small valid configuration for tests to modify."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ MINIMAL = {
 
 
 def nested(encoding="tape", **values):
-    """Settings of a model, in which those of its encoding stand below `position`; those of others are left out."""
+    """Return settings of a model with those of its encoding under `position`, without those of other encodings."""
     fields = {item.name for item in dataclasses.fields(ModelConfig)}
     own = {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
     others = {item.name for one in ENCODINGS.values() for item in dataclasses.fields(one.Settings)} - own
@@ -28,18 +28,18 @@ def nested(encoding="tape", **values):
 
 
 def model_config(**values):
-    """A model; settings of its encoding stand among the others, and those of other encodings have no effect."""
+    """Return a model's settings from flat ones; settings of other encodings are ignored."""
     return position.model_config(nested(values.get("position_encoding", "tape"), **values))
 
 
 def with_values(model, **values):
-    """The same model with other values."""
+    """Return the model's settings with some values replaced."""
     changed = nested(values.get("position_encoding", model.position_encoding), **values)
     return position.model_config(sections.merge(ModelConfig, sections.as_dict(model), changed))
 
 
 def make(model=None, **changes):
-    """A valid configuration, of a model if it is given, with `section__key=value` changed."""
+    """Return a valid configuration, optionally of `model`, with changes as `section__key=value`."""
     config = RunConfig(
         model=model or model_config(**MODEL),
         data=DataConfig(prefix="somewhere/corpus", tokenizer="somewhere/tokenizer.model"),
@@ -49,6 +49,6 @@ def make(model=None, **changes):
 
 
 def make_alone(model, **changes):
-    """As `make`, in fp32 and with one sequence in a step."""
+    """As `make`, in fp32 with one sequence per step."""
     one = {"train__precision": "fp32", "train__global_batch_size": 1, "train__micro_batch_size": 1}
     return make(model, **one | changes)

@@ -13,10 +13,10 @@ ON_GPU = os.environ.get("TESTS_ON") == "gpu"
 if not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
-    # With small tensors and many processes, threads would only wait for each other.
+    # With small tensors and many processes, threads only slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 else:
-    # Exact comparisons need fp32 without TF32, which some images switch on.
+    # Exact comparisons need fp32 without TF32, which some images enable.
     os.environ |= {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
@@ -31,9 +31,9 @@ else:
         pytest.exit("TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels", returncode=1)
 
 GIB_PER_WORKER = 9
-"""Memory of a GPU that a worker of pytest-xdist may need; float64's scores of 4,096 tokens take most of it."""
+"""GPU memory per pytest-xdist worker; float64 scores of 4,096 tokens take most of it."""
 
-# In a script's background, pytest inherits that SIGINT is ignored, and would pass this on to what the tests start.
+# In the background of a script, SIGINT is ignored, and the tests' child processes would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,13 +53,13 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest, so that no worker of pytest-xdist is left with one at the end."""
+    """Run the slowest files first, so that no pytest-xdist worker ends with one of them."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """On a GPU, as many workers as its memory has room for; most of their time they compile."""
+    """On a GPU, start as many workers as fit its memory; they spend most of the time compiling."""
     if not ON_GPU:
         return None
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -68,7 +68,7 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.fixture(autouse=ON_GPU)
 def gpu_answers():
-    """After a fault on a GPU, nothing that this process computes can be trusted; pytest-xdist starts another one."""
+    """Exit after a GPU fault, which invalidates later results of this process; pytest-xdist starts another worker."""
     yield
     try:
         torch.cuda.synchronize()

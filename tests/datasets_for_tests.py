@@ -1,4 +1,4 @@
-"""Indexed datasets and a tokenizer for tests, made in milliseconds."""
+"""Create indexed datasets and a tokenizer for tests in milliseconds."""
 
 import sysconfig
 from pathlib import Path
@@ -12,12 +12,12 @@ EOD = 63
 
 
 def source_code(module):
-    """The text of a module of Python's own."""
+    """Return the source of a standard library module."""
     return (Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_text(encoding="utf-8")
 
 
 def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
-    """Write documents that a tiny model can learn: each counts upward in steps of its own, and ends in EOD."""
+    """Write documents that a tiny model can learn: each counts upward with its own step and ends in EOD."""
     generator = torch.Generator().manual_seed(seed)
     written = []
     for _ in range(documents):
@@ -29,7 +29,7 @@ def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
 
 
 def write_documents(prefix, documents, dtype="<u2", **options):
-    """Write documents, given as ids, with our own writer."""
+    """Write documents, given as ids, with this project's writer."""
     with IndexedDatasetWriter(prefix, np.dtype(dtype), **options) as writer:
         for document in documents:
             writer.add(np.array(document, dtype).tobytes(), np.array([len(document)]))
@@ -37,7 +37,7 @@ def write_documents(prefix, documents, dtype="<u2", **options):
 
 
 def write_tokenizer(path):
-    """Write a tokenizer.json of 64 words, the last of which ends documents."""
+    """Write a tokenizer.json of 64 words; the last word ends documents."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(EOD)} | {"<|endoftext|>": EOD}

@@ -1,4 +1,4 @@
-"""Trains tiny models of several kinds and layouts on real text; keeps their logits; see huggingface/test_export.py."""
+"""Train tiny models in several layouts on real text, and save their logits; see huggingface/test_export.py."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def cases():
 
 
 def logits(folder, name, overrides, text):
-    """The training model's own logits at its last checkpoint."""
+    """Return the trained model's logits at its last checkpoint."""
     arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *overrides]
     config = parse_run_config(arguments)
     layout = initialize_distributed(config.parallel.tensor_model_parallel_size)

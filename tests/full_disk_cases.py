@@ -1,5 +1,4 @@
-"""A save during which the disk of one of two ranks is full, and what ranks read to resume; see
-parallel/test_two_processes.py."""
+"""Saves while the disk of one of two ranks is full, and resuming; see parallel/test_two_processes.py."""
 
 import errno
 import resource
@@ -26,7 +25,7 @@ from megatron_tape.training import zero_partitions
 
 
 def resumed(e, config):
-    """Load the newest checkpoint into an engine that has trained on.
+    """Load the newest checkpoint into an engine that has continued training.
 
     Returns whether its state is the saved one again, the tensor files that each rank has opened, and those that it
     should have opened according to the plan.
@@ -71,7 +70,7 @@ def of_both_ranks(value):
 
 
 def unreadable(e, config):
-    """Return each rank's error when rank 1 can no longer read the file that it checked and did not keep."""
+    """Return each rank's error if rank 1 cannot read a file again after it was checked."""
 
     def fail(checkpoint, file, place):
         raise OSError(errno.EIO, "Input/output error")

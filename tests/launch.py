@@ -1,4 +1,4 @@
-"""Starts Python in processes of their own, forked from one that has spent the seconds to import the libraries."""
+"""Start Python processes forked from a server that has already imported the libraries."""
 
 import contextlib
 import gc
@@ -32,18 +32,18 @@ FORKS.set_forkserver_preload(["launch", "megatron_tape.training.trainer", "megat
 
 
 def alone():
-    """The environment of a process without a launcher, whose variables an earlier run in this process may have left."""
+    """Return the environment without variables of a launcher, which earlier runs in this process may have set."""
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER} | IN_PROCESSES
 
 
 def environment(rank, size, port):
-    """The environment of a rank."""
+    """Return the environment of a rank."""
     values = (rank, rank, size, "127.0.0.1", port)
     return alone() | dict(zip(LAUNCHER, map(str, values)))
 
 
 def free_port():
-    """A port below those that Linux gives to connections of its own choice, which could take it before it is used."""
+    """Return a free port outside Linux's ephemeral range, so that no other connection takes it before it is used."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def _begin(call, arguments, log, environment, folder):
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     warnings.simplefilter("ignore")
-    gc.freeze()  # collections, of which a run makes several, would take longer than the rest of a small one
+    gc.freeze()  # garbage collection would dominate the time of a small run
     call(*arguments)
 
 

@@ -1,4 +1,4 @@
-"""Small models that tests share."""
+"""Small models for tests."""
 
 import torch
 from configurations import model_config
@@ -24,7 +24,7 @@ SMALL = dict(
     mlp_size=6,
     init_std=0.1,
 )
-# Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.
+# Heads of size 8 have four frequencies: the first is kept, the last divided, and those between are interpolated.
 YARN = dict(
     rope_scaling_type="yarn",
     rope_scaling_factor=4.0,
@@ -72,7 +72,7 @@ def build(
     shifted_sparse=False,
     cp=1,
 ):
-    """Build a model on this process's share; `randomize` moves what would change nothing from its start.
+    """Build this process's shard of a model; `randomize` changes parameters whose initial values have no effect.
 
     `lora` are settings of a context extension that adds LoRA layers.
     """
@@ -90,7 +90,7 @@ def build(
 
 
 def begin(built, model, layout, seed=0, lora=None):
-    """Give a newly built model memory and its first weights."""
+    """Allocate and initialize a newly built model."""
     allocate(built, "cpu")
     initialize_weights(
         built, weight_initializations(model, lora), seed, layout.tensor_parallel_rank, layout.tensor_parallel_size
@@ -118,7 +118,7 @@ def randomize_tape(built):
 
 @torch.no_grad()
 def move_positions(built):
-    """Move the parameters of a model's positional encoding far from their start."""
+    """Move the parameters of a model's positional encoding far from their initial values."""
     generator = torch.Generator().manual_seed(4)
     for name, parameter in built.named_parameters():
         if ".position." in name:
@@ -127,7 +127,7 @@ def move_positions(built):
 
 
 def whole_weights(built, model):
-    """Return a one-process model's weights by the reference's names."""
+    """Return the weights of a single-process model by the reference's names."""
     weights = {}
     for name, parameter in built.gpt.named_parameters():
         weights |= from_megatron(name, parameter.detach(), model)
@@ -154,7 +154,7 @@ def _released_scaling(config):
     if scaling["type"] == "linear":
         return {"rope_scaling_factor": scaling["factor"]}
     original = config["original_max_position_embeddings"]
-    factor = -(-config["max_position_embeddings"] // original)  # that code does not read the factor
+    factor = -(-config["max_position_embeddings"] // original)  # the released code ignores the factor
     return {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}
 
 

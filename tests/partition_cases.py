@@ -1,4 +1,4 @@
-"""How a model begins under ZeRO 3; parallel/test_two_processes.py checks every value returned."""
+"""Initialization under ZeRO 3; parallel/test_two_processes.py checks every returned value."""
 
 import torch
 from configurations import make_alone

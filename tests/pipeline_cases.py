@@ -1,4 +1,4 @@
-"""Trains and evaluates with pipeline stages, and without for comparison; see test_pipeline.py."""
+"""Train and evaluate with and without pipeline stages; see test_pipeline.py."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def cases(data):
-    """Settings by name, each of which is trained with stages and without."""
+    """Return settings by case, to train with and without stages."""
     return {
         "tape": [],
         "rope": [option("model.position_encoding", "rope")],
@@ -36,7 +36,7 @@ def cases(data):
         "generated": generated(),
         "full": [option("train.recompute", "full"), *packed(data)],
         "bf16_tied": [option("train.precision", "bf16"), option("model.tie_embeddings", "true")],
-        # The first steps have as many micro-batches as stages.
+        # The first steps have one micro-batch per stage.
         "ramp": [option("train.batch_ramp", "{from: 2, over_samples: 8}")],
         "muon": [option("optimizer.kind", "muon")],
     }
@@ -58,7 +58,7 @@ COMPARED = ("tape", "rope_signed", "learned", "tied", "packed", "full")
 
 
 def run_under(layout):
-    """Names of the cases that are run under a layout."""
+    """Return the names of the cases to run in a layout."""
     if layout in ("alone", "pp2"):
         return tuple(cases(""))
     return {"pp2_v2": ("tape", "packed", "ramp"), "pp2_v2_tp2": ("tape", "rope_signed", "tied")}.get(
@@ -77,7 +77,7 @@ def run(folder, name, *overrides, expect=0, trains=None):
 
 
 def whole_state(folder, name, step):
-    """Every tensor of a checkpoint, whole."""
+    """Return every unsharded tensor of a checkpoint."""
     path = Path(folder, name, "checkpoints", f"step-{step:08d}")
     checkpoint, found = Checkpoint(path, read_state(path)), {}
     for key, shares in checkpoint.places().items():
@@ -93,7 +93,7 @@ def whole_state(folder, name, step):
 
 
 def moments(folder, name, step):
-    """The first moments of a checkpoint, whole."""
+    """Return the unsharded first moments of a checkpoint."""
     return {key: value for key, value in whole_state(folder, name, step).items() if key.startswith("exp_avg/")}
 
 
@@ -121,22 +121,22 @@ MOVES = {
     "to_tensor": ([TWO, option(VIRTUAL, 2)], [option(TP, 2), option(ZERO, 3)]),
     "from_tensor": ([option(TP, 2)], [TWO, option("parallel.pipeline_layers", "[1,3]")]),
 }
-"""Layouts before and after a run is continued."""
+"""Layouts before and after a run is resumed."""
 
 
 def first_layer(name, parameter):
-    """Whether it is trained; the second stage then trains nothing."""
+    """Return whether to train a parameter; with this filter the second stage trains none."""
     return ".layers.0." in name
 
 
 def not_finite(step=2):
-    """Make the losses of the `step`-th step, of 8 micro-batches, NaN where there are losses."""
+    """Replace the losses of the `step`-th step, of 8 micro-batches, by NaN on the ranks that have losses."""
     calls, scaled = itertools.count(), engine._scaled
     return mock.patch.object(engine, "_scaled", lambda x: scaled(x * (math.nan if next(calls) // 8 == step - 1 else 1)))
 
 
 def more(folder, data):
-    """What else a run does, with two stages or alone; two processes also continue runs under other layouts."""
+    """Test other features with two stages or in one process; two processes also resume in other layouts."""
     stages = [TWO] if os.environ["WORLD_SIZE"] == "2" else []
     prefix, rows, states = option("data.prefix", f"{data}/a"), {}, {}
     evaluating = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3"), *evaluated(data)]
@@ -149,7 +149,7 @@ def more(folder, data):
     base = pretrained(folder, data, "base", "tape", four)
     rows["extended"] = extended(folder, data, base, "extended", *WITH_LORA, four, *stages)
     if stages:
-        # From a checkpoint of stages, under another layout, and without the frozen weights in its own.
+        # From a checkpoint with stages, in another layout, saving no frozen weights.
         base = pretrained(folder, data, "base-of-stages", "tape", four, TWO)
         lean = [option("checkpoint.frozen", "false"), *WITH_LORA, four, TWO]
         found = continued(folder, data, base, "lean", *lean)

@@ -1,4 +1,4 @@
-"""Plans of recipes and of small models, and models that are built to be counted, which tests of planning share."""
+"""Plans of recipes and small models, and built models to compare estimates with."""
 
 import dataclasses
 from pathlib import Path
@@ -26,7 +26,7 @@ def of_recipe(processes, *overrides, name="tape_1b"):
 
 
 def of_model(model, batch=1, precision="bf16", recompute="none", extension=None, **others):
-    """The plan of a model on as many processes as one sequence needs; `others` are `section__key=value`."""
+    """Return the plan of a model on as many processes as one sequence needs; `others` are `section__key=value`."""
     changes = {"train.micro_batch_size": batch, "train.precision": precision, "train.recompute": recompute}
     changes |= {name.replace("__", "."): value for name, value in others.items()}
     config = dataclasses.replace(replace_settings(configurations.make(), changes), model=model)
@@ -36,7 +36,7 @@ def of_model(model, batch=1, precision="bf16", recompute="none", extension=None,
 
 
 def on_cpu(*arguments, **settings):
-    """Bytes that a micro-batch's forward pass is counted to save on a CPU, which has no fused norms."""
+    """Return the estimated bytes that a forward pass saves on a CPU, which has no fused norms."""
     return activations(of_model(*arguments, **settings), fused_norms=False).saved
 
 
@@ -47,7 +47,7 @@ def middle_model(encoding):
 
 
 def saved_bytes(built, model, batch=2, packed=False):
-    """Bytes that a forward pass saves for the backward pass, weights left out."""
+    """Return the bytes that a forward pass saves for the backward pass, without weights."""
     tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
     documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
     return activation_bytes(built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents))

@@ -1,4 +1,4 @@
-"""Trains encodings on two processes; parallel/test_two_processes.py checks every value returned."""
+"""Train encodings on two processes; parallel/test_two_processes.py checks every returned value."""
 
 import shutil
 
@@ -13,11 +13,11 @@ from megatron_tape.training.engine import Engine
 
 BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
 BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
-"""Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
-are sent to other processes, and what randpe draws must be the same on all, and in all micro-batches."""
+"""Most have both sharded and replicated parameters. Positions of repo are sent to other processes; those of randpe must
+be the same on all processes and in all micro-batches."""
 RESUMED = (*TOYS, "path", "increments")
 LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}
-"""Tensor-parallel size and ZeRO stage; of the two processes, those that share no tensors share the sequences."""
+"""Tensor-parallel size and ZeRO stage; without tensor parallelism the two processes are data parallel."""
 
 
 def settings_of(name):
@@ -25,7 +25,7 @@ def settings_of(name):
 
 
 def steps(name, tensor_size, stage):
-    """The loss and the norm of the gradient in two steps, and the loss after them."""
+    """Return the losses and gradient norms of two steps, and the loss after them."""
     changes = {"parallel__tensor_model_parallel_size": tensor_size, "deepspeed__zero_stage": stage}
     model, layout = build(small_model(**settings_of(name)), tp=tensor_size, randomize=False)
     engine = Engine(model, make_alone(model.encoding.model, train__global_batch_size=2, **changes), layout)
@@ -36,7 +36,7 @@ def steps(name, tensor_size, stage):
 
 
 def resume(folder, data, name):
-    """The rows of two steps, and of the same after the second was taken again from the checkpoint of the first."""
+    """Return the metrics of two steps, and those with the second step resumed from the first one's checkpoint."""
     own = settings_of(name).items()
     changes = {f"model.{'' if key == 'position_encoding' else 'position.'}{key}": value for key, value in own}
     changes |= {"data.prefix": f"{data}/a", "schedule.warmup_steps": 1}
@@ -50,7 +50,7 @@ def resume(folder, data, name):
 
 
 def costs(name):
-    """What this process holds and saves of a model shared by two."""
+    """Return this process's parameters and saved tensors of a model sharded over two."""
     model = small_model(**settings_of(name))
     built, _ = build(model, tp=2)
     return sum(p.numel() for p in built.parameters()), saved_bytes(built, model)

@@ -22,11 +22,11 @@ TRAINED = {
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=2)
 FROZEN = {"position": ("t5", "fire", "cope"), "others": ("t5", "fire"), "lora": ("t5", "tape")}
-"""Of which encodings parameters are frozen, by those that are trained."""
+"""Encodings to train with frozen parameters, by the trained kinds."""
 
 
 def cases():
-    """Encoding, ZeRO stage, precision, what is trained, and the kinds of recomputation."""
+    """Return encoding, ZeRO stage, precision, trained kinds and kinds of recomputation by case."""
     for name in NAMES:
         yield name, 1, "fp32", "all", ("selective", "full") if name in ("tape", "path_fox", *TOYS) else ("selective",)
     for name in ("tape", "t5", "path_fox", "repo", *TOYS):
@@ -38,11 +38,11 @@ def cases():
 
 
 def step(name, stage, precision, trained, recompute):
-    """The loss of a step of two micro-batches, and this rank's part of each trained parameter's gradient."""
+    """Return the loss of a step of two micro-batches, and this rank's shard of each trained parameter's gradient."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     settings = small_model(position_encoding=name, num_layers=2)
     model, layout = build(settings, recompute=recompute, dtype=dtype, lora=LORA if trained == "lora" else None)
-    # As if layers were recomputed, so that both runs have the same graph.
+    # As with recomputation, so that both runs have the same graph.
     freeze_parameters(model, TRAINED[trained], recomputes=True)
     changes = {"deepspeed__zero_stage": stage, "train__precision": precision}
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
@@ -62,7 +62,7 @@ def step(name, stage, precision, trained, recompute):
 
 
 def compared(one, other):
-    """What two steps of this rank have in common: the loss, how many gradients, and how far these are apart.
+    """Compare two steps of this rank: the losses, the number of gradients, and their largest difference.
 
     Distances are relative to the largest number of a gradient.
     """
@@ -78,7 +78,7 @@ def compared(one, other):
 
 
 def differences(*case, kinds):
-    """How far a step with recomputation is from one without, on each rank, by the kind; or the error of a step."""
+    """Return the difference of a step with each kind of recomputation from one without, on each rank, or its error."""
     plain, found = step(*case, "none"), {}
     for recompute in kinds:
         try:

@@ -1,4 +1,4 @@
-"""Rehearsals of small runs, right ones and ones with a planted mistake, in a process of their own."""
+"""Rehearsals of small runs, correct and with planted mistakes, in a separate process."""
 
 import contextlib
 import io
@@ -50,7 +50,7 @@ MANY = {
     "context_and_qk_norm": [*CONTEXT, "--train.average={kind: last, count: 2, every: 10}"],
     "stage_of_four": [*stages(4), "--model.num_layers=4"],
     "stage_of_four_tied": [*stages(4), ONE, "--model.num_layers=4", "--model.tie_embeddings=true"],
-    # Short sequences: what is on its way between virtual stages is not counted whole, and weighs little in large ones.
+    # Short sequences: tensors in flight between virtual stages are not fully counted, but small in long ones.
     "virtual_stages_recomputed": [
         *stages(2),
         ONE,
@@ -65,7 +65,7 @@ MANY = {
 
 
 def mistakes():
-    """Return the patches that plant each mistake. Those planted together stop nothing and show at different places."""
+    """Return the patches that plant each mistake. Mistakes planted together do not stop the run or hide each other."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     from megatron_tape.data.batches import Batches

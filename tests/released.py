@@ -1,4 +1,4 @@
-"""Reads tests/reference_data: what the TAPE authors' code computed on small random models."""
+"""Read tests/reference_data: results of the TAPE authors' code on small random models."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parent / "reference_data"
 
 
 def load(name):
-    """Return (config, weights, gradients, everything else)."""
+    """Return (config, weights, gradients, other tensors)."""
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}

@@ -1,4 +1,4 @@
-"""What test_two_processes.py asks of two processes about models. Every value returned is checked there."""
+"""Models on two processes, for test_two_processes.py, which checks every returned value."""
 
 import importlib
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ VARIANTS = {
 }
 COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}
 COUNTED |= {f"{name}_learned": {"position_encoding": name, "increments": "learned"} for name in ("tape", "rope")}
-"""Of which it is counted what the processes send each other."""
+"""Cases for which communication is counted."""
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
 ROPE = {"position_encoding": "rope"}
@@ -53,12 +53,12 @@ LORA_WITHOUT_SEQUENCE_PARALLEL = {
     "rope_lora_alone": {"lora": LORA, "changes": ROPE, "trained": ("lora",)},
 }
 SHARING = ("tape", "path_fox", "repo", "rope_learned_increments")
-"""Encodings with something by group."""
+"""Encodings with parameters or positions per group."""
 OF_FOUR = ("tape", "tape_gated_output", "tape_learned_increments_unit", "t5", "fire", "path_fox", "repo")
 
 
 def gradients_of(built, model, tokens):
-    """Whole gradients by the reference's names, from all ranks' shares."""
+    """Return the unsharded gradients by the reference's names."""
     trained = {name: parameter for name, parameter in built.gpt.named_parameters() if parameter.requires_grad}
     own = [parameter.grad for parameter in trained.values()]
     flat = torch.cat([gradient.flatten() for gradient in own])
@@ -75,7 +75,7 @@ def split_like(flat, tensors):
 
 
 def run(built, tokens, batch, by_token):
-    """The logits, and if asked for the losses of all tokens, of this rank's sequences; and their loss."""
+    """Return the logits, optionally the losses of all tokens, and the loss of this rank's sequences."""
     own = {key: value.chunk(tokens.data_shards)[tokens.data_group.rank()] for key, value in batch.items()}
     given = {key: value for key, value in own.items() if key not in ("labels", "loss_weights")}
     with torch.no_grad():
@@ -89,7 +89,7 @@ def run(built, tokens, batch, by_token):
 
 @dataclass
 class Case:
-    """What one process computes; parameters of other kinds than `trained` are frozen, if it is given."""
+    """The result of one process; parameters of other kinds than `trained` are frozen, if given."""
 
     changes: dict = field(default_factory=dict)
     recompute: str = "none"
@@ -98,11 +98,11 @@ class Case:
     trained: tuple | None = None
     shifted_sparse: bool = False
     fused_loss: bool = False
-    """Whether the ranks, but not the process alone, compute the loss with Liger's kernels."""
+    """Whether the ranks, but not the single process, compute the loss with Liger's kernels."""
     by_token: bool = False
-    """Whether the losses of all tokens are compared as well."""
+    """Whether to compare the losses of all tokens, too."""
     inputs: dict = field(default_factory=dict)
-    """Of the model's forward, beside tokens and labels."""
+    """Arguments of the model's forward in addition to tokens and labels."""
 
     def built(self, tp, cp=1, **options):
         same = dict(lora=self.lora, shifted_sparse=self.shifted_sparse)
@@ -112,7 +112,7 @@ class Case:
         return built, layout
 
     def alone(self):
-        """Compute what all layouts must find."""
+        """Compute the expected results of all layouts."""
         self.model = small_model(**self.changes)
         self.batch = {"tokens": random_tokens(seed=1), "labels": random_tokens(seed=2), **self.inputs}
         built, layout = self.built(1)
@@ -126,13 +126,13 @@ class Case:
         self.initial = whole_weights(self.built(1, randomize=False)[0], self.model)
 
     def compared(self, tp, cp=1):
-        """Largest differences from one process, relative to the largest value."""
+        """Return the largest differences from one process, relative to the largest value."""
         built, layout = self.built(
             tp, cp, recompute=self.recompute, randomize=False, sequence_parallel=self.sequence_parallel
         )
         tokens = built.tokens
         built.gpt.output_layer.fused = self.fused_loss
-        # Checkpoints and the all-to-alls count on Megatron's order of ranks.
+        # Checkpoints and all-to-alls rely on Megatron's order of ranks.
         assert layout.replica_rank == layout.rank // tp
         assert tokens.sequence_group.rank() == layout.context_parallel_rank * tp + layout.tensor_parallel_rank
         same_start = all(
@@ -177,7 +177,7 @@ def assert_equal(result):
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts collectives, and adds up the numbers each kind moves, of 4 bytes: the size of its larger buffer."""
+    """Counts collectives and sums the 4-byte elements that each kind moves: the size of its larger buffer."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def count(changes, tp, cp):
-    """The numbers that a rank's collectives move in a forward and a backward pass, by kind."""
+    """Return the number of elements that a rank's collectives move in a forward and backward pass, by kind."""
     model = small_model(**changes)
     built, _ = build(model, tp, cp=cp)
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
@@ -208,7 +208,7 @@ def count(changes, tp, cp):
 
 @torch.no_grad()
 def moved_by_shifted_positions(tp, cp):
-    """How much the logits of TAPE change if all positions grow by 1000."""
+    """Return the change of TAPE's logits if all positions are shifted by 1000."""
     built, _ = build(small_model(), tp, cp=cp)
     ids = random_tokens(seed=1)
     logits = [built(ids, positions=torch.arange(16) + first) for first in (0, 1000)]
@@ -255,7 +255,7 @@ def every_layout(of_both, of_tensor, of_context, layouts):
     for case in (of_both | of_tensor | of_context).values():
         case.alone()
     results = {}
-    # Alone, the loss of all 32 tokens is computed at once; of several processes each takes 2 at once, or 5 with tp 2.
+    # One process computes the loss of all 32 tokens at once; several take chunks of 2, or of 5 with tp 2.
     with mock.patch.object(chunks, "LOGITS", 160):
         for tp, cp in layouts:
             chosen = of_both | (of_tensor if cp == 1 else of_context if tp == 1 else {})
@@ -278,7 +278,7 @@ def main():
 
 
 def of_four_processes():
-    """For training_cases, whose group of four processes does these as well."""
+    """Run the cases of four processes within the group of training_cases."""
     found = {name: Case(VARIANTS[name], by_token=name == "tape") for name in OF_FOUR}
     found["tape_packed_recompute"] = Case(recompute="selective", inputs={"documents": DOCUMENTS})
     found["tape_lora"] = Case(**LORA_VARIANTS["tape_lora"])

@@ -1,4 +1,4 @@
-"""Measures training steps on two processes, for test_train_step.py."""
+"""Measure training steps on two processes, for test_train_step.py."""
 
 import json
 import os

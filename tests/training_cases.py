@@ -1,4 +1,4 @@
-"""Runs the training command again and again inside one process group, for test_training.py and test_resuming.py."""
+"""Run the training command several times in one process group, for test_training.py and test_resuming.py."""
 
 import contextlib
 import json
@@ -25,12 +25,12 @@ STEPS = 4
 LAYOUTS = {2: [(1, 1, 2), (2, 1, 3), (1, 2, 1)], 4: [(2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 2, 1), (1, 4, 3)]}
 """Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
 RESUMED = [(1, 2), (2, 1), (2, 3)]
-"""Tensor-parallel size and ZeRO stage of runs that are continued; others are continued with something else as well."""
+"""Tensor-parallel size and ZeRO stage of runs to resume; other tests resume with more changes."""
 LOSSES = ("train/loss", "train/grad_norm", "train/z_loss", "validation/loss", "validation/loss_averaged_weights")
 
 
 def assert_close(rows, expected, steps=STEPS):
-    """Assert that a run's figures are another's."""
+    """Assert that two runs have the same metrics."""
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row, other in zip(rows, expected):
         for key in LOSSES:
@@ -46,14 +46,14 @@ def assert_close(rows, expected, steps=STEPS):
 
 
 def without_speed(rows):
-    """The rows without what differs between equal runs: speeds, times and memory."""
+    """Return the rows without metrics that differ between equal runs: speeds, times and memory."""
     of_time = ("time", "seconds_left", "slowest_rank")
     groups = ("seconds/", "memory/", "throughput/")
     return [{k: v for k, v in row.items() if k not in of_time and not k.startswith(groups)} for row in rows]
 
 
 def rows(folder):
-    """The rows of a run's metrics.jsonl, without speeds, times and memory."""
+    """Return the rows of a run's metrics.jsonl without speeds, times and memory."""
     return without_speed([json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()])
 
 
@@ -98,7 +98,7 @@ def zero(stage):
 
 @contextlib.contextmanager
 def gathering_all():
-    """Let ZeRO 3 cut all parameters; by default it keeps small ones, which here are all, on every rank."""
+    """Make ZeRO 3 partition all parameters; by default it replicates small ones, which here are all."""
     settings = engine.deepspeed_config
 
     def changed(*arguments):
@@ -111,9 +111,9 @@ def gathering_all():
 
 
 def equal_runs(folder, data, size):
-    """The same steps under every layout of this many processes."""
+    """Train the same steps in every layout of this many processes."""
     prefix, rows = option("data.prefix", f"{data}/a"), {}
-    # On four processes, two tensor-parallel ones share each matrix, of which ZeRO gives parts to two others.
+    # On four processes, tensor parallelism shards each matrix over two, and ZeRO partitions the shards over two.
     tensor = tp(2 if size == 4 else 1)
     for layout in LAYOUTS.get(size, [(1, 1, 1), (1, 1, 2), (1, 1, 3)]):
         name = "tp{}_cp{}_zero{}".format(*layout)
@@ -121,7 +121,7 @@ def equal_runs(folder, data, size):
     rows["muon"] = run(folder, "muon", prefix, MUON, AVERAGE, tensor, zero(1 if size == 4 else 2))
     shared = cp(2) if size == 2 else tensor
     rows["packed"] = run(folder, "packed", prefix, shared, zero(2), *packed(data))
-    # Evaluating ZeRO 3 gathers the weights in every forward pass, of which all ranks must do equally many.
+    # ZeRO 3 gathers the weights in every forward pass, so all ranks must do equally many in an evaluation.
     rows["evaluated"] = run(folder, "evaluated", prefix, shared, zero(1 if size == 2 else 3), *evaluated(data))
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     accumulate = [option("train.global_batch_size", 8), AVERAGE]
@@ -155,7 +155,7 @@ def generated():
 
 
 def evaluated(data):
-    """Tasks of unequal units, so that ranks have different numbers of forward passes, of odd lengths."""
+    """Tasks of unequal size, so that ranks have different numbers of forward passes with odd lengths."""
     documents = f"data: {data}/b, documents: 3, stride: 4"
     return [
         option("evaluation.every", 2),
@@ -170,7 +170,7 @@ def packed(data):
 
 
 def resumed_run(folder, name, *overrides, then=(), steps=STEPS, at=2, interval=2, trains=None):
-    """All steps at once, and again from the checkpoint at step `at`, as if the run had ended before the next.
+    """Train all steps at once, and again resumed at step `at`, as if the run had been interrupted there.
 
     Returns the rows of both, and the checksums of the tensors at their last step.
     """
@@ -189,7 +189,7 @@ def resumed_run(folder, name, *overrides, then=(), steps=STEPS, at=2, interval=2
 
 @contextlib.contextmanager
 def spikes(step, times):
-    """Make the gradient a thousand times larger in these ones of all the times that this step is trained."""
+    """Multiply the gradient by a thousand in these attempts at this step."""
     train_step, scaled, seen = engine.Engine.train_step, engine._scaled, []
 
     def changed(self, batches, lr, number=0):
@@ -217,7 +217,7 @@ def spike_runs(folder, prefix):
         until_spike = [option("train.steps", 8), option("checkpoint.interval", 2)]
         run(folder, "spike-rewind", *rewinds, *until_spike, expect=EXIT_RESTART)
         results["spike_rewind"] = resumed_run(folder, "spike-rewind", *rewinds, at=6, **eight)
-    # What a rewind does, by hand: from the fourth step on, with the data after the sixth.
+    # A rewind done by hand: from the fourth step on, with the data after the sixth.
     checkpoint = option("checkpoint.resume", f"{folder}/spike-rewind/checkpoints/step-00000004")
     build = trainer.Trainer._build
 
@@ -233,7 +233,7 @@ def spike_runs(folder, prefix):
 
 
 def spike_twice(folder, prefix):
-    """A run that starts again because of its first spike, and ends because of its second."""
+    """A run that rewinds after its first spike, and stops after its second."""
     again = [prefix, option("train.spikes", SPIKES % "rewind"), option("train.steps", 8)]
     with spikes(6, (1, 2)):
         arguments = ["--config", str(RECIPE), f"--logging.directory={folder}/spike-twice", *again]
@@ -242,20 +242,20 @@ def spike_twice(folder, prefix):
 
 
 def checksums(folder, name, step):
-    """The manifest's, of the weights and moments of one checkpoint."""
+    """Return the manifest's checksums of the weights and moments of a checkpoint."""
     files = read_manifest(f"{folder}/{name}/checkpoints/step-{step:08d}")["files"]
     return {file: entry["sha256"] for file, entry in files.items() if file.startswith("tensors")}
 
 
 def frozen_runs(folder, prefix):
-    """Runs that train the positional encoding alone; their checkpoints hold everything, or only that."""
+    """Runs that train only the positional encoding, with checkpoints of all parameters or only the trained ones."""
 
     def trains(name, parameter):
         return kind_of(name) == "position"
 
     shorter = {"steps": 3, "at": 2, "trains": trains}
     results = {"frozen": resumed_run(folder, "frozen", prefix, tp(2), zero(3), **shorter)}
-    # Begins at step 3 with the weights of another run, which a third layout saved.
+    # Starts at step 3 with the weights of another run, saved in a third layout.
     begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
     alone = [prefix, AVERAGE, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
     first = {"at": 3, "interval": 1, "trains": trains}
@@ -312,7 +312,7 @@ def resumed_runs(folder, data):
     results["slow"] = slow_rank(folder, prefix)
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     results |= frozen_runs(folder, prefix) | spike_runs(folder, prefix)
-    return results | {"spike_twice": spike_twice(folder, prefix)}  # the last one: processes leave their groups
+    return results | {"spike_twice": spike_twice(folder, prefix)}  # last, since processes leave their groups
 
 
 def main(folder, data, what):

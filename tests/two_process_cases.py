@@ -1,4 +1,4 @@
-"""All cases of parallel/test_two_processes.py in one group, since every launched process spends seconds on imports."""
+"""All cases of parallel/test_two_processes.py in one process group, since imports take seconds per process."""
 
 import full_disk_cases
 import position_cases
@@ -6,7 +6,7 @@ import tensor_parallel_cases
 
 
 def main(folder, data):
-    # The last kind leaves its processes with a watch over files and without groups.
+    # Last, since processes leave their groups.
     return {
         "models": tensor_parallel_cases.main(),
         "encodings": position_cases.main(folder, data),

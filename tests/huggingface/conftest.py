@@ -16,7 +16,7 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Models this small gain nothing from threads, and on a busy machine wait for them at every operation."""
+    """Use one thread: small models gain nothing from more, and on a busy machine each operation waits for them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,7 +25,7 @@ def one_thread():
 
 @pytest.fixture
 def unwritten_memory_is_nan():
-    """Fill memory that nobody wrote with NaN, so that it shows in results."""
+    """Fill uninitialized memory with NaN, so that it shows in results."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -47,7 +47,7 @@ def source_text():
 
 @pytest.fixture(scope="session")
 def code_tokenizer(tmp_path_factory):
-    """A tokenizer of 400 tokens that was trained on source code."""
+    """A tokenizer of 400 tokens, trained on source code."""
     sys.path.insert(0, str(ROOT / "tools"))
     from train_tokenizer import train
 
@@ -78,7 +78,7 @@ def exports(tmp_path_factory, code_tokenizer):
 
 @pytest.fixture(scope="session")
 def streamable(exports, tmp_path_factory):
-    """The exports, but their text has no bytes of which no character can be made: transformers cannot stream those."""
+    """The exports without output of incomplete characters, which transformers cannot stream."""
     folder = tmp_path_factory.mktemp("ecosystem")
     for name in ("tape", "rope"):
         shutil.copytree(exports[name].directory, folder / name)
@@ -87,7 +87,7 @@ def streamable(exports, tmp_path_factory):
 
 
 def write_no_bytes(directory):
-    """Let an export's model never choose tokens that are single bytes."""
+    """Make an export's model never choose single-byte tokens."""
     pieces = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     with changed_weights(directory) as weights:
         weights["lm_head.weight"][[index for piece, index in pieces.items() if piece.startswith("<0x")]] = 0
@@ -95,7 +95,7 @@ def write_no_bytes(directory):
 
 @contextmanager
 def changed_weights(directory):
-    """Give the weights of an export by name, and write what has become of them."""
+    """Yield the weights of an export by name, and save their changes."""
     from safetensors.torch import load_file, save_file
 
     yield (weights := load_file(directory / "model.safetensors"))
@@ -124,7 +124,7 @@ def exported(made_exports, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def package_site(tmp_path_factory):
-    """A folder that holds what an installed transformers-tape consists of; a slow test compares it with the wheel."""
+    """A folder with the contents of an installed transformers-tape; a slow test compares it with the wheel."""
     folder, source = tmp_path_factory.mktemp("site"), ROOT / "transformers_tape"
     shutil.copytree(
         source / "src" / "transformers_tape", folder / "transformers_tape", ignore=shutil.ignore_patterns("__pycache__")

@@ -1,10 +1,10 @@
-"""Try an exported model with what the Hugging Face world does.
+"""Try an exported model with the Hugging Face ecosystem.
 
     python tests/huggingface/ecosystem.py exported/my-model
 
 needs torch, transformers and this folder, nothing else of this project; a row whose package is missing says `not
 installed`. Every row compares with a truth that the model itself gives, such as generation without a cache, in fp32.
-The code that an export carries is run: give only exports that you trust.
+The code of an export is run: give only exports that you trust.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NEW = 12
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to try: raises where the model does not do it right."""
+    """One thing to try, which raises an error if the model fails."""
 
     name: str
     what: str
@@ -43,7 +43,7 @@ ROWS: dict[str, Row] = {}
 
 
 def row(what: str, needs: tuple[str, ...] = (), heavy: bool = False):
-    """Register a function as a row: `what` is done and compared; it needs these packages beside transformers."""
+    """Register a function as a row: `what` is done and compared; it needs these packages besides transformers."""
 
     def register(function):
         ROWS[function.__name__] = Row(function.__name__, what, function, needs, heavy)
@@ -53,7 +53,7 @@ def row(what: str, needs: tuple[str, ...] = (), heavy: bool = False):
 
 
 class Subject:
-    """A model directory on which rows run, and what several rows use of it."""
+    """A model directory, with helpers that several rows use."""
 
     def __init__(self, directory: str | Path, work: Path):
         self.directory, self.work = Path(directory).resolve(), work
@@ -95,12 +95,12 @@ class Subject:
         return model.generate(ids, **self.count(), **options)[:, ids.shape[1] :]
 
     def count(self) -> dict:
-        """Return what lets `generate` make `NEW` tokens: nothing ends a text."""
+        """Return options that make `generate` return exactly `NEW` tokens."""
         return {"max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": self.tokenizer.pad_token_id}
 
     @cached_property
     def greedy(self) -> torch.Tensor:
-        """The truth of many rows: what follows `ids(24)` without a cache."""
+        """The expected result of many rows: the continuation of `ids(24)` without a cache."""
         return self.generate(self.ids(24), use_cache=False)
 
     @torch.no_grad()
@@ -127,13 +127,13 @@ def is_installed(package: str) -> bool:
 
 
 def try_row(entry: Row, subject: Subject) -> str:
-    """Run a row and return what came of it; nothing that it raises passes, except KeyboardInterrupt."""
+    """Run a row and return its outcome; catches all exceptions except KeyboardInterrupt."""
     needed = (package for package in entry.needs if package != "transformers_tape" or subject.is_tape)
     if missing := [package for package in needed if not is_installed(package)]:
         return f"{NOT_INSTALLED} ({', '.join(missing)})"
     torch.manual_seed(0)
     try:
-        # Trainers and libraries print, and the results are on stdout.
+        # Results are on stdout, to which trainers and libraries also print.
         with contextlib.redirect_stdout(sys.stderr):
             entry.run(subject)
     except Exception as error:
@@ -143,7 +143,7 @@ def try_row(entry: Row, subject: Subject) -> str:
 
 def load_rows() -> dict[str, Row]:
     """Return every row by name, light ones first."""
-    # As a script this module is __main__, and the rows import it by its name.
+    # As a script this module is __main__, but the rows import it by name.
     sys.modules.setdefault("ecosystem", sys.modules[__name__])
     sys.path.insert(0, str(Path(__file__).parent))
     import ecosystem_generation
@@ -156,7 +156,7 @@ def load_rows() -> dict[str, Row]:
 
 
 def main() -> None:
-    """Try the rows and print what comes of each; the exit status is 1 if one fails."""
+    """Run the rows and print their outcomes; the exit status is 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path, help="directory of an exported model, or of one of transformers")
     parser.add_argument("--only", choices=("light", "heavy"), help="only rows without, or with, packages of their own")

@@ -84,7 +84,7 @@ def beam_search(subject: Subject):
 def assisted(subject: Subject):
     draft = subject.load()
     draft.generation_config.num_assistant_tokens = 3
-    torch.nn.init.normal_(draft.model.layers[0].mlp.down_proj.weight, std=0.02)  # so that some of its drafts are wrong
+    torch.nn.init.normal_(draft.model.layers[0].mlp.down_proj.weight, std=0.02)  # makes some of its drafts wrong
     equal_tokens(subject.generate(subject.ids(24), assistant_model=draft), subject.greedy)
     equal_tokens(subject.generate(subject.ids(24), prompt_lookup_num_tokens=3), subject.greedy)
 
@@ -119,7 +119,7 @@ def compiled(subject: Subject):
 
 
 class Logits(torch.nn.Module):
-    """A model that maps ids to logits and does nothing else."""
+    """A model that only maps ids to logits."""
 
     def __init__(self, model):
         super().__init__()

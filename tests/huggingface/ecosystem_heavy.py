@@ -1,4 +1,4 @@
-"""Rows that need packages of their own or compile for long; see ecosystem.py."""
+"""Rows that need additional packages or long compilation; see ecosystem.py."""
 
 import torch
 from ecosystem import Subject, equal_logits, equal_tokens, row
@@ -69,7 +69,7 @@ def sft(subject: Subject):
         save_strategy="no",
         max_length=64,
     )
-    # Every step sees the same text; the losses of different texts say little about each other.
+    # Every step trains on the same text, since losses of different texts are not comparable.
     runner = SFTTrainer(
         model=subject.load(),
         args=arguments,

@@ -1,4 +1,4 @@
-"""Rows of `transformers serve` and the openai client; see ecosystem.py. test_vllm.py asks vLLM the same."""
+"""Rows of `transformers serve` and the openai client; see ecosystem.py. test_vllm.py does the same with vLLM."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from ecosystem import Subject, row
 
 NEEDS = ("transformers_tape", "openai", "fastapi", "uvicorn")
 TIMEOUT = 300
-"""Seconds after which a server that does not answer has failed."""
+"""Timeout in seconds for a server's response."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -27,7 +27,7 @@ SHORT = ([{"role": "system", "content": "code"}, {"role": "user", "content": "de
 
 @row("transformers serve, openai client: chat, streaming, two clients at once give generate's text", NEEDS, heavy=True)
 def serve(subject: Subject):
-    # In a child process, Python may not have read transformers_tape.pth.
+    # A child process may not read transformers_tape.pth.
     script = ("import transformers_tape; " if subject.is_tape else "") + SERVE
     command = [sys.executable, "-c", script, "serve", copy_with_template(subject)]
     with server([*command, "--device", "cpu", "--dtype", "float32"], subject.work) as url:
@@ -35,7 +35,7 @@ def serve(subject: Subject):
 
 
 def chat(subject: Subject, url: str):
-    """Compare a server's chat with `generate`: answers, a stream, and three clients at once."""
+    """Compare a server's chat with `generate`: responses, streaming, and three concurrent clients."""
     import openai
 
     expected = [_answer(subject, *request) for request in (LONG, SHORT)]
@@ -49,7 +49,7 @@ def chat(subject: Subject, url: str):
     answers = [ask(*request).choices[0].message.content for request in (LONG, SHORT)]
     assert answers == expected, (answers, expected)
     assert ask(*LONG).usage.completion_tokens == len(_tokens(subject, *LONG))
-    # The long answer has begun when the short one is asked for; a third client waits for both in a thread.
+    # The short request starts during the long response; a third client waits for both in a thread.
     stream = (chunk.choices[0].delta.content or "" for chunk in ask(*LONG, stream=True) if chunk.choices)
     pieces = [next(piece for piece in stream if piece)]
     others = []
@@ -59,7 +59,7 @@ def chat(subject: Subject, url: str):
     pieces += filter(None, stream)
     thread.join()
     assert others == [expected[1]]
-    # The bytes of a character that is not complete at the end are not streamed.
+    # Bytes of an incomplete character at the end are not streamed.
     assert len(pieces) > 3 and "".join(pieces) == expected[0].rstrip("\ufffd"), (pieces, expected[0])
 
 
@@ -79,7 +79,7 @@ def _answer(subject: Subject, messages: list[dict], count: int) -> str:
 
 
 def copy_with_template(subject: Subject) -> Path:
-    """Return a directory with the model's files and a chat template, its own if it has one."""
+    """Return a directory with the model's files and a chat template (the model's, if it has one)."""
     copied = subject.work / "served"
     if not copied.exists():
         copied.mkdir()
@@ -93,7 +93,7 @@ def copy_with_template(subject: Subject) -> Path:
 
 @contextmanager
 def server(command: list, work: Path):
-    """Run a server of OpenAI's protocol by `command`, to which host and port are added; give its URL."""
+    """Run a server of OpenAI's protocol by `command` plus host and port; yield its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

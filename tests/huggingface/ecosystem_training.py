@@ -8,7 +8,7 @@ STEPS = 3
 
 
 def train(model, ids: torch.Tensor, steps: int = STEPS, lr: float = 1e-2) -> list[float]:
-    """Take AdamW steps on the parameters that want a gradient, and return the losses before each and at the end."""
+    """Take AdamW steps on the trainable parameters, and return the losses before each step and at the end."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
     losses = []
     for _ in range(steps):
@@ -36,7 +36,7 @@ def gradient_checkpointing(subject: Subject):
 
 
 def run_trainer(runner, moving: str = "") -> None:
-    """Train; AssertionError unless the loss falls, and all parameters with `moving` in their names have moved."""
+    """Train; AssertionError unless the loss falls and all parameters with `moving` in their names have changed."""
     before = {name: p.detach().clone() for name, p in runner.model.named_parameters() if moving in name}
     runner.train()
     losses = [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
@@ -89,7 +89,7 @@ def lora_and_positions(subject: Subject):
 @row("AutoModelForSequenceClassification, padded: trains, saves, and gives each text's own score")
 def sequence_classification(subject: Subject):
     model = subject.load(AutoModelForSequenceClassification, num_labels=3, pad_token_id=subject.tokenizer.pad_token_id)
-    torch.nn.init.normal_(model.score.weight)  # as large as a trained head's, so that what the base computes shows
+    torch.nn.init.normal_(model.score.weight)  # as large as those of a trained head, so that the base's output matters
     prompts = [subject.ids(24), subject.ids(9, 30)]
     inputs = subject.tokenizer.pad({"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt")
     loss = model(**inputs, labels=torch.tensor([0, 2])).loss

@@ -1,4 +1,4 @@
-"""Scripts in other environments than the tests': none of them has this project."""
+"""Run scripts in other environments, which do not have this project."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"pinned": Path(sys.executable)}
 PYTHONS |= {name: ROOT / f".venv-{name}" / "bin" / "python" for name in ("transformers", "ecosystem", "vllm")}
-"""The tests' own, the oldest transformers that works, the one with the heavy packages, and that of vLLM."""
+"""Environments: the tests' own, the oldest supported transformers, heavy packages, and vLLM."""
 
 
 def python_of(which):
@@ -20,7 +20,7 @@ def python_of(which):
 
 
 def run_in(which, folder, *command, **variables):
-    """Run a Python with these arguments in `folder`, with nothing of this process's environment."""
+    """Run a Python with these arguments in `folder`, without this process's environment variables."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "HF_HOME": str(folder / "cache")}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     command = [python_of(which), *map(str, command)]

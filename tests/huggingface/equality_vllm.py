@@ -1,4 +1,4 @@
-"""Whether vLLM gives the greedy tokens of transformers' `generate` and the model's logprobs, in fp32, on a CPU.
+"""Check that vLLM gives the greedy tokens of transformers' `generate` and the model's logprobs, in fp32 on a CPU.
 
     .venv-vllm/bin/python tests/huggingface/equality_vllm.py exported/my-model ... [--json FILE]
 
@@ -40,14 +40,14 @@ from ecosystem_serving import TIMEOUT, chat, copy_with_template, server
 import transformers_tape  # noqa: F401
 
 LONGEST, BLOCK, CHUNK = 1024, 32, 64
-"""Tokens of the longest request, of a block of the cache, and of a step, so that longer prompts take several."""
+"""Tokens of the longest request, of a cache block, and of a step (longer prompts take several steps)."""
 TOLERANCE = 1e-4
 SMALL_CACHE = {"num_gpu_blocks_override": 12, "max_model_len": 256}
 EAGER = {"enforce_eager": True}
 
 
 class Engine:
-    """vLLM with one model, and the truth about what it answers."""
+    """vLLM with one model, and the expected responses."""
 
     def __init__(self, subject: Subject, **options):
         self.subject, longest = subject, subject.model.config.max_position_embeddings
@@ -62,7 +62,7 @@ class Engine:
             disable_log_stats=False,
             **options,
         )
-        # Once is enough in a process; a second time, it stumbles over modules that were imported since.
+        # Only once per process; a second call fails because of modules imported since.
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Engine:
         return [self.subject.ids(length, start=7 * i)[0].tolist() for i, length in enumerate(lengths)]
 
     def ask(self, prompts: list[list[int]], **options):
-        """Answer all prompts together, greedily, and compare; see `compare`."""
+        """Generate for all prompts together, greedily, and compare; see `compare`."""
         options = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 5, **options}
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         answers = self.llm.generate(requests, SamplingParams(**options), use_tqdm=False)
@@ -87,7 +87,7 @@ class Engine:
 
 @torch.no_grad()
 def compare(subject: Subject, prompts: list[list[int]], answers) -> dict:
-    """Return the numbers of answers and of those with `generate`'s tokens, and the largest difference of a logprob."""
+    """Return the number of responses, of those with `generate`'s tokens, and the largest difference of a logprob."""
     found = {"answers": 0, "equal": 0, "logprobs": 0.0}
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt])
@@ -151,7 +151,7 @@ def together(engine: Engine) -> dict:
 
 @torch.no_grad()
 def served(subject: Subject) -> dict:
-    """Ask vLLM's server by the openai client: chat as of ecosystem_serving, and completions, streamed and not."""
+    """Query vLLM's server with the openai client: chat as in ecosystem_serving, and completions, streamed and not."""
     import openai
 
     model, found = str(copy_with_template(subject)), {"answers": 0, "equal": 0, "logprobs": 0.0}
@@ -219,7 +219,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         for number, directory in enumerate(options.models):
             subject = Subject(directory, Path(work, str(number)))
-            # The package has TAPE's code; whatever an export carries stays as it is.
+            # The package has TAPE's code; code in the export is not run.
             subject.trust = {}
             if number == 0:
                 print(f"{directory.name}: {SERVED}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Exports of small models of both families, TAPE's own classes and any encoding with its own file, shared by tests."""
+"""Exports of small models of both families (TAPE's classes, and encodings with their file) for tests."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports.new_checkpoint import write_imported
 from megatron_tape.position import BUILT_IN, ENCODINGS
 
-# With settings that make each of their branches count in 16 tokens.
+# Settings with which 16 tokens reach every branch.
 CHANGES = {
     "t5": {"t5_num_buckets": 6, "t5_max_distance": 9},
     "fire": {"fire_threshold": 3.0},
@@ -28,11 +28,11 @@ VARIANTS = {
     "tape_signed": ("tape", {"increments": "signed", "layers_without_positions": 2}),
 }
 NAMES = (*(encoding.name for encoding in BUILT_IN), *VARIANTS, *TOYS)
-"""Encodings whose file an export can carry: TAPE and RoPE, which have classes of their own, must work so, too."""
+"""Encodings that can be exported with their file; this must work for TAPE and RoPE, too."""
 OWN_CLASSES = "tape_classes"
-"""TAPE as it is exported: with classes of its own."""
+"""TAPE in its own format."""
 PLAIN_ROPE = "rope_plain"
-"""RoPE as it is exported: as a Llama."""
+"""RoPE as a Llama model."""
 AS_EXPORTED = {OWN_CLASSES: "tape", PLAIN_ROPE: "rope"}
 
 
@@ -49,14 +49,14 @@ class Encoded:
 
 
 def export_with_code(name, *arguments, **options):
-    """Export a model with its encoding's own file, also one that would become another kind of model."""
+    """Export a model with its encoding's file, even if the encoding has another export format."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ENCODINGS[name], "exports_to", "code")
         export(*arguments, **{"tokenizer": "none"} | options)
 
 
 def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, tokenizer="none", **changes):
-    """Build a model whose encoding's parameters are far from their start, export and load it."""
+    """Build a model whose encoding's parameters are far from their initial values, export and load it."""
     label, own = label or f"model_{name}", name in AS_EXPORTED
     name = AS_EXPORTED.get(name, name)
     name, settings = VARIANTS.get(name, (name, CHANGES.get(name, {})))

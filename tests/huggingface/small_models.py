@@ -19,7 +19,7 @@ SMALL = dict(
 
 
 def randomize(model):
-    """Move TAPE's matrices away from their zero start."""
+    """Move TAPE's matrices away from zero."""
     for name, parameter in model.named_parameters():
         if ".position." in name:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

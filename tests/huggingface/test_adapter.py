@@ -1,4 +1,4 @@
-"""to-hf of runs that trained parts of a model: merged, and as adapters that peft itself reads."""
+"""Exports of runs that trained parts of a model: merged, and as peft adapters."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ LAYOUTS = [name for name in CASES if name.startswith("tape_tp")]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of each case, with the training model's logits."""
+    """Train a run for each case, with the trained model's logits."""
     folder = write_all(tmp_path_factory.mktemp("trained"))
     run_group("adapter_cases", 2, folder)
     return folder
@@ -28,7 +28,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory):
-    """Each run as an adapter and as a merged model."""
+    """Export each run as an adapter and as a merged model."""
     folder = tmp_path_factory.mktemp("exported")
     for name in CASES:
         to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name]
@@ -84,7 +84,7 @@ def test_peft_saves_the_same_adapter(exported, tmp_path, name):
     again, ours = (json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path, exported / name))
     for config in (again, ours):
         config["target_modules"] = sorted(config["target_modules"])
-        del config["modules_to_save"]  # where embeddings are tied, peft writes the names of the modules in full
+        del config["modules_to_save"]  # with tied embeddings, peft writes full module names
     assert {key: again[key] for key in ours} == ours
 
 
@@ -114,7 +114,7 @@ def test_an_adapter_can_use_an_existing_base(exported, trained, tmp_path, expect
     monkeypatch.chdir(tmp_path)
     name = "rope_biased"
     to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", "base"]
-    for output in ("first", "second"):  # the base is written at first, and compared with the run then
+    for output in ("first", "second"):  # the base is written first, and later compared with the run
         assert convert(*to_hf, "--output", tmp_path / output).returncode == 0
         assert not (tmp_path / output / "base").exists()
         assert json.loads((tmp_path / output / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"

@@ -1,4 +1,4 @@
-"""All ways to compute the attention of exported models: each gives eager's averages, and each can be switched to."""
+"""All attention implementations of exported models give the averages of eager attention."""
 
 import sys
 from types import SimpleNamespace
@@ -14,12 +14,12 @@ from megatron_tape.huggingface.modeling.attention_tape import attend_by_blocks, 
 
 
 def causal(S, T):
-    """The mask of the last S of T tokens."""
+    """Return the mask of the last S of T tokens."""
     return torch.ones(S, T, dtype=torch.bool).tril(T - S)[None, None]
 
 
 def inputs(B=2, S=37, T=37, H=6, G=2, D=8, dtype=torch.float64):
-    """Queries, keys and values twice as wide, with the axes that the model makes."""
+    """Return queries, keys and values of twice their size, with the model's axes."""
     shapes = ((S, H, D), (T, G, D), (T, G, 2 * D))
     return [torch.randn(B, *shape, dtype=dtype).transpose(1, 2) for shape in shapes]
 
@@ -50,7 +50,7 @@ def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_me
     seen = torch.ones(1, 1, S, T, dtype=torch.bool).tril() if mask is None else mask.expand(-1, -1, S, T)
     expected, _ = eager_attention_forward(SimpleNamespace(training=False), query, key, value, seen, 0.3)
     output = torch.cat(attend_by_blocks(query, key, value, mask, 0.3), dim=-1)
-    # Queries that see nothing are padding; what they average matters to nobody, but may not be NaN.
+    # Queries without visible keys are padding; their results are unused, but must not be NaN.
     some = seen.any(-1).expand(2, 1, -1)[:, 0]
     assert output.isfinite().all() and some.sum() > 8
     torch.testing.assert_close(output[some], expected[some], rtol=1e-12, atol=1e-12)
@@ -75,7 +75,7 @@ def test_error_of_blocks_in_half_precision_is_at_most_that_of_eager(dtype):
 
 
 def count(monkeypatch, name="sdpa"):
-    """Count the calls of one of transformers' attention functions: the widths of the values that it sees."""
+    """Record the sizes of values in calls of one of transformers' attention functions."""
     widths, inner = [], AttentionInterface()[name]
 
     def counted(module, query, key, value, *arguments, **kwargs):
@@ -94,7 +94,7 @@ def test_prompts_use_one_pass_over_values_and_state(monkeypatch):
         model(input_ids[:, 30:], past_key_values=cache)
         model(input_ids, attention_mask=torch.ones_like(input_ids).tril(-1).flip(1)[:, :40])
         assert widths == [8] * 3, "only the last layer, which averages no state, leaves its attention to sdpa"
-    # With gradients, dropout, other attention patterns or in a graph, what sdpa offers is needed.
+    # Gradients, dropout, other attention patterns and graphs need sdpa.
     for setting in (torch.enable_grad(), torch.no_grad()):
         with setting:
             widths.clear()
@@ -141,7 +141,7 @@ def test_without_the_main_package_there_is_no_fused_kernel(monkeypatch):
 
 
 def test_attention_functions_with_their_own_cache_are_refused_before_a_call(monkeypatch):
-    """As vLLM's, which calls one cache for each layer and has no room for z: the answer would be wrong, not refused."""
+    """As vLLM's attention, whose cache per layer cannot store z: results would be silently wrong."""
     called = []
 
     def attention(module, query, key, value, attention_mask, **kwargs):

@@ -1,4 +1,4 @@
-"""Caches: the growing dynamic layers hold what transformers' own would, and an early exit leaves the cache right."""
+"""Caches: growing layers equal transformers' dynamic layers, and early exits keep the cache correct."""
 
 import random
 
@@ -45,7 +45,7 @@ def test_growing_layers_equal_plain_layers(seed, unwritten_memory_is_nan):
         before = growing.keys.data_ptr() if growing.is_initialized else 0
         for found, expected in zip(growing.update(*new), plain.update(*new)):
             assert torch.equal(found, expected)
-            seen.append((found, expected))  # `plain` never writes into what it returned
+            seen.append((found, expected))  # `plain` never writes to returned tensors
         in_place += growing.keys.data_ptr() == before
         assert growing.get_seq_length() == plain.get_seq_length()
     assert in_place > 15
@@ -79,7 +79,7 @@ def test_decoding_writes_in_place_into_a_dynamic_cache(model):
 
 def test_gradients_flow_through_a_cache():
     torch.manual_seed(0)
-    model = build(torch.float64, attn_implementation="eager")  # which keeps views of the cache for its gradients
+    model = build(torch.float64, attn_implementation="eager")  # saves views of the cache for gradients
     input_ids = tokens(2, 12)
 
     def gradient(split):

@@ -1,4 +1,4 @@
-"""Every row of the table of what works beside Llama; test_plain_environment.py tries them with older transformers."""
+"""Every row of the compatibility table; test_plain_environment.py runs them with older transformers."""
 
 import json
 
@@ -9,7 +9,7 @@ from environments import run_in
 
 ROWS = ecosystem.load_rows()
 LIGHT = [name for name, entry in ROWS.items() if not entry.heavy]
-# Of other encodings than TAPE, in three kinds of exports; test_exported_models.py has what each could get wrong alone.
+# Other encodings, as three kinds of exports; test_exported_models.py tests each encoding.
 OF_ENCODINGS = "saves maps_and_states dynamic_cache embeddings beam_search".split()
 OF_ENCODINGS += "assisted gradient_checkpointing lora_and_positions offloaded_weights sequence_classification".split()
 

@@ -1,4 +1,4 @@
-"""The files with which an encoding travels: complete, trusted only if they are ours, and imported back."""
+"""Files of exported encodings: complete, trusted only if unchanged, and importable again."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_reimporting_an_export_is_exact(exported, tmp_path, name):
     made, name = exported(name), exported(name).model.position_encoding
     import_model(made.directory, tmp_path / "again")
     first, again = (open_weights(path) for path in (made.checkpoint, tmp_path / "again"))
-    # The width of a head is always written out.
+    # The head size is always explicit.
     assert as_dict(again.model) == as_dict(first.model) | {"kv_channels": made.model.head_dim}
     export_with_code(name, tmp_path / "again", tmp_path / "exported")
     for file in made.directory.iterdir():
@@ -135,7 +135,7 @@ def test_imports_for_type_checking_and_kernels_are_not_exported():
 
 
 def test_evaluation_gives_the_losses_of_training(exports, tmp_path, capsys):
-    """Perplexity of a checkpoint, beside the losses of its export, also in chunks with a cache."""
+    """Compare the perplexity of a checkpoint with the losses of its export, also in chunks with a cache."""
     made, text = exports["fire"], (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
     import_model(made.directory, tmp_path / "run")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")

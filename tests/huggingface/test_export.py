@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: what transformers loads equals what was trained; what cannot be exported is refused."""
+"""tools/convert_checkpoint.py to-hf: exports equal the trained models, and unsupported ones are refused."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ CASES = list(export_cases.cases())
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, code_tokenizer, source_text):
-    """Runs on the standard library's source, with the training models' logits on a held-out file."""
+    """Train runs on the standard library's source, with logits on a held-out file."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(code_tokenizer, folder)
     (folder / "held_out.txt").write_text(source_text, encoding="utf-8")
@@ -37,7 +37,7 @@ def trained(tmp_path_factory, code_tokenizer, source_text):
 
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory):
-    """Every run exported."""
+    """Export every run."""
     folder = tmp_path_factory.mktemp("exported")
     for name in CASES:
         export(trained / name, folder / name)
@@ -48,7 +48,7 @@ def exported(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(exported):
-    """Every export as transformers loads it, after checking that it finds every weight and no other."""
+    """Load every export with transformers, and check that no weight is missing or unexpected."""
     models = {}
     for path in sorted(exported.iterdir()):
         remote = "rope" not in path.name
@@ -227,7 +227,7 @@ def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(
     settings = [option for option in export_cases.settings(trained) if "model.vocab_size" not in option]
     recipe = ["--config", str(export_cases.RECIPE), "--config", str(tmp_path / "imported" / "model.yaml")]
     resume = ["--checkpoint.resume", str(tmp_path / "imported"), "--logging.directory", str(tmp_path / "run")]
-    for _ in range(2):  # Started again, the run's own checkpoint goes before the import, and there is nothing to do.
+    for _ in range(2):  # A second start resumes from the run's own checkpoint, and has nothing to do.
         assert train.main([*recipe, *settings, *resume]) == 0
     steps = [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Exported models of both families, beside the models that were trained: what must hold for all of them."""
+"""Exported models of both families, compared with the trained models."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=
 
 
 def in_parts(model, ids, sizes, cache=None, **more):
-    """The logits of tokens that come a few at a time, and the cache."""
+    """Return the logits of tokens given a few at a time, and the cache."""
     parts = []
     for part in ids.split(sizes, 1):
         output = model(part, past_key_values=cache, use_cache=True, **more)
@@ -46,7 +46,7 @@ def test_logits_and_gradients_equal_the_training_model(exported, name):
     for ours, key in pairs.items():
         found, expected = made.loaded.get_parameter(ours).grad, theirs[key].grad
         assert (found - expected).norm() <= 1e-4 * expected.norm(), key
-    # A threshold that lies beyond the sequence is no part of what is computed.
+    # A threshold beyond the sequence does not affect the result.
     assert sum(not theirs[key].grad.any() for key in pairs.values()) <= 1
     for model in (made.built, made.loaded):
         model.zero_grad()
@@ -66,14 +66,14 @@ def test_a_cache_changes_nothing(exported, name):
     with torch.enable_grad():
         model(ids, use_cache=False).logits.sum().backward()
     model.zero_grad()
-    # Copies of its layers go on by themselves.
+    # Copies of its layers are independent.
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     in_parts(model, ids[:, 9:10], [1], cache)
     in_parts(model, ids[:, :1], [1], other)
     assert_close(in_parts(model, ids[:, 10:], [6], cache)[0], whole[:, 10:], atol=1e-5, rtol=1e-5)
-    # A copy goes on by itself, and so does one whose sequences have changed places.
+    # A copy is independent, also after its sequences were reordered.
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     copied = copy.deepcopy(cache)
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -131,7 +131,7 @@ def test_a_cache_changes_little_in_bf16(exported, name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_autocast_changes_little(exported, name):
-    """As transformers' Trainer trains with `bf16=True`."""
+    """As with `bf16=True` in transformers' Trainer."""
     model, ids = copy.deepcopy(exported(name).loaded), random_tokens()
     found = []
     for enabled in (False, True):
@@ -142,7 +142,7 @@ def test_autocast_changes_little(exported, name):
         found.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     (exact, of_exact), (rounded, of_rounded) = found
     assert rounded == pytest.approx(exact, rel=0.01)
-    # RePo's positions follow from rounded hidden states, and angles are large multiples of them.
+    # RePo computes positions from rounded hidden states, and angles are large multiples of positions.
     assert (of_rounded - of_exact).norm() < (0.9 if name == "repo" else 0.1) * of_exact.norm()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         cached, _ = in_parts(model.eval(), ids, 5)
@@ -196,12 +196,12 @@ def test_randpe_beyond_the_trained_length_needs_generation_without_a_cache(expor
     with pytest.raises(NotImplementedError, match="generate without a cache"):
         in_parts(made.loaded, ids, [12, 12])
     assert made.loaded.generate(ids, use_cache=False, **GREEDY).shape == (2, 30)
-    # Where a shorter sequence has its tokens does not depend on the longer one beside it.
+    # Positions of a short sequence do not depend on a longer one in the batch.
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     padded, alone = made.loaded(ids, attention_mask=mask, use_cache=False).logits, made.loaded(ids[:1, 4:]).logits
     assert_close(padded[0, 4:], alone[0], atol=1e-5, rtol=1e-5)
-    # The evaluation does not cut such texts into parts.
+    # The evaluation does not split such texts.
     info = ModelInfo("model", 64, 16, {}, False)
     model = HFModel(info, made.loaded, None, chunk=5)
     for length in (24, 16):

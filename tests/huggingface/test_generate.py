@@ -1,4 +1,4 @@
-"""tools/generate.py: the continuation is the model's own, and errors are one sentence."""
+"""tools/generate.py prints the model's continuation, and reports errors in one sentence."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def generate(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
-        capsys.readouterr()  # what the test itself has made libraries print
+        capsys.readouterr()  # discard output that the test's own calls caused
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(ROOT / "tools" / "generate.py"), run_name="__main__")
         printed = capsys.readouterr()
@@ -55,7 +55,7 @@ def test_the_models_generation_config_is_ignored(exports, generate, tmp_path):
 def test_prompts_that_fill_the_context_are_refused(exports, generate):
     from transformers import AutoTokenizer
 
-    made = exports["rope"]  # of a context of 128
+    made = exports["rope"]  # has a context of 128 tokens
     tokenizer = AutoTokenizer.from_pretrained(made.directory)
 
     def prompt(count):

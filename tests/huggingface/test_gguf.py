@@ -1,4 +1,4 @@
-"""from-hf of GGUF files: the same models as those they were made from, and nothing that would compute another one."""
+"""Imports of GGUF files equal their source models, and unsupported files are refused."""
 
 import json
 
@@ -22,7 +22,7 @@ F32 = gguf.GGMLQuantizationType.F32
 
 
 def permuted(weights, heads):
-    """llama.cpp's order of the rows of queries and keys, as its own converter writes them."""
+    """Reorder the rows of queries and keys as llama.cpp's converter does."""
     return weights.reshape(heads, 2, -1, weights.shape[-1]).swapaxes(1, 2).reshape(weights.shape)
 
 

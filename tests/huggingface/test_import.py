@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py from-hf: imported models compute the same, and export again unchanged."""
+"""tools/convert_checkpoint.py from-hf: imported models keep their logits, and export unchanged."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
-# As wide as a head has to be to have frequencies in every part of the scaling.
+# A head size with frequencies in every range of the scaling.
 LLAMA3_2 = LLAMA3 | dict(rope_theta=500000.0, factor=32.0, original_max_position_embeddings=8192)
 ORIGINAL = "original_max_position_embeddings"
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
@@ -81,7 +81,7 @@ def made_source(kind, dtype, vocab_size, max_shard_size):
 
 
 def write_source(folder, kind="llama3_tied", dtype=torch.float32, vocab_size=90, max_shard_size="1GB"):
-    """A model of transformers with random weights, its biases and norms included, and its logits."""
+    """Write a model of transformers with random weights, biases and norms, and return its logits."""
     made, logits = made_source(kind, dtype, vocab_size, max_shard_size)
     shutil.copytree(made.name, folder)
     return logits
@@ -93,7 +93,7 @@ def loaded_logits(folder, dtype="float32"):
 
 
 def training_logits(checkpoint):
-    """Logits of this project's model, which a run would start from."""
+    """Return the logits of this project's model, from which a run would start."""
     saved = open_weights(checkpoint)
     built, _ = build(saved.model, randomize=False)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_scaled_positions_equal_transformers(tmp_path):
     import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
     change_config(tmp_path / "source", {"rope_parameters": YARN | {"factor": 2 * YARN["factor"]}})
-    # In fp32, rounding alone is 8e-6 in either model; in fp64, only their phases are fp32.
+    # In fp32, rounding is 8e-6 in either model; in fp64, only the phases are fp32.
     ours, theirs = (loaded_logits(tmp_path / name, "float64") for name in ("exported", "source"))
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
     rounded = {name: (loaded_logits(tmp_path / name) - theirs).abs().max() for name in ("exported", "source")}

@@ -1,4 +1,4 @@
-"""The model card of an export: its metadata, its recipe for adapters, and the model's evaluation."""
+"""The model card of an export: metadata, adapter example and evaluation results."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ from megatron_tape.huggingface.imports.source_card import source_card
 
 @pytest.fixture(scope="module")
 def evaluated(exports, tmp_path_factory):
-    """A directory with a `checkpoint` that has a tokenizer, and the `results` of its evaluation."""
+    """Create a directory with a `checkpoint` that has a tokenizer, and the `results` of its evaluation."""
     from pretrain import evaluate
 
     folder = tmp_path_factory.mktemp("evaluated")
@@ -69,7 +69,7 @@ def test_an_imported_model_keeps_its_license_and_has_no_pretrained_tag(tmp_path)
     write_adapter_card(tmp_path, "adapter", saved, "fp32", "base")
     of_adapter = {key: expected[key] for key in ("license", "license_name", "license_link", "language")}
     assert metadata(tmp_path) == of_adapter | {"library_name": "peft", "pipeline_tag": "text-generation"}
-    # A TAPE model that is imported again keeps all this.
+    # A reimported TAPE model keeps all facts.
     done = convert("from-hf", "--model", exported, "--output", tmp_path / "again")
     assert done.returncode == 0, done.stderr
     assert open_weights(tmp_path / "again").state["progress"]["card"] == {
@@ -124,7 +124,7 @@ def test_the_card_shows_only_this_models_evaluation(evaluated, exports, tmp_path
     results = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"]
     values = [metric["value"] for result in results for metric in result["metrics"]]
     assert sorted(values) == sorted(score["value"] for score in found)
-    # The place where pretrain.evaluate puts the results of a run.
+    # The default output of pretrain.evaluate for a run.
     step = tmp_path / "run" / "checkpoints" / "step-00000000"
     shutil.copytree(checkpoint, step)
     shutil.copytree(evaluated, tmp_path / "run" / "evaluation" / step.name)
@@ -163,7 +163,7 @@ RUN = {
 
 
 def read_card(directory):
-    """Return the metadata of a card, and the text, the links, and the HTML that a reader of its Markdown sees."""
+    """Return the metadata of a card, and the rendered text, links and HTML."""
     from markdown_it import MarkdownIt
 
     front_matter, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", (directory / "README.md").read_text(), re.S).groups()

@@ -1,4 +1,4 @@
-"""TAPE's own classes: equal to the reference, the released code and Llama, and compatible with transformers."""
+"""TAPE's classes for transformers, compared with the reference, the released code and Llama."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_invalid_configurations_are_refused():
 
 
 def moved_state(directory, dtype, precision):
-    """How far small updates move the position state of a model."""
+    """Return the change of a model's position state by small updates."""
     model = TapeForCausalLM.from_pretrained(directory, dtype=dtype, position_state_precision=precision).eval()
     states = []
     for layer in model.model.layers[:-1]:

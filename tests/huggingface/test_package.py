@@ -1,4 +1,4 @@
-"""transformers-tape: TAPE models without trust_remote_code, wherever the package is installed."""
+"""transformers-tape: with this package, TAPE models load without trust_remote_code."""
 
 import shutil
 import subprocess
@@ -71,7 +71,7 @@ def test_models_load_without_trust_remote_code(which, late, exports, package_sit
     ids = tokenize(made.directory)
     with torch.no_grad():
         torch.save({"ids": ids, "logits": made.loaded(torch.tensor([ids])).logits}, tmp_path / "expected.pt")
-    # An export of former code: the package's own is what runs.
+    # For an export with older code, the package's code runs.
     old = tmp_path / "export"
     shutil.copytree(made.directory, old)
     if not late:
@@ -81,7 +81,7 @@ def test_models_load_without_trust_remote_code(which, late, exports, package_sit
     done = run_in(which, tmp_path, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "transformers-tape could not" not in done.stderr
-    # What was saved loads here, where the package is not installed.
+    # Saved models load here without the package.
     assert "transformers_tape" not in sys.modules
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     with torch.no_grad():

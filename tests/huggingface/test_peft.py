@@ -17,7 +17,7 @@ from megatron_tape.huggingface.modeling.position_tape import matrix_of
 
 SMALL = small_models.SMALL | dict(position_mlp_size=6)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-# DoRA divides by the norm of each row, so matrices at zero have to be trained whole.
+# DoRA divides by the norm of each row, so zero matrices must be trained fully.
 RECIPES = {
     "all-linear": dict(target_modules="all-linear"),
     "dora_saved": dict(target_modules="all-linear", use_dora=True, modules_to_save=["position"]),
@@ -26,7 +26,7 @@ RECIPES = {
 
 
 def zero_start():
-    """An imported model: TAPE's matrices make it the Llama that it was, and do not show."""
+    """An imported model, which still equals Llama, as TAPE's matrices are zero."""
     theirs = LlamaForCausalLM(LlamaConfig(**{key: SMALL[key] for key in SMALL if key != "position_mlp_size"})).eval()
     model = TapeForCausalLM(TapeConfig(**SMALL)).eval()
     model.load_state_dict(theirs.state_dict(), strict=False)
@@ -36,7 +36,7 @@ def zero_start():
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Saved models: with TAPE's matrices at zero, and far from it."""
+    """Save models with TAPE's matrices at zero, and far from zero."""
     folder = tmp_path_factory.mktemp("bases")
     torch.manual_seed(1)
     model = zero_start()
@@ -128,7 +128,7 @@ def test_different_adapters_within_a_batch_are_refused():
     model = get_peft_model(zero_start(), LoraConfig(target_modules=["token_mixing"], init_lora_weights=False), "one")
     model.add_adapter("other", LoraConfig(target_modules=["token_mixing"], init_lora_weights=False))
     model.eval()
-    ids = tokens()[:1].expand(4, -1)  # as many as the token mixing has columns
+    ids = tokens()[:1].expand(4, -1)  # a batch as large as token mixing has columns
     with torch.no_grad():
         model.set_adapter("other")
         expected = model(ids[:1]).logits

@@ -1,4 +1,4 @@
-"""Exported models in an environment of torch and the oldest transformers that works, where this project never was."""
+"""Exported models in an environment with only torch and the oldest supported transformers."""
 
 import json
 import runpy
@@ -61,13 +61,13 @@ YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_positio
 
 @pytest.fixture(scope="module")
 def ran(exported, exports, streamable, source_text, tmp_path_factory):
-    """What was found: first by the script with exports of every encoding, then the rows of ecosystem.py."""
+    """Return results of the script with exports of every encoding, then of the rows of ecosystem.py."""
     ids, names, folder = random_tokens(), [], tmp_path_factory.mktemp("plain")
     tokenizer = AutoTokenizer.from_pretrained(exports["tape"].directory, trust_remote_code=True)
     expected = {"ids": ids, "text": source_text, "pieces": tokenizer(source_text).input_ids}
 
     def give(name, directory, model):
-        # transformers copies only files that it finds itself.
+        # transformers copies only files that it discovers.
         names.append(name)
         if directory.parent != folder:
             shutil.copytree(directory, folder / name)

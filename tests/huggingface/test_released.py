@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py from-released: what the TAPE authors' code computed is kept."""
+"""tools/convert_checkpoint.py from-released: imported models equal the TAPE authors' code."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_pa
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported", 48, mixing)
     settings = json.loads((tmp_path / "imported" / "state.json").read_text())["config"]["model"]
     assert settings["vocab_size"] == 96
-    # In float64 only the released code's own rounding is left: that of float32 differs between CPUs.
+    # In float64, only the released code rounds; float32 rounding differs between CPUs.
     built, _ = build(model_config(**settings), randomize=False, dtype=torch.float64)
     weights = load_file(tmp_path / "imported" / "tensors-tp00-dp00000.safetensors")
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")

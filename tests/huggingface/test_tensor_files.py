@@ -1,4 +1,4 @@
-"""Safetensors files of an export: written one tensor at a time, of the type asked for."""
+"""Safetensors files of exports are written one tensor at a time in the requested dtype."""
 
 import os
 

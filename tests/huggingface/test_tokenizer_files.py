@@ -1,4 +1,4 @@
-"""The tokenizer of an export gives the ids that the model was trained with."""
+"""The tokenizer of an export gives the same ids as in training."""
 
 import io
 import json
@@ -16,7 +16,7 @@ NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=Fal
 
 
 def sentencepiece_model(sentences=None, **options):
-    """Train on these sentences, or on source code; the bytes of the model."""
+    """Train on these sentences, or on source code, and return the bytes of the model."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -44,7 +44,7 @@ def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
     (tmp_path / "t.model").write_bytes(sentencepiece_model(**options))
     exported(tmp_path / "t.model", tmp_path / "out")
     ours, theirs = load_tokenizer(tmp_path / "t.model"), load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    code = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to divide a line
+    code = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to split a line of them
     for text in (code, "<s> c", "a <0x41>", "a\n\n b\n", "▁ ▁", "größer カガ 한글 ﾊﾟ ﬁ² \u200b\x01 👩\u200d👧"):
         assert theirs.encode(text) == ours.encode(text), ascii(text)
     assert theirs.decode(ours.encode(code)) == ours.decode(ours.encode(code))
@@ -73,7 +73,7 @@ TEXT = "List:\n\n1.  x =   25"
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_tokenizer_follows_its_file_regardless_of_the_named_class(tmp_path, kind):
-    """transformers makes a tokenizer without the first of these steps for GPT2Tokenizer, and Qwen's for every Qwen2."""
+    """transformers would drop the first of these steps for GPT2Tokenizer, and use Qwen's tokenizer for Qwen2."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -120,7 +120,7 @@ def exported(source, output, context=128):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_tokenizer_gives_the_ids_of_training(kind, tmp_path, texts):
-    """Also text that mentions special tokens, where the vocabulary for text holds them."""
+    """Also for text that mentions special tokens which the vocabulary of text contains."""
     source = tmp_path / "source"
     source.mkdir()
     KINDS[kind](texts[:40]).save(str(source / "tokenizer.json"))
@@ -178,7 +178,7 @@ FLAGS = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, sp
 
 @pytest.mark.parametrize("kind", ["json", "model"])
 def test_an_export_omits_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_path, kind, capsys):
-    """transformers gives ids beyond the model's rows to tokens that files next to tokenizer.json name."""
+    """transformers would add ids beyond the model's rows for tokens named in files next to tokenizer.json."""
     source = tmp_path / "source"
     if kind == "json":
         save_bpe(source, END, "<|im_end|>")

@@ -1,4 +1,4 @@
-"""TAPE models in vLLM, by the plug-in of transformers_tape: what it answers, and what it refuses."""
+"""TAPE models in vLLM with the plug-in of transformers_tape: results and refusals."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from environments import ROOT, python_of, run_in
 from exported_models import OWN_CLASSES, PLAIN_ROPE, make
 
 PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
-# The demo's model; the widths of SmolLM2-135M; every other setting of TAPE; and a Llama.
+# The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; and a Llama.
 SMOLLM2 = dict(num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9, num_query_groups=3)
 SMOLLM2 |= dict(mlp_size=36, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
 DEMO = dict(num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=6)
@@ -58,14 +58,14 @@ refused(tape, speculative_config=method)
 
 @pytest.fixture(scope="module")
 def plugin():
-    """The plug-in's file, which imports vLLM only where it registers with it."""
+    """Load the plug-in's file, which imports vLLM only to register with it."""
     spec = importlib.util.spec_from_file_location("transformers_tape.vllm_plugin", PACKAGE / "vllm_plugin.py")
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
 
 
 def settings(stages=1, cache="auto", method=None):
-    """What the plug-in reads of vLLM's settings."""
+    """Return the part of vLLM's settings that the plug-in reads."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(head_dim=48), model_arch_config=SimpleNamespace(), dtype=torch.bfloat16
@@ -79,7 +79,7 @@ def settings(stages=1, cache="auto", method=None):
 @pytest.mark.parametrize("given", [{}, {"cache": "bfloat16"}, {"method": "draft_model"}])
 def test_the_cache_has_twice_the_head_size(plugin, given):
     for_vllm = settings(**given)
-    for _ in range(2):  # vLLM asks when it starts, and the model once more
+    for _ in range(2):  # vLLM calls it at start, and the model again
         plugin.prepare(for_vllm)
         assert for_vllm.model_config.model_arch_config.head_size == 96
 
@@ -105,7 +105,7 @@ def test_an_incompatible_vllm_gives_a_warning_instead_of_an_error(plugin, monkey
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder with an installed transformers-tape, in which Python also finds its entry point."""
+    """Return a folder with an installed transformers-tape, including its entry point."""
     folder = tmp_path_factory.mktemp("site")
     pip = [python_of("vllm"), "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--target", folder]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--no-compile"]
@@ -122,10 +122,10 @@ def test_vllm_equals_transformers_in_tokens_and_logprobs(site, code_tokenizer, t
         directory = make(tmp_path, kind, label=name, tokenizer=str(code_tokenizer), **sizes).directory
         with changed_weights(directory) as weights:
             for key in weights:
-                # Far from RoPE, but not so far that every layer multiplies rounding errors.
+                # Far from RoPE, but not so far that every layer amplifies rounding errors.
                 weights[key] *= 0.3 if ".position." in key else 1.0
         directories.append(directory)
-    write_no_bytes(directories[0])  # its answers are streamed
+    write_no_bytes(directories[0])  # its responses are streamed
     script = ROOT / "tests" / "huggingface" / "equality_vllm.py"
     command = [script, *directories, "--json", tmp_path / "rows.json"]
     # Inductor itself would take minutes.
