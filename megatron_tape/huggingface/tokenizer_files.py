@@ -201,8 +201,8 @@ def _of_sentencepiece(
             single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.bos)]
         )
     settings = _new_settings(context, {f"{role}_token": token for role, token in names.items()})
-    kept = ("chat_template", "model_max_length", "padding_side")
-    return converted, special, settings | {key: own[key] for key in kept if key in own}
+    copied = ("chat_template", "model_max_length", "padding_side")
+    return converted, special, settings | {key: own[key] for key in copied if key in own}
 
 
 def _converted(model: Any) -> Any:

@@ -34,11 +34,11 @@ class OutputLayer(ColumnParallelLinear):
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
-        loss, losses, of_z = linear_cross_entropy(
+        loss, losses, z_loss_sum = linear_cross_entropy(
             input_, weight, labels, loss_weights, self.tp_group, self.fused, z_loss=z_loss
         )
         if z_loss:
-            self.z_losses = self.z_losses + of_z
+            self.z_losses = self.z_losses + z_loss_sum
         return loss, losses
 
 

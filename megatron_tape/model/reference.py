@@ -56,7 +56,7 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
     turns = config.rope_original_seq_length * frequencies / (2 * torch.pi)
     if config.rope_scaling_type == "llama3":
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
     else:
         # turns = turns[0] * theta^(-2f/D), solved for f.
         first, last = (
@@ -66,8 +66,8 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
         if config.rope_truncate:
             first, last = first.floor(), last.ceil()
         first, last = first.clamp(min=0), last.clamp(max=head_dim - 1)
-        kept = 1 - ((f - first) / (last - first)).clamp(0, 1)
-    return (1 - kept) * scaled + kept * frequencies
+        unscaled = 1 - ((f - first) / (last - first)).clamp(0, 1)
+    return (1 - unscaled) * scaled + unscaled * frequencies
 
 
 def attention_factor(config: ReferenceConfig) -> float:

@@ -238,14 +238,14 @@ class RotaryPosition(PositionEncoding):
             return frequencies / settings.rope_scaling_factor
         if settings.rope_scaling_type == "yarn":
             # The order of operations of transformers, so that results are bitwise equal.
-            kept = self._kept_by_yarn()
-            return 1.0 / (settings.rope_scaling_factor * inverse) * (1 - kept) + frequencies * kept
+            unscaled = self._unscaled_by_yarn()
+            return 1.0 / (settings.rope_scaling_factor * inverse) * (1 - unscaled) + frequencies * unscaled
         low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
         turns = settings.rope_original_seq_length / (2 * torch.pi / frequencies)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * frequencies / settings.rope_scaling_factor + kept * frequencies
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - unscaled) * frequencies / settings.rope_scaling_factor + unscaled * frequencies
 
-    def _kept_by_yarn(self) -> "Tensor":
+    def _unscaled_by_yarn(self) -> "Tensor":
         """Return the weights of the unscaled frequencies in yarn's interpolation, (D/2,), falling from 1 to 0."""
         import torch
 

@@ -146,9 +146,9 @@ class TapePosition(RotaryPosition):
             products += averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
             received = heads * dim if batch.head_shards > 1 else 0
             shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
-            kept = received + model.hidden_size + inner + (0 if shared else groups * dim)
+            per_token = received + model.hidden_size + inner + (0 if shared else groups * dim)
             normalized = groups * dim * state_width if self.settings.state_norm == "unit" else 0
-            saved += batch.local_tokens * (kept * width + normalized)
+            saved += batch.local_tokens * (per_token * width + normalized)
             sent += heads * dim * width * batch.local_tokens
         return Costs(
             multiply_adds=products,

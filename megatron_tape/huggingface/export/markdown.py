@@ -17,8 +17,8 @@ def plain(value: object, longest: int = 1000) -> str:
     """
     text = str(value)
     text = text if len(text) <= longest else f"{text[:longest]}..."
-    kept = (character if character.isprintable() or character in _JOINERS else " " for character in text)
-    text = " ".join("".join(kept).split())
+    printable = (character if character.isprintable() or character in _JOINERS else " " for character in text)
+    text = " ".join("".join(printable).split())
     text = _SPECIAL.sub(lambda found: _reference(found[0]), text)
     return _LIST_OR_LINE.sub(lambda found: found[1] + _reference(found[2]), text)
 
