@@ -66,8 +66,7 @@ def test_every_command_prints_the_version(installed, tmp_path):
 
 
 def test_a_command_runs_from_any_directory_under_its_own_name(installed, tmp_path):
-    recipe = installed / "pretrain" / "recipes" / "tape_demo.yaml"
-    done = run(installed, tmp_path, installed / "bin" / "tape-train", "--config", recipe, "--print_config")
+    done = run(installed, tmp_path, installed / "bin" / "tape-train", "--config", "tape_demo", "--print_config")
     assert done.returncode == 0, done.stderr
     assert "position_encoding: tape" in done.stdout
     done = run(installed, tmp_path, installed / "bin" / "tape-convert", "to-hf", "--help")
