@@ -95,7 +95,7 @@ def unfinished(planned: list[Planned], output: Path, overwrite: bool) -> list[Pl
 
 def _check_same_model(output: Path, results: Results, planned: Planned) -> None:
     if planned.model_digest != results.model.digest:
-        problem = f"contains results of another model, {results.model.path:.200}"
+        problem = f"holds results of another model, {results.model.path:.200}"
         raise FileError(str(output / NAME), problem, "choose another --output")
 
 

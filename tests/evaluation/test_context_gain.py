@@ -35,7 +35,7 @@ def test_a_copying_model_gains_exactly_where_the_copy_is_within_reach(periodic):
     assert score(result, "key_perplexity", 32).value == pytest.approx(256, rel=1e-4)
     assert score(result, "key_perplexity", 64).value == pytest.approx(1 / 0.99, rel=1e-4)
     assert result.notes[0].endswith("128 of 128 tokens of 2 documents are key tokens.")
-    assert "chosen by the model that they measure" in result.notes[1]
+    assert "The measured model itself chose the key tokens" in result.notes[1]
 
 
 def test_a_model_without_memory_gains_nothing_and_has_no_key_tokens(periodic):

@@ -94,8 +94,7 @@ def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder,
     perplexity = by_name["roll", "word_perplexity"]
     assert perplexity.better == "lower" and perplexity.value > 1 and perplexity.low is None  # the harness knows none
     assert result.notes == [
-        f"{name}: 6 of 24 documents are longer than the 64 tokens that the model takes, so that it saw only their last "
-        "part."
+        f"{name}: 6 of 24 documents are longer than the limit of 64 tokens and were truncated on the left."
         for name in ("next_word", "write_word")
     ]
     assert result.details["tasks"]["roll"]["truncated"] == 0
@@ -110,7 +109,7 @@ def test_a_limit_takes_the_first_documents(model, folder):
     few, all_of_them = (result.examples["next_word"]["outcomes"][0] for result in (limited, whole))
     assert few["documents"] == all_of_them["documents"][:5] and len(set(all_of_them["documents"])) == 24
     assert few["values"]["acc,none"] == all_of_them["values"]["acc,none"][:5]
-    assert "Only the first 5 documents of each task." in limited.notes
+    assert "Only the first 5 documents of each task were used." in limited.notes
 
 
 def test_few_shot_examples_do_not_depend_on_what_ran_before(model, folder):

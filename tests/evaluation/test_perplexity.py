@@ -36,7 +36,7 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(texts):
         assert score(result, "bits_per_byte", length).value == pytest.approx(math.log2(100), rel=1e-12)
     assert np.allclose(result.details["loss_by_position"]["texts"]["loss"], math.log(100), rtol=1e-12)
     assert result.notes == [
-        "texts: 192 tokens (192 bytes) of 3 documents are scored, the same ones at every length.",
+        "texts: 192 tokens (192 bytes) of 3 documents are scored, the same at every length.",
         "texts: 1 document was too short and left out.",
     ]
     other = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[32, 64], stride=8)
@@ -176,7 +176,7 @@ def test_lengths_follow_what_a_model_of_transformers_calls_its_own(texts, tmp_pa
 
 
 def test_a_loss_that_is_not_finite_is_an_error_that_names_the_place(texts):
-    with pytest.raises(ValueError, match="infinite or NaN in texts/0, tokens 0 to 17"):
+    with pytest.raises(ValueError, match="infinite or NaN loss in texts/0, tokens 0 to 17"):
         run(Perplexity, ByteModel(lambda before, token: math.nan), data=texts, lengths=[16], stride=4)
 
 

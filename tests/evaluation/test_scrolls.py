@@ -134,9 +134,9 @@ def test_what_is_cut_and_what_does_not_end_is_counted(tmp_path):
     settings = {"data": {"own": str(path)}, "metrics": {"own": "f1"}, "length": 40, "target_tokens": 8}
     result = run(Scrolls, Knowing(lambda prompt: "yes" if "short" in prompt else "y" * 50), **settings)
     assert result.notes == [
-        "own: 1 of 2 inputs had to lose their end.",
-        "own: 1 of 2 first targets were cut for the loss.",
-        "own: 1 of 2 answers did not end within the given tokens.",
+        "own: 1 of 2 inputs were truncated at the end.",
+        "own: 1 of 2 first targets were truncated for the loss.",
+        "own: 1 of 2 answers did not end within the maximum length.",
     ]
     assert result.examples["own/1"]["tokens"] == 8
     assert score(result, "f1").value == 50

@@ -1,8 +1,8 @@
-"""What a longer context gains: the loss with a short context minus that with a longer one, on the same tokens.
+"""Gain from longer contexts: the loss with a short context minus that with a longer one, on the same tokens.
 
-Plain perplexity hardly predicts what a model does with a long context, since few tokens depend on it. Key tokens, after
-LongPPL (Fang et al., ICLR 2025), are those that do: their loss falls by more than `alpha` from the short to the longest
-context, and their log-probability in the longest is above `beta`.
+Few tokens depend on a long context, so perplexity hardly predicts how well a model uses it. Key tokens, after LongPPL
+(Fang et al., ICLR 2025), do: their loss falls by more than `alpha` from the short to the longest context, and their
+log-probability in the longest is above `beta`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Sum
 from megatron_tape.evaluation.tasks.document_task import DocumentTask, window_losses
 
 NATS = "nats per token"
-BIAS = "Key tokens were chosen by the model that they measure, which favours it: it predicts them well."
+BIAS = "The measured model itself chose the key tokens, which favors it: it predicts them well."
 DECIMALS = 5
-"""Of the losses of single tokens in results."""
+"""Decimals of the losses of single tokens in results."""
 
 
 class ContextGain(DocumentTask):
@@ -92,7 +92,7 @@ class ContextGain(DocumentTask):
 def _scores(
     before: list[np.ndarray], after: list[np.ndarray], keys: list[np.ndarray], length: int, group: str
 ) -> list[Score]:
-    """Return the scores of one source and length from the losses of its documents with the short context and this."""
+    """Return the scores of one source and length, from the losses with the short and with this context."""
 
     def mean(parts: list[np.ndarray]) -> tuple[float, float | None, float | None]:
         sums, counts = [float(part.sum()) for part in parts], [len(part) for part in parts]

@@ -1,7 +1,7 @@
-"""Tasks about the losses of documents' tokens: which tokens are scored, and in what windows.
+"""Base of tasks on the losses of documents: which tokens are scored, in which windows.
 
-Which tokens of a document are scored depends on the longest context alone, so that they are the same with every shorter
-one. Every scored token is the label of one window, and has at least three quarters of the context before it.
+The scored tokens of a document depend only on the longest context, so they are the same at every shorter length. Every
+scored token is a label in exactly one window, and has at least three quarters of the context before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_tape.evaluation.tasks.text_sources import (
 
 @dataclass(frozen=True)
 class Window:
-    """The tokens from `start` to `stop` of a document, of which the last `scored` are scored."""
+    """Tokens `start` to `stop` of a document; the last `scored` are scored."""
 
     start: int
     stop: int
@@ -40,7 +40,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Work:
-    """What a unit evaluates: windows of one document with the same context length."""
+    """The work of a unit: windows of one document with one context length."""
 
     document: Document
     length: int
@@ -48,18 +48,18 @@ class Work:
 
     @property
     def scored(self) -> tuple[int, int]:
-        """The first of the document's tokens that is scored, and the first after them that is not."""
+        """Start and stop of the scored tokens in the document."""
         return self.windows[0].stop - self.windows[0].scored, self.windows[-1].stop
 
 
 class DocumentTask(Task):
-    """A task whose units are the windows of a document at a length; `work` has them by the units' keys."""
+    """Base class: a unit is a document at a length; `work` holds the windows by unit key."""
 
     Settings: ClassVar[type] = DocumentSettings
     needs_tokenizer = False
     work: dict[str, Work]
     skipped: dict[str, int]
-    """How many documents of each source were too short."""
+    """Number of documents that were too short, by source."""
 
     @property
     def sources(self) -> list[Source]:
@@ -91,7 +91,7 @@ class DocumentTask(Task):
         return [Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536)) for key, work in self.work.items()]
 
     def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
-        """Return the work of a source, whose keys are `SOURCE/NUMBER/LENGTH`: here, each document at each length."""
+        """Return the work of a source by `SOURCE/NUMBER/LENGTH`: by default, each document at each length."""
         lengths = self.lengths(model.info)
         return {
             f"{document.key}/{length}": Work(document, length, self.windows(document, length, model))
@@ -100,20 +100,20 @@ class DocumentTask(Task):
         }
 
     def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
-        """Return the windows of a document, which score the same tokens at every length."""
+        """Return the windows of a document. They score the same tokens at every length."""
         settings, longest = self.settings, max(self.lengths(model.info))
         first = longest + 1 - scored_per_window(longest, settings.stride)
         stop = min(first + (settings.windows or 8) * settings.stride, len(document.tokens))
         step = scored_per_window(length, settings.stride)
         ends = [(start, min(start + step, stop)) for start in range(first, stop, step)]
-        # The model reads `length` tokens of a window and of the mark before it; the last scored token is only a label.
+        # The model reads `length` tokens, including the beginning-of-text token; the last token is only a label.
         size = length + 1 - len(model.bos)
         return [Window(end - size, end, end - start) for start, end in ends]
 
     def scored(self) -> dict[str, dict[str, Any]]:
-        """Return the `count` of scored tokens of each source, and a `digest` of their ids and places.
+        """Return the `count` of scored tokens of each source, and a `digest` of their ids and positions.
 
-        Models of one digest were measured on the same tokens.
+        Models with equal digests were measured on the same tokens.
         """
         spans: dict[str, tuple[np.ndarray, int, int]] = {}
         for work in self.work.values():
@@ -140,22 +140,22 @@ class DocumentTask(Task):
 
 
 def scored_per_window(length: int, stride: int) -> int:
-    """Return how many tokens a window of context `length` scores: so few that each has most of the context."""
+    """Return the number of scored tokens per window, small enough that each has most of the context."""
     return min(stride, max(1, length // 4))
 
 
 def window_losses(
     model: LanguageModel, document: Document, window: Window, marks: list[int], whole: bool = False
 ) -> np.ndarray:
-    """Return the losses in nats of a window's scored tokens, or of all that have a token before them if `whole`.
+    """Return the losses in nats of a window's scored tokens, or of all tokens but the first if `whole`.
 
-    `marks` go before the window. Raises ValueError if a loss is infinite or NaN.
+    `marks`, such as a beginning-of-text token, precede the window. Raises ValueError if a loss is infinite or NaN.
     """
     tokens = np.concatenate([np.asarray(marks, np.int64), document.tokens[window.start : window.stop]])
     losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
     if not np.isfinite(losses).all():
         raise ValueError(
-            f"{model.info.label} gives a loss that is infinite or NaN in {document.key}, tokens {window.start:,} to "
-            f"{window.stop:,}; try another dtype or a shorter length, or look at the model"
+            f"{model.info.label} has an infinite or NaN loss in {document.key}, tokens {window.start:,} to "
+            f"{window.stop:,}; try another dtype or a shorter length, or check the model"
         )
     return losses

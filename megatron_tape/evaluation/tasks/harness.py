@@ -1,8 +1,8 @@
-"""lm-evaluation-harness: the one place that finds and runs its tasks. Imports no torch until a task runs.
+"""Find and run tasks of lm-evaluation-harness. Imports no torch until a task runs.
 
-The harness's own `simple_evaluate` is not used: it returns nothing on all but one process of a machine, asks the hub
-for the model, and seeds only once, so that what a task draws depends on the tasks before it. Here every call runs one
-task with seeds of its own, and counts the documents of which the model saw only a part.
+The harness's `simple_evaluate` is not used: it returns results on one process per machine only, contacts the hub for
+the model, and seeds once, so that samples depend on earlier tasks. Here, every call runs one task with its own seed and
+counts truncated documents.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from megatron_tape.errors import ConfigError
 
 FEWSHOT_SEED = 1234
-"""The harness's own default."""
+"""Default of the harness."""
 _RESAMPLINGS = 1000
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
-    """Return the harness's index of tasks, which has all `names`: tasks, groups, tags or paths of YAML files.
+    """Return an index of tasks that contains all `names`: tasks, groups, tags or paths of YAML files.
 
-    Its own 14,000 tasks, whose files take it long to read, are only looked through if `include` lacks a name. Raises
-    ConfigError for a name that nobody knows.
+    The harness's 14,000 task files are slow to read, so they are read only if `include` lacks a name. Raises
+    ConfigError for an unknown name.
     """
     for defaults in (False, True):
         manager = index(tuple(include), defaults)
-        # A group of one's own may consist of the harness's tasks.
+        # Groups in `include` may contain tasks of the harness.
         known = set(manager.all_tasks) - (set() if defaults else set(manager.all_groups))
         unknown = [name for name in names if name not in known and not name.endswith((".yaml", ".yml"))]
         if not unknown:
@@ -52,11 +52,11 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
 
 @lru_cache(maxsize=4)
 def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
-    """Return the harness's index of the tasks in directories, and with `defaults` of its own."""
+    """Return the index of the tasks in directories, and of the harness's own if `defaults`."""
     try:
         with quiet():
             return TaskManager(include_path=list(include), include_defaults=defaults)
-    except Exception as error:  # the harness checks no shapes
+    except Exception as error:  # the harness does not validate task files
         if not include or isinstance(error, (OSError, MemoryError)):
             raise
         reason = f"{type(error).__name__}: {str(error)[:200]}".split("\n")[0]
@@ -65,22 +65,22 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
 
 
 def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict[str, Any]:
-    """Return the tasks and groups behind a name, with their data; ConfigError if that cannot be had."""
+    """Return the tasks and groups of a name with their data. Raises ConfigError if they cannot be loaded."""
     try:
         with quiet(), seeded(name):
             loaded = manager.load([name])
     except Exception as error:  # of the harness, of datasets, of the network, or of the task's own code
         reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-        fix = "if its data lies on the hub, this machine has to reach it or have it in its cache"
+        fix = "if its data is on the hub, this machine needs access to it or a copy in its cache"
         raise ConfigError("lm_eval.tasks", f"has {name}, which cannot be loaded: {reason}", fix) from error
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
-            problem = f"has {task.config.task}, which runs code that the model writes"
+            problem = f"has {task.config.task}, which runs code written by the model"
             raise ConfigError("lm_eval.tasks", problem, "leave it out")
         if getattr(task, "MULTIMODAL", False):
-            problem = f"has {task.config.task}, which needs a model that sees or hears"
+            problem = f"has {task.config.task}, which needs a multimodal model"
             raise ConfigError("lm_eval.tasks", problem, "leave it out")
-        # As the harness's command does: a task that sets 0 itself keeps it.
+        # As in the harness's command, a task that sets 0 keeps it.
         own = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=own or 0 if fewshot is None or own == 0 else fewshot)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -88,7 +88,7 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
 
 
 def own_task(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a task of this project, by the harness's configuration of it, in the form that `run` takes."""
+    """Return a task of this project, from a configuration of the harness, as input of `run`."""
     with quiet():
         task = ConfigurableTask(config={"num_fewshot": 0, **config})
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -96,8 +96,8 @@ def own_task(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
-    """Return what the file `name`.yaml in a folder of the harness's own tasks says, with its functions loaded."""
-    # Loading RULER's functions would fetch data of nltk that few of them use.
+    """Return the configuration `name`.yaml in a folder of the harness's tasks, with its functions loaded."""
+    # Importing RULER's functions would download nltk data that few of them use.
     with quiet(), mock.patch("nltk.download", lambda *_, **__: False), contextlib.redirect_stdout(io.StringIO()):
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
     for key in ("tag", "group"):
@@ -106,16 +106,20 @@ def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
 
 
 def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Run tasks from `load_tasks` or `own_task` on a model of the harness; return what each, and each group, scored.
+    """Run tasks from `load_tasks` or `own_task` on a model of the harness; return an outcome for each task and group.
 
-    `seed` is any text; the same one draws the same samples and few-shot examples whatever ran before. An outcome has
-    `name`, `version`, `fewshot` (examples in every prompt), `metrics` by `metric,filter` (`value`, `error`, its
-    standard error or None, and `higher_is_better`), `documents` (digests in order; none of a group), `values` (those of
-    the documents, by `metric,filter`), `responses` (the model's answers to the documents' first requests: a text, or a
-    log-likelihood and whether it is the likeliest text), and `truncated`, how many documents the model saw a part of.
+    `seed` is any text. Samples and few-shot examples depend on it, not on earlier calls. An outcome has
+
+    - `name`, `version`, and `fewshot`, the number of examples in every prompt;
+    - `metrics` by `metric,filter`: `value`, `error` (the standard error or None), and `higher_is_better`;
+    - `documents`: their digests in order; empty for a group;
+    - `values` of the documents by `metric,filter`;
+    - `responses` to the first request of each document: a text, or a log-likelihood and whether the text is the most
+      likely one;
+    - `truncated`: the number of truncated documents.
     """
     with quiet(), seeded(seed), without_bars(), contextlib.redirect_stdout(io.StringIO()):
-        # Its bootstrap would otherwise copy this process once per core, with a model in it.
+        # Otherwise, its bootstrap forks this process, with the model, once per core.
         with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
             found = evaluate(model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True)
     outcomes = []
@@ -137,7 +141,7 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
 
 
 def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> dict[str, Any]:
-    """Return what an outcome has of its documents; the harness repeats a document for each of a task's filters."""
+    """Return the fields of an outcome about documents. The harness repeats a document for each filter."""
     first: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[int, Any]] = {}
     for sample in samples:
@@ -159,11 +163,11 @@ def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -
 
 @contextlib.contextmanager
 def seeded(seed: str) -> Iterator[None]:
-    """Seed Python, NumPy and torch by a text, and put their states back afterwards."""
+    """Seed Python, NumPy and torch with a text, and restore their states afterwards."""
     import torch
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    source = random.Random(seed)  # a text seeds by its digest, alike in every process
+    source = random.Random(seed)  # seeded by the digest of the text: the same in every process
     random.seed(source.getrandbits(64))
     np.random.seed(source.getrandbits(32))
     torch.manual_seed(source.getrandbits(63))
@@ -177,7 +181,7 @@ def seeded(seed: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let the harness and transformers log nothing below an error, such as a warning per truncated request."""
+    """Silence the harness and transformers below errors, such as a warning per truncated request."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -191,7 +195,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Show no progress bars of the harness; the evaluation shows its own progress."""
+    """Hide progress bars of the harness; the evaluation shows its own progress."""
     begin = tqdm.tqdm.__init__
 
     def hidden(self: Any, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness by their names."""
+"""Tasks of lm-evaluation-harness by name."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ _TASK_FILES = (".yaml", ".yml")
 
 @dataclass(kw_only=True)
 class LmEvalSettings:
-    """Any tasks of lm-evaluation-harness."""
+    """Settings of tasks of lm-evaluation-harness."""
 
     tasks: list[PathText]
-    """Names of tasks, groups or tags, as `lm_eval ls tasks` lists them, or paths of YAML files; the latter may run
-    code, and need --trust-remote-code."""
+    """Names of tasks, groups or tags as listed by `lm_eval ls tasks`, or paths of YAML files. Files may run code and
+    need --trust-remote-code."""
     include_path: PathText | None = None
-    """A directory with tasks of your own, which may run code, and needs --trust-remote-code."""
+    """A directory with your own tasks. It may run code and needs --trust-remote-code."""
     limit: Count | None = None
-    """At most so many documents of each task, the first ones; null means all."""
+    """Maximum number of documents of each task, the first ones. The default is all."""
     num_fewshot: NotNegativeInt | None = None
-    """Examples in every prompt; null means what the task says."""
+    """Number of examples in every prompt. The default is that of the task."""
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that the model takes, longer prompts lose their beginning; null means what its configuration says."""
+    """Maximum number of tokens; longer prompts are truncated on the left. The default is from the model's
+    configuration."""
     batch_size: Count = 1
-    """Prompts that run at once."""
+    """Number of prompts per batch."""
 
 
 class LmEval(Task):
-    """What the harness reports, with intervals.
+    """The scores of the harness, with intervals.
 
-    The values: `max_length`, and `outcomes`, of every task and group behind a name: its `metrics`, the digests of its
-    `documents`, their `values` of each metric where those are numbers, and how many were `truncated`.
+    The values: `max_length`, and `outcomes` of every task and group of a name: `metrics`, the digests of `documents`,
+    their numeric `values` of each metric, and the number `truncated`.
     """
 
     name = "lm_eval"
@@ -66,10 +67,10 @@ class LmEval(Task):
         find_tasks(settings.tasks, self._include)
 
     def refuse_code(self) -> None:
-        # The harness imports functions that a task's file names, and its templates reach all of Python.
+        # The harness imports functions named in task files, and its templates can run any Python code.
         own = [("include_path", self.settings.include_path)] if self.settings.include_path is not None else []
         for setting, path in own + [("tasks", name) for name in self.settings.tasks if name.endswith(_TASK_FILES)]:
-            problem = f"names {path}, and tasks of the harness in files of your own may run any code"
+            problem = f"names {path}, and your own files of tasks may run any code"
             refuse(True, self.key(setting), problem, "read it, and pass --trust-remote-code to pretrain.evaluate")
 
     def inputs(self) -> list[Path]:
@@ -85,13 +86,13 @@ class LmEval(Task):
         from megatron_tape.evaluation.tasks.harness import find_tasks, load_tasks, run
 
         settings = self.settings
-        # Its data is read here, and not for all tasks in `units`: other ranks may need other ones.
+        # Data is read here instead of in `units`, since ranks have different tasks.
         tasks = load_tasks(find_tasks(settings.tasks, self._include), unit.key, settings.num_fewshot)
         harness = model.harness(settings.batch_size, settings.max_length)
         outcomes = run(harness, tasks, unit.key, settings.limit)
         return {
             "max_length": getattr(harness, "max_length", None),
-            "outcomes": [_kept(outcome) for outcome in outcomes],
+            "outcomes": [_without_responses(outcome) for outcome in outcomes],
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
@@ -106,13 +107,13 @@ class LmEval(Task):
             tasks[name] = {key: outcome[key] for key in ("version", "fewshot", "truncated")} | {"documents": count}
             if outcome["truncated"]:
                 notes.append(
-                    f"{name}: {outcome['truncated']:,} of {count:,} documents are longer than the "
-                    f"{outcome['max_length']:,} tokens that the model takes, so that it saw only their last part."
+                    f"{name}: {outcome['truncated']:,} of {count:,} documents are longer than the limit of "
+                    f"{outcome['max_length']:,} tokens and were truncated on the left."
                 )
             if outcome["not_finite"]:
-                notes.append(f"{name}: {', '.join(outcome['not_finite'])} is not a finite number and is left out.")
+                notes.append(f"{name}: {', '.join(outcome['not_finite'])} is not a finite number and was omitted.")
         if self.settings.limit is not None:
-            notes.append(f"Only the first {self.settings.limit:,} documents of each task.")
+            notes.append(f"Only the first {self.settings.limit:,} documents of each task were used.")
         return Summary(scores, {"tasks": tasks}, notes)
 
     @classmethod
@@ -127,8 +128,8 @@ class LmEval(Task):
         return (self.settings.include_path,) if self.settings.include_path else ()
 
 
-def _kept(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome without responses, and with finite numbers alone."""
+def _without_responses(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return an outcome without responses and numbers that are not finite."""
     kept = {key: value for key, value in outcome.items() if key != "responses"}
     finite = {key: metric for key, metric in outcome["metrics"].items() if math.isfinite(metric["value"])}
     values = {
@@ -142,7 +143,7 @@ def _kept(outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcomes(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the outcomes by their names; a task that several groups have is the same in all."""
+    """Return the outcomes by name; a task in several groups has the same outcome in each."""
     return {
         outcome["name"]: {**outcome, "max_length": value["max_length"]}
         for value in values.values()
@@ -151,7 +152,7 @@ def _outcomes(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _interval(metric: dict[str, Any], values: list[float] | None) -> Interval:
-    """Return Wilson's interval of a share of documents, and that of the harness's standard error otherwise."""
+    """Return Wilson's interval for a share of documents, else one from the harness's standard error."""
     share = values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), metric["value"])
     if share:
         return wilson(sum(values), len(values))

@@ -1,4 +1,4 @@
-"""Passkey retrieval: a number hidden in irrelevant text, by context length and by depth."""
+"""Passkey retrieval: a number hidden in irrelevant text, by context length and depth."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ TASK = (
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 QUESTION = "What is the pass key? The pass key is"
 PUBLISHED_TOKENS = 10
-"""What the published form generates."""
+"""Tokens generated in the published form."""
 _SEARCHED = 60
-"""Characters around the estimated end of the filler among which one is sought that gives the exact length."""
+"""Search range in characters around the estimated end of the filler."""
 _WORD = 16
-"""How many characters farther away a place after a word may be than one within a word, and is tried before."""
+"""Penalty in characters for an end of the filler within a word, so that ends after words are tried first."""
 _COMPLETED = 20
 _ENDINGS = (".", "..", "...", " .", " a", " on", " and", " green", " blue.", "!", ", and", " x", " .. .", " a a", ":")
-"""What may follow the filler where no end of it gives the exact length, and how many of its ends are tried with it."""
+"""Texts appended to the filler if no end of it gives the exact length. They are tried at `_COMPLETED` ends."""
 MORE_THAN_DIGITS = 3
-"""Tokens that a model may generate beyond one per digit, such as a space before the number."""
+"""Tokens generated in addition to one per digit, such as for a space before the number."""
 
 
 @dataclass(kw_only=True)
 class PasskeySettings:
-    """A number that is hidden in irrelevant text and asked for at its end."""
+    """Settings of passkey retrieval."""
 
     lengths: list[int] | None = None
-    """Context lengths in tokens: prompt and answer together have exactly so many. null means the length that the model
-    was trained on, a half and a quarter of it."""
+    """Context lengths in tokens, including prompt and answer. The default is the trained length, a half and a quarter
+    of it."""
     depths: Count = 10
-    """Where the key lies, evenly spaced from the beginning of the filler (0) to its end (1). With landmark, whose
-    depths are random, the number of ranges that the heat map has."""
+    """Number of depths of the key, evenly spaced from the beginning of the filler (0) to its end (1). With landmark,
+    depths are random, and this is the number of ranges in the heat map."""
     samples: Count = 10
-    """Prompts for each length and depth."""
+    """Number of prompts for each length and depth."""
     digits: Annotated[int, Field(ge=1, le=18)] = 5
-    """Of the key; landmark has one to five."""
+    """Digits of the key; landmark has one to five."""
     form: Literal["exact", "landmark"] = "exact"
-    """exact: exact lengths, set depths. landmark: the prompts of Landmark attention and LongLoRA, whose lengths are
-    measured in characters and whose depths are random; for comparison with their tables."""
+    """exact: exact lengths and depths. landmark: the prompts of Landmark attention and LongLoRA, with lengths in
+    characters and random depths, for comparison with their tables."""
     seed: int = 0
-    """Another one draws other keys."""
+    """Seed of the keys."""
     batch_size: Count = 1
-    """Prompts that run at once."""
+    """Number of prompts per batch."""
 
 
 class Passkey(Task):
-    """The share of prompts whose key the model names, by length and depth.
+    """The share of prompts for which the model names the key, by length and depth.
 
-    The values: `keys`, the `answers` generated, whether they are `right` (0 or 1), and the `tokens` of the prompts.
+    The values: `keys`, the generated `answers`, whether they are `right` (0 or 1), and the `tokens` of the prompts.
     """
 
     name = "passkey"
@@ -80,7 +80,7 @@ class Passkey(Task):
             settings.form == "landmark" and not published_filler(shortest),
             (self.key("lengths"), self.key("form")),
             f"has {shortest}, but the form landmark has no filler below 274 tokens",
-            "leave that length out, or set form to exact",
+            "remove that length, or set form to exact",
         )
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
@@ -111,7 +111,7 @@ class Passkey(Task):
             hidden = self._published[unit.key]
         tokens = [_count(model, one.prompt) for one in hidden]
         task = own_task(_configuration(hidden, self._room))
-        # All of the longest prompt fits; exact ones have the unit's length together with the answer.
+        # The longest prompt fits. In the form exact, prompt and answer have the unit's length.
         (outcome,) = run(model.harness(self.settings.batch_size, max(tokens) + self._room), task, seed=unit.key)
         return {
             "keys": [one.key for one in hidden],
@@ -148,14 +148,14 @@ class Passkey(Task):
 
     @property
     def _room(self) -> int:
-        """Tokens that are generated."""
+        """Number of generated tokens."""
         return PUBLISHED_TOKENS if self.settings.form == "landmark" else self.settings.digits + MORE_THAN_DIGITS
 
     def _lengths(self, info: ModelInfo) -> list[int]:
         return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
 
     def _depths(self) -> list[float]:
-        """Return the depths, 0 to 1, of the heat map's rows: of landmark, where each range begins."""
+        """Return the depths, 0 to 1, of the heat map's rows; with landmark, the beginning of each range."""
         count = self.settings.depths
         if self.settings.form == "landmark":
             return [index / count for index in range(count)]
@@ -165,7 +165,7 @@ class Passkey(Task):
         return ExactPrompts(lambda text: _count(model, text), length - self._room)
 
     def _sorted_into_depths(self, lengths: list[int]) -> dict[str, list[Hidden]]:
-        """Return the published prompts by length and range of depths; a range may have none."""
+        """Return the published prompts by length and range of depths; a range may be empty."""
         found: dict[str, list[Hidden]] = {}
         count, first = self.settings.depths * self.settings.samples, self.settings.seed
         for length in lengths:
@@ -179,8 +179,8 @@ class Passkey(Task):
         if settings.form == "exact":
             keys = 9 * 10 ** (settings.digits - 1)
             return [
-                f"Prompt and answer together have exactly as many tokens as the length says, {self._room} of them for "
-                f"the answer. The first number that the model writes counts; by chance, 1 in {keys:,} would be right."
+                f"Prompt and answer together have exactly the length in tokens, {self._room} of them for the answer. "
+                f"The first number that the model writes counts; a guess is right in 1 of {keys:,} cases."
             ]
         means = []
         for length in lengths:
@@ -189,9 +189,9 @@ class Passkey(Task):
             ]
             means.append(f"{sum(tokens) / len(tokens):,.0f} for {length:,}")
         return [
-            "The published form (Landmark attention, LongLoRA): lengths are of characters, 3.75 per token of the "
-            f"length, so that prompts have other numbers of tokens, on average {', '.join(means)}. Depths are random. "
-            "Keys have one to five digits, and are compared as text, where LongLoRA compares ids."
+            "The published form (Landmark attention, LongLoRA): lengths are in characters, 3.75 per token, so the "
+            f"average number of tokens differs: {', '.join(means)}. Depths are random. Keys have one to five "
+            "digits and are compared as text; LongLoRA compares ids."
         ]
 
 
@@ -216,39 +216,39 @@ def _configuration(hidden: list[Hidden], room: int) -> dict[str, Any]:
 
 
 def _count(model: HuggingFaceModel, text: str) -> int:
-    """Return the tokens of a text as the model gets it, with those that mark its beginning."""
+    """Return the number of tokens of a text, including the beginning-of-text token."""
     return len(model.tokenizer(text, verbose=False)["input_ids"])
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """A prompt, and the key that the model has to find in it."""
+    """A prompt and the key hidden in it."""
 
     prompt: str
     key: str
 
 
 class ExactPrompts:
-    """Prompts that a tokenizer turns into an exact number of tokens, with the key at a set depth of the filler.
+    """Prompts with an exact number of tokens, and the key at a set depth of the filler.
 
-    The filler ends within a sentence, in most cases after a word, where that gives the length: what is counted is the
-    whole text's tokens, so that merging across the cut cannot change the number.
+    The filler is cut where the number is exact, in most cases after a word. Tokens of the whole prompt are counted, so
+    merges across the cut are included.
     """
 
     def __init__(self, count_tokens: Callable[[str], int], tokens: int):
-        """`count_tokens` counts the tokens of a text as the model gets it; prompts have `tokens` of them."""
+        """`count_tokens` counts the tokens of a text as model input; prompts have `tokens` tokens."""
         self._count, self._tokens = count_tokens, tokens
         repeats = 2 + tokens * 32 // len(FILLER)
         self._filler = " ".join([FILLER] * repeats)
         self._starts = [0, *(match.end() for match in re.finditer(r"\. ", self._filler))]
         self._characters = 4 * tokens
-        """Where the last prompt's filler ended, which is close to where the next one's has to."""
+        """End of the last prompt's filler, the first guess for the next one."""
 
     def smallest(self, key: str) -> int:
         return self._count(self._build(0, 0.0, key))
 
     def make(self, depth: float, key: str) -> Hidden:
-        """Return the prompt with the key behind the share `depth`, 0 to 1, of the filler's sentences.
+        """Return the prompt with the key after the share `depth`, 0 to 1, of the filler's sentences.
 
         Raises ConfigError if no text of the exact length is found.
         """
@@ -257,12 +257,12 @@ class ExactPrompts:
             missing = self._tokens - self._count(self._build(end, depth, key))
             if abs(missing) <= 2:
                 break
-            moved = min(max(0, end + round(missing * best)), len(self._filler))
-            if moved == end:
+            next_end = min(max(0, end + round(missing * best)), len(self._filler))
+            if next_end == end:
                 break
-            gained = self._count(self._build(moved, depth, key)) - (self._tokens - missing)
-            best = max(0.25, (moved - end) / gained) if gained else best
-            end = moved
+            gained = self._count(self._build(next_end, depth, key)) - (self._tokens - missing)
+            best = max(0.25, (next_end - end) / gained) if gained else best
+            end = next_end
         near = range(max(0, end - _SEARCHED), min(end + _SEARCHED, len(self._filler)) + 1)
         short: dict[int, int] = {}
         for candidate in sorted(near, key=lambda place: abs(place - end) + self._within_word(place) * _WORD):
@@ -273,13 +273,13 @@ class ExactPrompts:
                 return Hidden(prompt, key)
             if missing > 0:
                 short[candidate] = missing
-        # No end of the filler gives every length: a word may have two tokens in whatever way it is cut.
+        # Not every length is possible by cutting: a word may have two tokens however it is cut.
         for candidate in sorted(short, key=short.__getitem__)[:_COMPLETED]:
             for ending in _ENDINGS:
                 prompt = self._build(candidate, depth, key, ending)
                 if self._count(prompt) == self._tokens:
                     return Hidden(prompt, key)
-        problem = f"need a text of exactly {self._tokens:,} tokens, and none is found with this model's tokenizer"
+        problem = f"need a text of exactly {self._tokens:,} tokens, which this model's tokenizer does not produce"
         raise ConfigError("passkey.lengths", problem, "choose another length")
 
     def _within_word(self, end: int) -> bool:
@@ -293,22 +293,22 @@ class ExactPrompts:
 
 
 def random_key(source: random.Random, digits: int) -> str:
-    """Return a number of exactly so many digits."""
+    """Return a number with exactly this many digits."""
     return str(source.randrange(10 ** (digits - 1), 10**digits))
 
 
 def published_filler(length: int) -> int:
-    """Return how many characters of filler LongLoRA takes for a context of `length` tokens."""
+    """Return the characters of filler in LongLoRA for a context of `length` tokens."""
     return int(3.75 * length // 1024 * 1024)
 
 
 def published_prompt(length: int, seed: int) -> tuple[Hidden, float]:
     """Return the prompt of Landmark attention as LongLoRA's script makes it, and the key's depth, 0 to 1.
 
-    Its length in tokens is only near `length`, its key has one to five digits, and its depth is random.
+    Its length is only close to `length` tokens, its key has one to five digits, and its depth is random.
 
     Sources: Mohtashami and Jaggi, Landmark Attention (2023), `llama/run_test.py`; Chen et al., LongLoRA (2023),
-    `passkey_retrivial.py`, whose draws from NumPy's generator these are.
+    `passkey_retrivial.py`, with the same draws from NumPy's generator.
     """
     source, characters = np.random.RandomState(seed), published_filler(length)
     before = int(source.randint(0, characters))

@@ -1,4 +1,4 @@
-"""Perplexity by context length, on the same tokens at every length; or as published tables have measured it."""
+"""Perplexity by context length, on the same tokens at every length, or by the protocol of published tables."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ NATS = "nats per token"
 POSITION_BINS = 64
 WINDOWS_PER_UNIT = 32
 LONGLORA_NOTE = (
-    "Protocol longlora: windows run across documents and begin in the middle of a text, without the token that marks a "
-    "beginning. All their positions are scored, so that a length's average context is half of it, and tokens are "
-    "counted several times. Longer windows differ in their tokens, too. The end of the data is not scored. Good for "
-    "comparison with tables measured in this way, and for nothing else."
+    "Protocol longlora: windows run across documents and begin in the middle of a text, without a beginning-of-text "
+    "token. All positions are scored, so the average context is half of the length, and tokens are counted several "
+    "times. Windows of different lengths score different tokens, and the end of the data is not scored. Compare these "
+    "values only with tables measured in this way."
 )
 
 
 class Perplexity(DocumentTask):
     """Nats per token, perplexity and bits per byte, with intervals over documents, and the loss by position.
 
-    The values: `nats` and `tokens` of a document at a length, `bytes` if they are known, and `positions` at the longest
-    length, the sums of the losses of a document's first window over `POSITION_BINS` ranges of positions. With longlora:
-    `means`, of the windows.
+    The values: `nats` and `tokens` of a document at a length, `bytes` if known, and at the longest length `positions`,
+    the sums of the losses of a document's first window over `POSITION_BINS` ranges of positions. With longlora: `means`
+    of the windows.
     """
 
     name = "perplexity"
@@ -50,7 +50,7 @@ class Perplexity(DocumentTask):
         return 2 if self._longlora else super().needed(info)
 
     def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
-        """Return the work of a source: each document at each length, or some windows of a length with longlora."""
+        """Return the work of a source: each document, or with longlora groups of windows, at each length."""
         if not self._longlora:
             return super().plan(source, documents, model)
         tokens = np.concatenate([document.tokens for document in documents])
@@ -116,13 +116,13 @@ def _note_on_scored(name: str, values: list[dict[str, Any]]) -> str:
     size = f" ({sum(value['bytes'] for value in values):,} bytes)" if all("bytes" in value for value in values) else ""
     return (
         f"{name}: {tokens:,} tokens{size} of {documents:,} document{'s' if documents > 1 else ''} are scored, the same "
-        "ones at every length" + ("" if documents > 1 else "; one document gives no interval") + "."
+        "at every length" + ("" if documents > 1 else "; one document gives no interval") + "."
     )
 
 
 def _text_bytes(model: LanguageModel, tokens: np.ndarray, start: int, stop: int) -> int:
-    """Return how many bytes of UTF-8 the tokens from `start` to `stop` of a document stand for."""
-    # The text of a prefix, since a tokenizer may treat the beginning of a text in its own way.
+    """Return the number of UTF-8 bytes of tokens `start` to `stop` of a document."""
+    # Decodes prefixes, since a tokenizer may treat the beginning of a text differently.
     before, whole = (len(model.decode(tokens[:end].tolist()).encode("utf-8", "replace")) for end in (start, stop))
     return whole - before
 
@@ -132,7 +132,7 @@ def _by_position(losses: np.ndarray) -> list[np.ndarray]:
 
 
 def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[float]]:
-    """Return the mean losses of ranges of positions, with how many tokens come before those in their middle."""
+    """Return mean losses of ranges of positions, and the number of tokens before the middle of each."""
     parts = _by_position(np.arange(1, length + 1))
     counts = np.array([len(part) for part in parts]) * len(sums)
     return {

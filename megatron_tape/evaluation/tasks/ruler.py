@@ -1,4 +1,4 @@
-"""RULER: the harness's thirteen synthetic tasks by context length, and the length that a model really uses."""
+"""RULER: the thirteen synthetic tasks of lm-evaluation-harness by context length, and effective lengths."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
 from megatron_tape.io.records import RECORD_BYTES, read_record, read_small
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
-"""Tasks that hide their needles in essays."""
+"""Tasks with needles in essays."""
 QUESTIONS = {"qa_squad": "squad", "qa_hotpot": "hotpotqa"}
-"""Tasks that ask real questions, and the settings that name files of them."""
+"""Tasks with real questions, and the settings for their files."""
 TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_squad", "qa_hotpot"),
@@ -30,45 +30,45 @@ TASKS = (
 OFFLINE = tuple(task for task in TASKS if task not in ESSAYS and task not in QUESTIONS)
 """Tasks that need no data."""
 THRESHOLD = 0.856
-"""What Llama-2-7B-chat scored at 4K in RULER's paper; the longest length above it is a model's effective one."""
+"""Score of Llama-2-7B-chat at 4K in RULER's paper. A model's effective length is the longest above it."""
 
 
 _CHECKED = 8192
-"""Up to this length every task is tried before any runs; longer ones are never too short."""
+"""Every task is tried up to this length before any runs; longer lengths are never too short."""
 
 
 @dataclass(kw_only=True)
 class RulerSettings:
-    """RULER's tasks as lm-evaluation-harness has them, one length at a time."""
+    """Settings of RULER's tasks from lm-evaluation-harness."""
 
     tasks: list[str] | Literal["offline", "all"] = "offline"
-    """offline: the six that need no data, niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe. all: all
-    thirteen. Or names of some."""
+    """offline: the six that need no data (niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe). all: all
+    thirteen. Or a list of names."""
     lengths: list[int] | None = None
-    """Context lengths in tokens, which include the answer. null means the length that the model was trained on, a half
-    and a quarter of it."""
+    """Context lengths in tokens, including the answer. The default is the trained length, a half and a quarter of
+    it."""
     samples: Annotated[int, Field(ge=1, le=500)] = 50
-    """For each task and length, at most 500, which is what published tables have."""
+    """Samples for each task and length, at most 500, as in published tables."""
     haystack: PathText | None = None
-    """A long text in UTF-8 that needles are hidden in; null means the essays that RULER takes, from the hub."""
+    """A long UTF-8 text as the haystack. The default is RULER's essays, from the hub."""
     squad: PathText | None = None
-    """The file dev-v2.0.json of SQuAD; null means to get it from the network."""
+    """The file dev-v2.0.json of SQuAD. By default, it is downloaded."""
     hotpotqa: PathText | None = None
-    """The file hotpot_dev_distractor_v1.json of HotpotQA; null means to get it from the network."""
+    """The file hotpot_dev_distractor_v1.json of HotpotQA. By default, it is downloaded."""
     trained_length: Count | None = None
-    """The length whose score is the model's own measure of what works; null means what the model's configuration says.
-    For an extended model, give the length before the extension."""
+    """The length whose score is the threshold of the own effective length. The default is that of the model's
+    configuration; for an extended model, give the length before the extension."""
     seed: int = 0
-    """Another one draws other samples."""
+    """Seed of the samples."""
     batch_size: Count = 1
-    """Prompts that run at once."""
+    """Number of prompts per batch."""
 
 
 class Ruler(Task):
-    """The share of what a prompt asks for that the model names, by task and length.
+    """The share of the requested items that the model names, by task and length.
 
-    The model continues RULER's own beginning of the answer, and generates greedily. The values: the `scores` of the
-    samples, 0 to 1, what was `expected`, the `answers`, and the `tokens` of the prompts.
+    The model continues RULER's beginning of the answer greedily. The values: the `scores` of the samples, 0 to 1, the
+    `expected` items, the `answers`, and the `tokens` of the prompts.
     """
 
     name = "ruler"
@@ -106,7 +106,7 @@ class Ruler(Task):
 
         lengths, sources, seed = self._lengths(model.info), self._sources(), self.settings.seed
         for task in self._tasks:
-            # Data that cannot be had shows at the first length, too.
+            # Missing data shows at the first length.
             for length in [lengths[0], *(length for length in lengths[1:] if length <= _CHECKED)]:
                 try:
                     make_samples(task, length, min(self.settings.samples, 10), model.tokenizer, seed, sources)
@@ -136,7 +136,7 @@ class Ruler(Task):
 
     def _too_short(self, task: str, length: int, error: Exception) -> ConfigError:
         problem = f"has {length:,}, where {task} cannot be made with this model's tokenizer ({error})"
-        fix = f"take longer ones, or leave out {task} in tasks"
+        fix = f"use longer ones, or remove {task} from tasks"
         return ConfigError((self.key("lengths"), self.key("tasks")), problem, fix)
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
@@ -149,7 +149,7 @@ class Ruler(Task):
                 by_task[task].append(sum(found) / len(found))
                 scores.append(_share("score", found, length, task))
                 everything += found
-            # Every task has as many samples as the others, so that this is the mean of the tasks' scores.
+            # Tasks have equal numbers of samples, so this is the mean of the tasks' scores.
             means.append(_share(mean_name, everything, length))
         curve = [score.value for score in means]
         effective, notes = self._effective(lengths, curve, info)
@@ -161,7 +161,7 @@ class Ruler(Task):
         def names(result: TaskResult) -> tuple[list[str], list[str]]:
             return list(result.details["tasks"]), [f"{length:,}" for length in result.details["lengths"]]
 
-        # Means of different tasks are never shown in one panel.
+        # Means over different tasks are never in one panel.
         alike: dict[tuple[str, ...], dict[str, TaskResult]] = {}
         for label, result in results.items():
             alike.setdefault((result.details["mean_name"], *result.details["tasks"]), {})[label] = result
@@ -187,7 +187,7 @@ class Ruler(Task):
         return Sources(self.settings.haystack, self.settings.squad, self.settings.hotpotqa)
 
     def _mean_name(self) -> str:
-        """Return what the mean is called; those of different tasks must never be taken for one another."""
+        """Return the name of the mean, which differs between sets of tasks."""
         chosen = set(self._tasks)
         if len(chosen) == 1:
             return f"score of {self._tasks[0]}"
@@ -196,7 +196,7 @@ class Ruler(Task):
         return "mean of the 6 offline tasks" if chosen == set(OFFLINE) else f"mean of {len(chosen)} chosen tasks"
 
     def _effective(self, lengths: list[int], curve: list[float], info: ModelInfo) -> tuple[list[Score], list[str]]:
-        """Return up to which length the model works, by RULER's measure and its own, and the area under the curve."""
+        """Return the effective lengths by RULER's and the own threshold, and the area under the curve."""
         name = self._mean_name()
         found = [Score("effective length", _longest(lengths, curve, THRESHOLD), "higher", group=name, unit="tokens")]
         meaning = f"The effective length is the longest whose {name} is at least {THRESHOLD}, or 0"
@@ -208,10 +208,10 @@ class Ruler(Task):
             )
             meaning += (
                 f"; the own effective length is the longest where it is at least {own:.3f}, the model's score at the "
-                f"{trained:,} tokens that it was trained on."
+                f"trained length of {trained:,} tokens."
             )
         else:
-            meaning += "; an own one needs the trained length among the lengths, with a score above 0."
+            meaning += "; the own effective length needs the trained length among the lengths, with a score above 0."
         notes = [meaning]
         if len(lengths) > 1:
             steps = [math.log2(after / before) for before, after in zip(lengths, lengths[1:])]
@@ -220,15 +220,15 @@ class Ruler(Task):
             notes.append("The area is that under the curve over the logarithm of the length, divided by its range.")
         if name != "mean of all 13 tasks":
             notes.append(
-                f"The paper's threshold of {THRESHOLD} is one of the mean of all 13 tasks; that of other tasks is not "
-                "comparable with published figures."
+                f"The paper's threshold of {THRESHOLD} applies to the mean of all 13 tasks; other means "
+                "are not comparable with published figures."
             )
         return found, notes
 
     def _notes(self, values: dict[str, dict[str, Any]]) -> list[str]:
         settings, tasks = self.settings, self._tasks
         notes = [
-            f"The {self._mean_name()} is that of {', '.join(tasks)}; samples of each at a length: {settings.samples}."
+            f"The {self._mean_name()} is over {', '.join(tasks)}; samples per task and length: {settings.samples}."
         ]
         if set(tasks) & set(ESSAYS):
             from megatron_tape.evaluation.tasks.ruler_samples import has_punkt
@@ -236,18 +236,16 @@ class Ruler(Task):
             if settings.haystack is not None:
                 notes.append(
                     f"The needles of {', '.join(task for task in ESSAYS if task in tasks)} were hidden in "
-                    f"{Path(settings.haystack).name}, not in the essays that published figures rest on."
+                    f"{Path(settings.haystack).name}, not in the essays of published figures."
                 )
             if not has_punkt():
                 notes.append(
-                    "The haystack was split into sentences without nltk's list of abbreviations, which can be had by: "
+                    "The haystack was split into sentences without nltk's list of abbreviations. To install it: "
                     "python -m nltk.downloader punkt_tab"
                 )
         truncated = {key: value["truncated"] for key, value in values.items() if value["truncated"]}
         if truncated:
-            notes.append(
-                f"Prompts of which the model saw only a part: {', '.join(f'{n} of {k}' for k, n in truncated.items())}."
-            )
+            notes.append(f"Truncated prompts: {', '.join(f'{n} of {k}' for k, n in truncated.items())}.")
         return notes
 
 
@@ -262,7 +260,7 @@ def _longest(lengths: Sequence[int], curve: Sequence[float], least: float) -> fl
 
 
 def _check_text(file: Path) -> None:
-    """Raise FileError if a haystack is no text, or has hardly any."""
+    """Raise FileError unless a haystack is a UTF-8 text of some length."""
     try:
         words = read_small(file, RECORD_BYTES).decode().split()
     except ValueError as error:

@@ -1,10 +1,14 @@
-"""The samples of lm-evaluation-harness's RULER, made by its own functions, without their faults.
+"""The samples of RULER in lm-evaluation-harness, made by its own functions, but without their faults.
 
-As called by the harness, they draw from the one global generator, so that samples depend on the order of tasks; they
-take lengths to be samples of one data set, of which a limit takes the first length only; they load the tokenizer anew,
-with whatever code comes with it; they never end where the smallest sample is too long (vt, cwe); and they count neither
-the beginning of the answer (niah) nor what is generated (fwe), so that the model would lose the beginning of a prompt.
-Here one task of one length is made at a time, with seeds of its own, and checked.
+As the harness calls them, these functions
+
+- draw from the global random generator, so that samples depend on the order of tasks;
+- put all lengths into one data set, so that a limit selects only the first length;
+- load the tokenizer again, including any code that comes with it;
+- never end if the smallest sample is too long (vt, cwe);
+- count neither the beginning of the answer (niah) nor the generated tokens (fwe), so that prompts are truncated.
+
+Here, samples are made for one task and length at a time, with their own seed, and checked.
 """
 
 from __future__ import annotations
@@ -30,23 +34,23 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.tasks.harness import builtin_configuration, own_task, quiet, seeded, without_bars
 
 _MOST = 500
-"""Samples per task and length that the harness's functions make unless they are stopped."""
+"""Samples per task and length that the harness makes by default."""
 _ENDLESS = ("sys_vartrack_w_noise_random", "sys_word_pair_random")
-"""What makes the samples of vt and cwe, and never ends where the smallest one is too long."""
+"""Functions that make the samples of vt and cwe. They never end if the smallest sample is too long."""
 _GENERATORS = ("generate_samples", "sys_kwext", *_ENDLESS)
-"""What makes the samples in the harness's modules."""
+"""Functions of the harness that make samples."""
 _DRAWS = 5
 _SAME_TEXT = 50
 _ROUNDS = 8
 
 
 class TooShort(Exception):
-    """A task has no proper samples of so few tokens."""
+    """A task has no valid samples of this length."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What tasks read that else comes from the hub: files, or None."""
+    """Local files instead of data from the hub, or None."""
 
     haystack: str | None = None
     squad: str | None = None
@@ -55,22 +59,22 @@ class Sources:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one task of one length."""
+    """Samples of one task and length."""
 
     tasks: dict[str, Any]
-    """As `harness.run` takes them."""
+    """The tasks for `harness.run`."""
     rows: list[dict[str, Any]]
     tokens: list[int]
-    """Of the prompts, each with the beginning of its answer."""
+    """Lengths of the prompts, including the beginning of the answer."""
 
 
 def make_samples(
     task: str, length: int, count: int, tokenizer: Callable[..., Any], seed: int, sources: Sources
 ) -> Samples:
-    """Return `count` samples whose prompts fit into `length` tokens together with what the task generates.
+    """Return `count` samples whose prompts and generated tokens fit into `length` tokens.
 
-    The first ones are the same whatever `count` is. Raises TooShort if the task has no such samples, and ConfigError if
-    its data cannot be had.
+    The first samples do not depend on `count`. Raises TooShort if the task has no such samples, and ConfigError if its
+    data is missing.
     """
     config = builtin_configuration("ruler", task)
     generated, reserve = config["generation_kwargs"]["max_gen_toks"], 0
@@ -81,7 +85,7 @@ def make_samples(
         data = datasets.Dataset.from_list(rows)
         tasks = own_task({**config, "custom_dataset": lambda data=data, **_: {"test": data}})
         (harness_task,) = tasks["tasks"].values()
-        # Among them the beginning of the answer, `gen_prefix`, without which a model that only continues texts fails.
+        # Includes the beginning of the answer, `gen_prefix`, which base models need.
         prompts = [
             harness_task.fewshot_context(row, num_fewshot=0, gen_prefix=harness_task.doc_to_prefix(row)) for row in rows
         ]
@@ -89,14 +93,14 @@ def make_samples(
         over = max(tokens) + generated - length
         if over <= 0:
             if 2 * min(tokens) < length - generated:
-                raise TooShort("its text grows in steps so large that more than half of the length stays empty")
+                raise TooShort("its text grows in steps so large that more than half of the length is empty")
             return Samples(tasks, rows, tokens)
         reserve += over
     raise TooShort("its prompts do not fit")
 
 
 class _Measure:
-    """Stands in for the tokenizer where the harness measures texts: counts `reserve` tokens more than there are."""
+    """A replacement for the tokenizer in the harness that counts `reserve` additional tokens."""
 
     def __init__(self, tokenizer: Callable[..., Any], reserve: int):
         self._tokenizer, self._reserve = tokenizer, reserve
@@ -104,14 +108,14 @@ class _Measure:
         self._interruption: BaseException | None = None
 
     def __call__(self, text: str) -> SimpleNamespace:
-        # fwe measures the same text for ever if its words are used up and it is still too long.
+        # fwe measures the same text forever if it has no words left and is still too long.
         self._times = self._times + 1 if text == self._last else 0
         self._last = text
         if self._times == _SAME_TEXT:
             raise TooShort("its smallest sample does not fit")
         try:
             return SimpleNamespace(input_ids=range(self.count(text)))
-        except BaseException as error:  # Ctrl-C or the end of a job, which vt and cwe would swallow
+        except BaseException as error:  # Ctrl-C or the end of a job, which vt and cwe would suppress
             self._interruption = error
             raise
 
@@ -119,7 +123,7 @@ class _Measure:
         return len(self._tokenizer(text, verbose=False)["input_ids"]) + self._reserve
 
     def each(self, samples: Iterable[Any], **_: Any) -> Iterator[Any]:
-        """Stand in for `tqdm`: yield the samples' numbers, and end the loop over them after an interruption."""
+        """Replace `tqdm`: yield the samples, and end the loop after an interruption."""
         for sample in samples:
             if self._interruption is not None:
                 raise self._interruption
@@ -137,19 +141,19 @@ def _generate(
     reserve: int,
     sources: Sources,
 ) -> list[dict[str, Any]]:
-    """Return what one of the harness's functions makes, with its module's names replaced meanwhile."""
+    """Return the samples of a function of the harness, with names in its module patched."""
     module, measure = function.__globals__, _Measure(tokenizer, reserve)
     replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: measure, "tqdm": measure.each}
     for name in _GENERATORS:
         if name in module:
             replaced[name] = _limited(module[name], count, measure)
-    if "RNG" in module:  # a generator of the module's own, which goes on from call to call
+    if "RNG" in module:  # the module's own random generator, whose state persists between calls
         replaced["RNG"] = random.Random(random.getrandbits(64))
     if "get_haystack" in module:
         replaced["get_haystack"] = _haystack(module["get_haystack"], sources.haystack, length)
     if "download_json" in module:
         replaced["download_json"] = _questions(module["download_json"], sources)
-        for name in ("read_squad", "read_hotpotqa"):  # past their caches
+        for name in ("read_squad", "read_hotpotqa"):  # bypasses their caches
             replaced[name] = module[name].__wrapped__
     splitting: dict[str, Any] = {} if has_punkt() else {"cached_sent_tokenize": _sentences}
     makers = module["generate_samples"].__globals__ if "generate_samples" in module else module
@@ -176,7 +180,7 @@ def _generate(
 
 
 def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Callable[..., Any]:
-    """Return a function of the harness that makes no more than `count` samples; TooShort where it would never end."""
+    """Wrap a function of the harness to make at most `count` samples, and to raise TooShort instead of never ending."""
 
     def limited(*arguments: Any, **options: Any) -> Any:
         options["num_samples"] = min(options.get("num_samples", _MOST), count)
@@ -190,8 +194,8 @@ def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Cal
 def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measure: _Measure) -> None:
     """Raise TooShort if the smallest samples of vt or cwe do not fit.
 
-    They draw a sample that is too long again, with fewer words until there are `incremental` of them, and then for
-    ever, in a `while True` whose bare `except` catches everything.
+    A sample that is too long is drawn again with fewer words, down to `incremental` words, and then forever, in a
+    `while True` with a bare `except`.
     """
     defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     given = {**defaults, **options}
@@ -200,7 +204,7 @@ def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measu
     example, room = given.get("icl_example"), length - given["tokens_to_generate"]
     if example is not None:
         room -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
-    # The samples themselves must not depend on these draws.
+    # Samples must not depend on these draws.
     own = {"RNG": random.Random(0)} if "RNG" in module else {}
     with seeded("the smallest samples"), mock.patch.dict(module, own):
         for _ in range(_DRAWS):
@@ -213,7 +217,7 @@ def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measu
 
 
 def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
-    """Raise TooShort unless there are enough samples, and all their answers can be found."""
+    """Raise TooShort unless there are enough samples, and their prompts contain the answers."""
     if len(rows) < count:
         raise TooShort("not all of its samples fit")
     for row in rows:
@@ -228,14 +232,14 @@ def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
 
 
 def _haystack(original: Callable[[str], Any], file: str | None, length: int) -> Callable[[str], Any]:
-    """Return what gives the text that needles are hidden in: words of the file instead of those of the essays."""
+    """Return a replacement of `get_haystack` that returns words of a file instead of the essays."""
 
     def given(type_haystack: str) -> Any:
         if type_haystack != "essay":
             return original(type_haystack)
         if file is not None:
             words = Path(file).read_text(encoding="utf-8").split()
-            # A word has a token at least. As in RULER itself, a haystack that is too short is repeated.
+            # A word has at least one token. As in RULER, a short haystack is repeated.
             return words * -(-length // len(words))
         try:
             return original(type_haystack)
@@ -247,7 +251,7 @@ def _haystack(original: Callable[[str], Any], file: str | None, length: int) -> 
 
 
 def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[str], Any]:
-    """Return what gives the questions: from a file instead of from the network."""
+    """Return a replacement of `download_json` that reads questions from a file."""
 
     def given(url: str) -> Any:
         name = "squad" if "SQuAD" in url else "hotpotqa"
@@ -258,7 +262,7 @@ def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[st
             return original(url)
         except Exception as error:
             problem = f"is null, and {url} cannot be loaded ({_reason(error)})"
-            raise ConfigError(f"ruler.{name}", problem, "bring the file here and give it") from error
+            raise ConfigError(f"ruler.{name}", problem, "copy the file here and give its path") from error
 
     return given
 

@@ -1,10 +1,10 @@
-"""The task `scrolls`: answers and summaries that a model generates, scored as SCROLLS' official evaluator does.
+"""The task `scrolls`: generated answers and summaries, scored as by SCROLLS' official evaluator.
 
-The TAPE paper fine-tunes a model on one dataset before it is evaluated on that (docs/evaluation/scrolls.md). For models
-that were not fine-tuned there is a loss on the targets alone.
+The TAPE paper fine-tunes a model on each dataset before it evaluates it (docs/evaluation/scrolls.md). Models that were
+not fine-tuned can be compared by the loss on the targets.
 
-A prediction is scored by F1, exact match or ROUGE without stemming: the highest over an example's references, in per
-cent. A dataset's score is the mean over its examples; of ROUGE, the geometric mean of those of ROUGE-1, -2 and -L.
+The score of a prediction is F1, exact match or ROUGE without stemming in percent: the maximum over the references. The
+score of a dataset is the mean over its examples; for ROUGE, the geometric mean of ROUGE-1, -2 and -L.
 """
 
 from __future__ import annotations
@@ -39,54 +39,55 @@ METRICS = {
     "summ_screen_fd": "rouge",
     "gov_report": "rouge",
 }
-"""The datasets of SCROLLS, in the order of the TAPE paper's table."""
+"""The datasets of SCROLLS and their metrics, in the order of the TAPE paper's table."""
 PARTS = {"f1": ("f1",), "exact_match": ("exact_match",), "rouge": ("rouge1", "rouge2", "rougeL")}
-"""What is computed for every example, by metric."""
+"""Values computed for each example, by metric."""
 SHOWN = {"f1": "f1", "exact_match": "exact_match", "rouge": "rouge_geometric_mean"}
-"""What a dataset's score is called, by metric."""
+"""Names of scores by metric."""
 
 
 TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
-"""The longest answers, by metric, as in the TAPE paper's released code."""
+"""Maximum length of answers by metric, as in the TAPE paper's released code."""
 _SHARE_OF_TARGET = 4
 _SAMPLES = 1000
 _COST_OF_TOKEN = 20.0
-"""Of generating one, compared with reading one; serves to share the work."""
+"""Cost of generating a token relative to reading one, used to balance ranks."""
 _CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(kw_only=True)
 class ScrollsSettings:
-    """Which examples are answered, and how."""
+    """Settings of SCROLLS."""
 
     data: dict[str, PathText]
-    """Datasets by name: {qasper: data/scrolls/qasper.zip}, each one of the hub's zips, or JSON lines of the same
+    """Datasets by name, such as {qasper: data/scrolls/qasper.zip}: zip files from the hub, or JSON lines with the same
     schema."""
     split: str = "validation"
-    """Which split of zips is read; that for tests has no targets."""
+    """The split to read from zip files; the test split has no targets."""
     metrics: dict[str, Literal["f1", "exact_match", "rouge"]] = field(default_factory=dict)
-    """The metric of datasets that are not among the seven of SCROLLS, by name."""
+    """Metrics of datasets other than the seven of SCROLLS, by name."""
     examples: Count | None = None
-    """Use at most so many examples of each dataset, the first ones; null means all."""
+    """Maximum number of examples of each dataset, the first ones. The default is all."""
     length: Annotated[int, Field(ge=8)] | None = None
-    """Tokens of context, those of the answer included; null means the length that the model was trained on."""
+    """Context length in tokens, including the answer. The default is the trained length."""
     target_tokens: Count | None = None
-    """The longest answer in tokens; null means 200, or 1000 for summaries, but at most a quarter of the length."""
+    """Maximum length of answers in tokens. The default is 200, or 1000 for summaries, but at most a quarter of
+    `length`."""
     template: str = TEMPLATE
-    """What the model reads before its answer; it should be that of the fine-tuning. Inputs that are too long lose their
-    end, as in SCROLLS' own baselines; what the template has behind them stays."""
+    """The prompt; use that of the fine-tuning. Inputs that are too long are truncated at the end, as in SCROLLS'
+    baselines; text of the template after them is kept."""
     bos: bool | None = None
-    """Whether what the model reads begins with the tokenizer's token for that; it should be the `data.examples.bos` of
-    the fine-tuning. null means as the exported tokenizer does by itself, which one of SentencePiece does not."""
+    """Whether prompts begin with the tokenizer's beginning-of-text token; use the `data.examples.bos` of the
+    fine-tuning. By default, the exported tokenizer decides; those of SentencePiece add none."""
     generate: bool = True
-    """Generate answers, greedily, and score them."""
+    """Generate answers greedily and score them."""
     loss: bool = True
     """Compute the loss on the first target of each example, in nats per token."""
 
 
 @dataclass
 class _Example:
-    """An input with all of its targets."""
+    """An input with all its targets."""
 
     dataset: str
     input: str
@@ -121,13 +122,13 @@ class Scrolls(Task):
         return length
 
     def _files(self) -> dict[str, str]:
-        """Return the file of each dataset. Raises ConfigError for what does not exist or has no metric."""
+        """Return the file of each dataset. Raises ConfigError if one is missing or has no metric."""
         key, data = self.key("data"), self.settings.data
         known = {**METRICS, **self.settings.metrics}
         refuse(not data, key, "is empty", "give {NAME: path}")
         for name, path in data.items():
             fix = f"choose from {', '.join(known)}, or give its metric in metrics"
-            refuse(name not in known, key, f"names {format_value(name)}, of which no metric is known", fix)
+            refuse(name not in known, key, f"names {format_value(name)}, for which no metric is known", fix)
             missing = not Path(path).is_file()
             refuse(missing, key, f"has {format_value(path)} as {name}, but there is no such file", "correct it")
         return data
@@ -140,7 +141,7 @@ class Scrolls(Task):
         return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET) if given is None else given
 
     def _read(self, name: str) -> list[_Example]:
-        """Return the examples of a dataset; lines of the same id are one example with several targets."""
+        """Return the examples of a dataset; lines with the same id are one example with several targets."""
         path, most = self._files()[name], self.settings.examples
         examples: dict[str, _Example] = {}
         for line in read_examples(path, self.settings.split):
@@ -216,7 +217,7 @@ class Scrolls(Task):
 
     @staticmethod
     def _mean(scores: list[Score], resampled: list[np.ndarray], by_dataset: dict[str, list], length: int) -> Score:
-        """Return the mean over datasets, which is SCROLLS' score only if it is over its seven."""
+        """Return the mean over datasets, which is the SCROLLS score only for all seven."""
         whole = set(by_dataset) == set(METRICS)
         name, group = ("scrolls_score", "") if whole else ("mean_score", f"of {', '.join(by_dataset)} only")
         value = float(np.mean([score.value for score in scores if score.metric in SHOWN.values()]))
@@ -226,9 +227,9 @@ class Scrolls(Task):
 
     def _notes(self, name: str, found: list[dict[str, Any]]) -> list[str]:
         counts = {
-            "inputs had to lose their end": sum(one["input_cut"] for one in found),
-            "first targets were cut for the loss": sum(one["target_cut"] and self.settings.loss for one in found),
-            "answers did not end within the given tokens": sum(not one.get("ended", True) for one in found),
+            "inputs were truncated at the end": sum(one["input_cut"] for one in found),
+            "first targets were truncated for the loss": sum(one["target_cut"] and self.settings.loss for one in found),
+            "answers did not end within the maximum length": sum(not one.get("ended", True) for one in found),
         }
         return [f"{name}: {count:,} of {len(found):,} {what}." for what, count in counts.items() if count]
 
@@ -247,26 +248,26 @@ def _resample(parts: np.ndarray) -> np.ndarray:
 
 
 def score(metric: str, prediction: str, references: Sequence[str]) -> list[float]:
-    """Return the `PARTS` of a metric for a prediction, each the highest over the references."""
+    """Return the `PARTS` of a metric for a prediction, each the maximum over the references."""
     every = [_FUNCTIONS[metric](prediction, reference) for reference in references]
     return [100.0 * max(values) for values in zip(*every)]
 
 
 def combine(means: np.ndarray) -> np.ndarray:
-    """Return the score of a dataset (...) from the means over its examples of the parts (..., parts)."""
+    """Return the score of a dataset (...) from the means (..., parts) over its examples."""
     return means.prod(axis=-1) ** (1.0 / means.shape[-1])
 
 
 def normalize(text: str) -> str:
-    """Return a text as SQuAD compares it: lower case, without punctuation, articles and extra white space."""
+    """Normalize a text as SQuAD does: lower case, without punctuation, articles and extra spaces."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _f1(prediction: str, reference: str) -> tuple[float]:
-    predicted, wanted = normalize(prediction).split(), normalize(reference).split()
-    common = sum((Counter(predicted) & Counter(wanted)).values())
-    return (2 * common / (len(predicted) + len(wanted)) if common else 0.0,)
+    predicted, expected = normalize(prediction).split(), normalize(reference).split()
+    common = sum((Counter(predicted) & Counter(expected)).values())
+    return (2 * common / (len(predicted) + len(expected)) if common else 0.0,)
 
 
 def _exact_match(prediction: str, reference: str) -> tuple[float]:

@@ -1,9 +1,8 @@
-"""The tasks on sequences of `synthetic`, by the names of the generators that training uses.
+"""Tasks on the sequences of `synthetic`, named like the generators, for models trained with `data.generator`.
 
-They are for models that `data.generator` has trained on them. Answers are read from one forward pass over the whole
-sequence, right answers included. Each token is counted by whether it is the likeliest one after the right tokens before
-it. Greedy decoding gives a whole answer exactly if that holds for all its tokens: up to the first wrong token it sees
-the same tokens. So exact match is the same number either way.
+Answers are scored with one forward pass over the whole sequence, including the right answers: a token is right if it is
+the most likely one after the right tokens before it. Greedy decoding gives the whole answer exactly if all its tokens
+are right, so exact match is the same as with generation.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from megatron_tape.synthetic import EVALUATION, Generator, random_of
 
 SEQUENCES_PER_UNIT = 100
 MOST = 10**6
-"""Digits and samples of sums are below this (see the settings), so that every sum has a number of its own."""
+"""Upper limit of digits and samples of sums (see the settings), so that every sum has its own number."""
 
 
 def right_answers(
     model: LanguageModel, sequences: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int
 ) -> list[np.ndarray]:
-    """Return for every sequence, given as `Generator.sequence` returns it, which of its answers are right, bool."""
+    """Return a mask of the right answers of each sequence, given as `Generator.sequence` returns it."""
     import torch
 
     found = []
@@ -44,7 +43,7 @@ def right_answers(
         padded = np.zeros((len(part), max(len(tokens) for tokens, _ in part)), dtype=np.int64)
         for row, (tokens, _) in zip(padded, part):
             row[: len(tokens)] = tokens
-        # What follows a sequence does not change the logits before it.
+        # Padding after a sequence does not change the logits before it.
         likeliest = model.logits(torch.from_numpy(padded[:, :-1])).argmax(-1).numpy()
         for row, (tokens, answers) in zip(likeliest, part):
             found.append((row[: len(tokens) - 1] == tokens[1:])[answers[1:]])
@@ -52,12 +51,12 @@ def right_answers(
 
 
 class SyntheticTask(Task):
-    """A task whose settings have `samples`, `seed` and `batch_size`, on a model without a tokenizer."""
+    """Base class: settings have `samples`, `seed` and `batch_size`, and the model needs no tokenizer."""
 
     needs_tokenizer = False
 
     def check_generator(self, generator: Generator, info: ModelInfo) -> None:
-        """Raise ConfigError if a generator's settings cannot work, or it makes tokens that the model does not know."""
+        """Raise ConfigError if a generator's settings are invalid, or its vocabulary is larger than the model's."""
         try:
             generator.check()
         except ConfigError as error:
@@ -65,13 +64,13 @@ class SyntheticTask(Task):
         refuse(
             generator.vocab_size > info.vocab_size,
             self.section,
-            f"uses {generator.vocab_size} different tokens, but {info.label} knows {info.vocab_size}",
-            "give the settings with which it was trained, or a model that was trained on this task",
+            f"uses {generator.vocab_size} different tokens, but {info.label} has {info.vocab_size}",
+            "give the settings of its training, or a model trained on this task",
         )
 
 
 class Addition(SyntheticTask):
-    """Exact match of sums, all digits reversed, by the lengths of their operands."""
+    """Exact match of sums, with digits reversed, by the lengths of the operands."""
 
     name = "addition"
     Settings = AdditionSettings
@@ -99,14 +98,14 @@ class Addition(SyntheticTask):
         return list(range(self.settings.step, self.longest + 1, self.settings.step))
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        # The work grows with the tokens: two operands, and a sum as long as the longer of them.
+        # The work is proportional to the tokens: two operands, and a sum as long as the longer one.
         return [
             Unit(str(first), sum(first + second + max(first, second) for second in self.lengths))
             for first in self.lengths
         ]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Return which sums are right, by the length of the second operand: `right`, a list of lists of 0 and 1."""
+        """Return `right`, a list of 0 and 1 for each length of the second operand."""
         first, sums = int(unit.key), self.sums
         right = []
         for second in self.lengths:
@@ -147,10 +146,10 @@ class Addition(SyntheticTask):
 
 
 class Variants(SyntheticTask):
-    """A synthetic task as it was trained, and in variants that the training did not show: accuracy by variant."""
+    """Base class: accuracy of a synthetic task as in training, and in variants not seen in training."""
 
     def generators(self) -> dict[str, Generator]:
-        """Return the generator of each variant by its name; the first is that of the training."""
+        """Return the generators by name of the variant; the first is that of the training."""
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
@@ -167,10 +166,10 @@ class Variants(SyntheticTask):
         ]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Return, for every sequence, how many answers are `right` of how many `answers`; and `blanks` among these."""
+        """Return the numbers of `right` and of all `answers` per sequence, and of `blanks` among the answers."""
         name, _, start = unit.key.rpartition("/")
         generators = self.generators()
-        # Every variant has numbers of its own, so that no two variants draw from the same stream.
+        # Each variant has its own numbers, so that variants never share random streams.
         numbers = range(int(start), min(self.settings.samples, int(start) + SEQUENCES_PER_UNIT))
         offset = list(generators).index(name) << 40
         sequences = [
@@ -185,9 +184,9 @@ class Variants(SyntheticTask):
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return by variant the share of right answers and that of sequences whose answers are all right.
+        """Return the share of right answers, and of sequences with only right answers, by variant.
 
-        The answers of a sequence depend on each other, so the interval of the former resamples whole sequences.
+        The answers of a sequence depend on each other, so the first interval resamples whole sequences.
         """
         scores, blanks = [], {}
         for name in self.generators():
@@ -206,11 +205,11 @@ class Variants(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        return by_group(results, lambda score: score.metric == "accuracy", cls.name, "share of right answers")
+        return by_group(results, lambda score: score.metric == "accuracy", cls.name, "share of correct answers")
 
 
 class SelectiveCopy(Variants):
-    """Selective copying with as many blanks as in training, and with fewer and more."""
+    """Selective copying with the number of blanks in training, and with fewer and more."""
 
     name = "selective_copy"
     Settings = SelectiveCopySettings
@@ -225,7 +224,7 @@ class SelectiveCopy(Variants):
 
 
 class Recall(Variants):
-    """Multi-query associative recall in sequences of several lengths, longer ones with more pairs."""
+    """Multi-query associative recall at several lengths; longer sequences have more pairs."""
 
     name = "recall"
     Settings = RecallSettings
@@ -240,7 +239,7 @@ class Recall(Variants):
 
 
 class GridNavigation(Variants):
-    """Grid navigation as in training, and on maps that are denser and sparser; only revisited cells are scored."""
+    """Grid navigation as in training, and on denser and sparser maps. Only revisited cells are scored."""
 
     name = "grid_navigation"
     Settings = GridNavigationSettings
@@ -264,4 +263,4 @@ class GridNavigation(Variants):
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
         shares = ", ".join(f"{share:.1%} ({name})" for name, share in blanks.items())
-        return [f"A model that always answers blank would score {shares}."]
+        return [f"Accuracy of always answering blank: {shares}."]

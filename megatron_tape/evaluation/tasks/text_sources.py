@@ -1,4 +1,4 @@
-"""The documents that losses are measured on: texts, indexed datasets and raw files of token ids."""
+"""Documents for losses: from texts, indexed datasets and raw files of token ids."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron_tape.evaluation.task import LanguageModel, ModelInfo
 
 RAW_TYPE = np.dtype("<u2")
 TEXT_BYTES = 1_000_000_000
-"""The most bytes that a text may have, as a line of JSON, a row or a file: enwik9 is the largest in use."""
+"""Maximum size of a text in bytes, as a JSON line, a row or a file; enwik9 is the largest in use."""
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
-"""Kinds of models, by `model_type` of their config.json, that cannot read more tokens than they were trained on."""
+"""Values of `model_type` in config.json for models that cannot read more tokens than their trained length."""
 
 _NEED, _LONGER = "lengths need", "shorten them, or give longer documents"
 
@@ -36,7 +36,7 @@ class Source:
     path: str
     kind: Literal["text", "indexed", "raw"]
     split: str | None = None
-    """Shares of an indexed dataset's documents, of which those for validation are used; None for all."""
+    """Shares of an indexed dataset's documents; only the validation share is used. None means all."""
 
     @property
     def files(self) -> list[Path]:
@@ -45,13 +45,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens (N,) of a document, without one that marks its beginning."""
+    """The tokens (N,) of a document, without a beginning-of-text token."""
 
     key: str
-    """The name of its source and its number there, from 0."""
+    """Name of the source and index in it, from 0."""
     tokens: np.ndarray
     is_text: bool
-    """Whether it was read as text, so that its bytes are known."""
+    """Whether it was read as text, so that its size in bytes is known."""
 
 
 def find_sources(data: dict[str, str] | str, split: str | None, section: str) -> list[Source]:
@@ -94,9 +94,9 @@ def _find_source(name: str, path: str, key: str) -> Source:
 def check_sources(
     sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None, key: str
 ) -> None:
-    """Raise UserError, by file and line, for bad data among that which `long_documents` would return.
+    """Raise UserError, with file and line, for invalid data that `long_documents` would return.
 
-    Texts are not tokenized: only those that are too short even with a token for every byte are refused here.
+    Texts are not tokenized: only texts with too few bytes are refused here.
     """
     tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
@@ -112,7 +112,7 @@ def check_sources(
             texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
             longest = max((len(text.encode()) for text, _ in texts), default=0)
             refuse(not longest, key, f"is {source.path}, which holds no text", "give another file")
-            # A tokenizer may put a mark before a text.
+            # A tokenizer may add a token before the text.
             if longest + 1 < minimum:
                 problem = f"lacks a document of the {minimum:,} tokens that {_NEED}: the longest has {longest:,} bytes"
                 raise FileError(source.path, problem, _LONGER)
@@ -123,9 +123,9 @@ def check_sources(
 def long_documents(
     source: Source, model: LanguageModel, text_key: str, minimum: int, most: int | None
 ) -> tuple[list[Document], int]:
-    """Return the first `most` documents of at least `minimum` tokens, and how many shorter ones were seen before.
+    """Return the first `most` documents with at least `minimum` tokens, and the number of shorter ones before.
 
-    Raises UserError if there are none, or for bad data.
+    Raises UserError if there are none, or for invalid data.
     """
     if source.kind == "text":
         texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
@@ -156,7 +156,7 @@ def _long_documents(
 
 
 def _token_documents(source: Source) -> Iterator[np.ndarray]:
-    """Yield the documents of token ids; raises FileError for a damaged file."""
+    """Yield documents of token ids. Raises FileError for a damaged file."""
     if source.kind == "raw":
         size = Path(source.path).stat().st_size
         if size == 0 or size % RAW_TYPE.itemsize:
@@ -184,7 +184,7 @@ def _check_ids(path: str, document: int, tokens: np.ndarray, vocab_size: int) ->
 
 
 def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list[int]:
-    """Return the context lengths of the setting `key` in rising order; raises ConfigError if they cannot be used."""
+    """Return the context lengths of the setting `key` in ascending order. Raises ConfigError if they are invalid."""
     trained = info.trained_length
     if lengths is None:
         unknown = f"is null, but the configuration of {info.label} does not say what length it was trained on"
