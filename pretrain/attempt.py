@@ -1,4 +1,4 @@
-"""Begin and judge the attempts of a run for a batch script, which calls this before and after the training processes.
+"""Begin and judge the attempts of a run. A batch script calls this before and after the training processes.
 
     python -m pretrain.attempt check -- RECIPE [--section.key value ...]
     python -m pretrain.attempt chain -- RECIPE [--section.key value ...] --extend RECIPE [--section.key value ...]
@@ -6,11 +6,10 @@
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
-`check` refuses settings that cannot work. `chain` does so for a run, for the extension of the model that this run will
-make, and for the evaluation of what the extension makes, and prints the directories of both runs. `begin` also
-refuses, copies the code and the resolved configuration into RUN/jobs/ID (a requeued job continues with that copy),
-takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop` with the reason, and which
-nodes to `exclude` from the next attempt.
+`check` validates settings. `chain` validates a run, the extension of its model and the evaluation of the extended
+model, and prints the directories of both runs. `begin` validates settings, copies the code and the resolved
+configuration into RUN/jobs/ID (a requeued job continues with that copy), claims the next attempt, and prints shell
+variables. `decide` prints `done`, `again` or `stop` with the reason, and the nodes to `exclude` from the next attempt.
 """
 
 import argparse
@@ -55,24 +54,24 @@ CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requ
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one of the verbs."""
+    """Run one of the subcommands."""
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    add = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables").add_argument
-    add("--module", default="pretrain.train", help="what each process will run (default: %(default)s)")
-    add("--job", required=True, help="the scheduler's id of the job")
+    add = verbs.add_parser("begin", help="validate, copy, claim an attempt, and print shell variables").add_argument
+    add("--module", default="pretrain.train", help="module that each process runs (default: %(default)s)")
+    add("--job", required=True, help="job id of the scheduler")
     add("--source", required=True, help="directory of the code to copy")
-    add("--job-link", required=True, help="where to leave a link to the job's directory, for when it is requeued")
-    add("--requeued", action="store_true", help="the job has run before and continues with its copy")
-    add("--nodes", required=True, help="names of the nodes, separated by commas")
+    add("--job-link", required=True, help="path of the link to the job's directory, used when the job is requeued")
+    add("--requeued", action="store_true", help="the job has run before and continues with its own copy of the code")
+    add("--nodes", required=True, help="comma-separated names of the nodes")
     add("--processes", type=int, required=True, help="number of ranks of the job")
     add("--scratch", default="", help="the run's directory is SCRATCH/runs/RECIPE unless the configuration names one")
     add("--log", default="", help="the job's log")
     add("arguments", nargs="*", type=str, help="after --: RECIPE and overrides")
-    add = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted").add_argument
-    add("--module", help="what each process will run, if that is known")
+    add = verbs.add_parser("check", help="validate settings before a job is submitted").add_argument
+    add("--module", help="module that each process runs, if known")
     add("arguments", nargs="*", type=str, help="after --: RECIPE and overrides")
-    add = verbs.add_parser("chain", help="refuse a run, its extension and the evaluation").add_argument
+    add = verbs.add_parser("chain", help="validate a run, its extension and the evaluation").add_argument
     add("--scratch", default="", help="as for begin")
     add("arguments", nargs="*", type=str, help="after --: as above")
     add = verbs.add_parser("decide", help="judge an attempt whose processes have ended").add_argument
@@ -92,10 +91,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
-    """Check a run, the extension of the model that it will make, and the evaluation; return the runs' directories.
+    """Check a run, the extension of its model and the evaluation; return the directories of both runs.
 
-    The arguments are those of the run, `--extend`, those of the extension and, if anything is to be evaluated,
-    `--evaluate` and its arguments. Raises ConfigError in one sentence.
+    `arguments` holds those of the run, `--extend`, those of the extension and, optionally, `--evaluate` with its own.
+    Raises ConfigError.
     """
     refuse("--extend" not in arguments, "--extend RECIPE", "is missing", "name the recipe of the extension")
     at, evaluation = arguments.index("--extend"), []
@@ -116,7 +115,7 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
 
 
 def begin(options: argparse.Namespace) -> None:
-    """Claim the next attempt for a job, and print shell variables. Raises ConfigError if there should not be one."""
+    """Claim the next attempt for a job, and print shell variables. Raises ConfigError if it must not start."""
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
     given = ["--config", str(link.resolve() / "config.yaml")]
@@ -127,7 +126,7 @@ def begin(options: argparse.Namespace) -> None:
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
     resume = resolve_resume(config.checkpoint.resume, checkpoints)
     if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
-        resume = "auto"  # the job has passed the checkpoint that it was to start from
+        resume = "auto"  # the job has newer checkpoints than the one it started from
     config = replace_settings(config, {"checkpoint.resume": resume})
     check(config, Level.START, options.processes, extends=options.module == EXTENDING)
     for made in (run, checkpoints, config.data.cache_directory):
@@ -168,7 +167,7 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def judge(run: Path, checkpoints: str, number: int) -> None:
-    """Print the verdict on an attempt, its reason and bad nodes, and the traceback if the run stops because of it."""
+    """Print the verdict on an attempt, the reason, bad nodes and, if the run stops, the traceback."""
     verdict, reason = decide(run, checkpoints, number)
     attempt = next(record for record in read_attempts(run) if record.number == number)
     write_record(
@@ -190,23 +189,23 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     parser.add_argument("--config", action="append", default=[])
     recipes = parser.parse_known_args(arguments)[0].config
     if scratch and recipes:
-        # Before the recipes, whose own directory counts: that of a run's config.yaml is the run.
+        # Placed before the recipes, so that a logging.directory in one of them, such as a run's config.yaml, wins.
         arguments = [f"--logging.directory={scratch}/runs/{Path(recipes[-1]).stem}", *arguments]
     return arguments
 
 
 def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
-    """Refuse a run directory that another job is using; if Slurm does not answer, assume that none is."""
+    """Raise ConfigError if another job uses the run's directory; if Slurm does not answer, assume that none does."""
     other = attempts[-1].facts.get("job") if attempts else None
     if other in (None, job) or attempts[-1].verdict is not None:
         return
     state = (queue_state(other) or "").lower()
-    problem = f"is {run}, which belongs to job {other}, which is {state}"
+    problem = f"is {run}, which belongs to job {other} ({state})"
     refuse(state != "", "logging.directory", problem, "cancel that job, or choose another directory")
 
 
 def _refuse_crash_loop(run: Path, of_job: list, step: int, job: str) -> None:
-    """Refuse another attempt of a job that does not get on; say how its last one ended if nobody has judged that."""
+    """Raise ConfigError for a job in a crash loop; report how its last attempt ended if `decide` has not."""
     last = of_job[-1]
     if loop := crash_loop(of_job, step, job):
         raise ConfigError("logging.directory", f"is {run}, where {loop}; the last: {last_error(last)}")
@@ -240,7 +239,7 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that are free on this node, the head node, below the range that outgoing connections are given."""
+    """Return free ports of this node, the head node, below the range of outgoing connections."""
     found = []
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -252,5 +251,5 @@ def _free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    # A file system that does not answer may do so later; a configuration that cannot work never will.
+    # A file system error may go away, so the job is tried again; an invalid configuration is not.
     command_line.run(main, unavailable=EXIT_RESTART)

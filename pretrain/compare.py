@@ -2,11 +2,10 @@
 
     python -m pretrain.compare --recipe RECIPE --encodings rope,tape,tape+token_mixing=per_head --seeds 3
 
-An encoding may be followed by settings of `model`, and by those of `optimizer` or `schedule` as in
-tape+optimizer.lr=1e-3. Every run is a training as pretrain.train does it and an evaluation
-as pretrain.evaluate does it, of what the recipe's section `evaluation` names. The same command continues a comparison
-that was interrupted, and more seeds or encodings add to it. Results go to comparison.json, comparison.md and
-report.html in the output directory.
+An encoding may be followed by settings of `model`, `optimizer` or `schedule`, as in tape+optimizer.lr=1e-3. Each run
+trains with pretrain.train and evaluates with pretrain.evaluate the tasks in the recipe's section `evaluation`. The same
+command continues an interrupted comparison; more seeds or encodings add to it. Results go to comparison.json,
+comparison.md and report.html in the output directory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pretrain.comparison.planned_runs import Plan, PlannedRun, make_plan
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the settings of the recipe that the command changes."""
+    """Return the options, and the overrides of the recipe's settings."""
     parser = command_line.Parser(
         prog="python -m pretrain.compare",
         usage="%(prog)s --recipe RECIPE --encodings A,B,... [--seeds N] [--section.key value ...]",
@@ -40,23 +39,23 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         epilog="--section.key value changes a setting of the recipe for all runs.",
     )
     add = parser.add_argument
-    add("--recipe", required=True, metavar="RECIPE", help="what is trained, as --config of pretrain.train")
+    add("--recipe", required=True, metavar="RECIPE", help="recipe to train, as --config of pretrain.train")
     add(
         "--encodings",
         type=str,
         required=True,
         metavar="A,B,...",
-        help="the variants: encodings, with settings as in tape+x=y; the first is what the others are compared with",
+        help="variants: encodings, optionally with settings as in tape+x=y; the first is the baseline",
     )
-    add("--seeds", default="3", metavar="N or A-B", help="train each with the seeds 1 to N, or A to B (default: 3)")
-    add("--output", metavar="DIR", help="where everything goes (default: runs/compare/<name of the recipe>)")
-    add("--evaluation", metavar="FILE.yaml", help="tasks, as pretrain.evaluate --config takes them, in place of those "
-        "of the recipe's section evaluation")  # fmt: skip
-    add("--trust-remote-code", action="store_true", help="run tasks of lm_eval in files of your own")
-    add("--jobs", type=int, metavar="N", help="runs side by side (default: one per GPU or, without any, per CPU core)")
-    add("--check", action="store_true", help="only check the command, and print the number of runs")
-    add("--only", type=int, metavar="K", help="do the K-th run alone, from 0, and make no page (for arrays of jobs)")
-    add("--report-only", action="store_true", help="only make the tables and the page of the runs that are finished")
+    add("--seeds", default="3", metavar="N or A-B", help="seeds of each variant: 1 to N, or A to B (default: 3)")
+    add("--output", metavar="DIR", help="output directory (default: runs/compare/<name of the recipe>)")
+    add("--evaluation", metavar="FILE.yaml", help="tasks, as for pretrain.evaluate --config, instead of the "
+        "recipe's section evaluation")  # fmt: skip
+    add("--trust-remote-code", action="store_true", help="run lm_eval tasks from your own files")
+    add("--jobs", type=int, metavar="N", help="concurrent runs (default: one per GPU or, without GPUs, per CPU core)")
+    add("--check", action="store_true", help="validate the command, print the number of runs, and exit")
+    add("--only", type=int, metavar="K", help="do only run K, counted from 0, and make no page (for job arrays)")
+    add("--report-only", action="store_true", help="only make the tables and the page of the finished runs")
     options, overrides = parser.parse_known_args(argv)
     for text in overrides:
         unknown = text.startswith("--") and "." not in text.partition("=")[0]
@@ -65,7 +64,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare, and return the exit status. Raises UserError for mistakes, before anything is trained."""
+    """Run the comparison and return the exit status. Raises UserError for mistakes before training begins."""
     options, overrides = read_command(argv)
     refuse_launcher("pretrain.compare", "starts its own processes")
     refuse(options.jobs is not None and options.jobs < 1, "--jobs", f"is {options.jobs}", "give at least 1")
@@ -77,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.only is not None:
         refuse(not 0 <= options.only < count, "--only", f"is {options.only}", f"give a number from 0 to {count - 1}")
         left = [run for run in left if run is plan.runs[options.only]]
-    failed, stopped = ({}, None) if options.report_only else _do(plan, left, options)
+    failed, stopped = ({}, None) if options.report_only else _run_jobs(plan, left, options)
     if options.only is None:
         _conclude(plan)
     for name, reason in failed.items():
@@ -90,8 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if missing else 0
 
 
-def _do(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tuple[dict[str, str], int | None]:
-    """Do the runs that are left; return why some have failed, and the signal that ended the work."""
+def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tuple[dict[str, str], int | None]:
+    """Do the remaining runs; return the reasons of failed runs by name, and the signal that ended the comparison."""
     if not left:
         say("all runs are finished already")
         return {}, None
@@ -112,9 +111,9 @@ def _do(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tupl
 
 @contextmanager
 def _locked(plan: Plan, alone: bool) -> Iterator[int]:
-    """Keep other comparisons out of the output directory; the jobs of an array are told apart by what they do.
+    """Lock the output directory against other comparisons; the jobs of an array share the lock.
 
-    The runs inherit the lock's descriptor, so that those which a killed comparison has left behind are waited for.
+    Runs inherit the descriptor of the lock, so that the lock is held until orphaned runs of a killed comparison end.
     """
     plan.output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(plan.output, os.O_RDONLY | os.O_DIRECTORY)
@@ -123,7 +122,7 @@ def _locked(plan: Plan, alone: bool) -> Iterator[int]:
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem = "is where another comparison, or a run that one has left behind, is at work"
+                problem = "is in use by another comparison, or by a run that it left behind"
                 raise FileError(str(plan.output), problem, "wait for it") from None
         yield descriptor
     finally:

@@ -1,4 +1,4 @@
-"""Estimate what a run needs, without a GPU: `python -m pretrain.estimate --config RECIPE [--section.key value ...]`."""
+"""Estimate the resources of a run: `python -m pretrain.estimate --config RECIPE [--section.key value ...]`."""
 
 import argparse
 import json
@@ -33,16 +33,16 @@ PARTS = {
     "buffers": "ZeRO buffers (reduce_bucket_size)",
     "working": "extra at the peak",
 }
-"""Names of the parts of the peak."""
+"""Names of the components of peak memory."""
 ROW = "{:>6}{:>8}{:>9}{:>6}{:>5}{:>6}{:>10}{:>9}{:>7}"
-"""How a search lists a layout."""
+"""Format of a layout in the list of a search."""
 COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute", "s/step", "GiB")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the estimate, and a warning if the run does not fit, with which the exit status is 0, too.
+    """Print the estimate, and a warning if the run does not fit; return the exit status.
 
-    It is 1 if a search finds no layout that fits.
+    It is 1 if a search finds no layout that fits, otherwise 0.
     """
     options, settings = _parser().parse_known_args(argv)
     processes, gib = options.processes, options.gpu_memory
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse(gib is not None and not 0 < gib < math.inf, "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
     if options.search:
         given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
-        refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")
+        refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "remove these")
         refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
     config = parse_run_config(settings)
@@ -79,18 +79,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pretrain.estimate",
         usage="%(prog)s --config RECIPE [--section.key value ...] [--processes N] [--gpu-memory GIB] "
         "[--gpu KIND] [--search]",
-        description="Count parameters, memory per GPU, FLOPs, tokens and disk space of a run, without a GPU, and "
-        "assume a step time.",
+        description="Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run without a GPU, and "
+        "estimate its step time.",
         epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
     )
     add = parser.add_argument
-    add("--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs")
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
+    add("--processes", type=int, metavar="N", help="number of GPUs (default: those of one model replica)")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU (default: that of --gpu)")
     gpu_help = "kind of GPU, for memory and the step time (default: H100)"
     add("--gpu", choices=KINDS, default="H100", help=gpu_help)
     search_help = (
         "list the ten fastest layouts that fit on --processes GPUs: tensor-, context- and pipeline-parallel sizes, "
-        "virtual stages, ZeRO stage, micro-batch size and recomputation; the global batch stays"
+        "virtual stages, ZeRO stage, micro-batch size and recomputation; the global batch size is fixed"
     )
     add("--search", action="store_true", help=search_help)
     return parser
@@ -159,7 +159,7 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
 
 
 def _seconds(time: float) -> str:
-    """Return two digits, as no more can be assumed."""
+    """Return two significant digits, as the estimate is no more precise."""
     return f"{float(f'{time:.2g}'):g}"
 
 
@@ -187,12 +187,12 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
             yield f"{_row(candidate)}  {size / GIB:.1f} of them {part}"
     else:
         yield f"no layout can run on {gpus}"
-    for why, times in list(found.refused.items())[:5]:  # of the smallest layouts
+    for why, times in list(found.refused.items())[:5]:  # those of the smallest layouts
         yield f"{counted(times, 'layout')} cannot run: {why}"
 
 
 def _settings(chosen: RunConfig) -> str:
-    """Return the arguments that set what a search chose, whatever the configuration says."""
+    """Return the arguments that set the layout which a search chose."""
     values = {name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
     shown = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()}
     return " ".join(f"--{name} {value}" for name, value in shown.items())

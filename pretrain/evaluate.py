@@ -1,9 +1,9 @@
 """Evaluate a model: `python -m pretrain.evaluate TASK... --model MODEL`, or under `torchrun --nproc-per-node N -m`.
 
 MODEL is a run of this project, one of its checkpoints, or a directory with a causal model in the format of
-transformers. The scores, the score of every example, and the settings, versions and digests behind them go to
-results.json in the output directory, with a picture of each task; pretrain.report makes one page of several models'
-results. The same command continues an evaluation that was interrupted, and does nothing for what is finished.
+transformers. Scores, the score of every example, settings, versions and digests go to results.json in the output
+directory, with a figure of each task; pretrain.report makes a page that compares the results of several models. The
+same command continues an interrupted evaluation, and skips finished tasks.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, check and evaluate; return the exit status. Mistakes end in one sentence, before torch is imported."""
     command_line.escape_unprintable()
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    status, mark = 1, os.environ.get("TAPE_FAILURE")  # also after an exception
+    status, mark = 1, os.environ.get("TAPE_FAILURE")  # 1 after an exception
     try:
         status = _main(argv)
         return status
     finally:
-        # Tells the Slurm script that the other ranks, which it then ends, were not interrupted from outside.
+        # Tells the Slurm script, which then ends the other ranks, that the cause was a failure and not a signal.
         failed_in_job = mark is not None and status not in (0, EXIT_RESTART)
         if failed_in_job:
             with suppress(OSError):
@@ -68,7 +68,7 @@ def _main(argv: list[str] | None) -> int:
     try:
         check_launcher_environment()
     except UserError as error:
-        command_line.say_refusal(error)  # on every rank, since what RANK says may be left from an earlier launcher
+        command_line.say_refusal(error)  # on every rank, since RANK may be left over from another launcher
         return EXIT_REFUSED
     try:
         options, tasks = read_command(argv)
@@ -107,34 +107,36 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
-    """Return the options and the tasks that a command line names. Raises ConfigError in one sentence."""
-    # The settings of every task, a section each.
+    """Return the options and the tasks of a command line. Raises ConfigError."""
+    # A section of settings for each task.
     fields = [(name, task.Settings | None, None) for name, task in TASKS.items()]
     sections = dataclasses.make_dataclass("Tasks", fields, frozen=True, kw_only=True)
     parser = settings_parser(
         sections,
         usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting value ...]",
-        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. Without any, those for which --config has a section.\n\n"
+        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. By default, those with a section in --config.\n\n"
         f"An example:\n  {EXAMPLE}",
     )
     add = parser.add_argument
-    add("tasks", nargs="*", metavar="TASK", help="what to evaluate")
+    add("tasks", nargs="*", metavar="TASK", help="task to evaluate")
     add("--model", metavar="MODEL", help="a run, a checkpoint, or a directory in the format of transformers")
-    add("--average", action="store_true", help="take the averaged weights of a run with train.average")
-    add("--output", metavar="DIR", help="where results go (default: RUN/evaluation/STEP or evaluations/NAME)")
-    add("--label", type=str, metavar="NAME", help="how results call the model (default: the directory's name)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it computes (default: a GPU, if any)")
+    add("--average", action="store_true", help="use the averaged weights of a run with train.average")
+    add("--output", metavar="DIR", help="output directory (default: RUN/evaluation/STEP or evaluations/NAME)")
+    add("--label", type=str, metavar="NAME", help="name of the model in the results (default: the directory's name)")
+    add(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the model (default: a GPU, if any)"
+    )
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the model (default: bf16 on a GPU, fp32 on a CPU)")
-    trusted = "run Python files in MODEL that this project has not written, and tasks of lm_eval in files of your own"
+    trusted = "run Python files in MODEL that are not this project's, and lm_eval tasks from your own files"
     add("--trust-remote-code", action="store_true", help=trusted)
-    add("--check", action="store_true", help="only check the command")
-    add("--overwrite", action="store_true", help="also evaluate what is finished")
+    add("--check", action="store_true", help="validate the command and exit")
+    add("--overwrite", action="store_true", help="evaluate finished tasks again")
     given = read_settings(parser, sections, argv)
     options = given.options
     refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a directory of transformers")
     names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if given.values.get(name) is not None]
     choices = f"choose some of {', '.join(TASKS)}"
-    refuse(not names, "no task", "is named", choices)
+    refuse(not names, "no task", "is given", choices)
     for name in names:
         refuse(name not in TASKS, name, "is not a task", choices)
     values = {name: given.values.get(name) or {} for name in names}
@@ -148,14 +150,14 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
 
 
 def check_evaluation(arguments: list[str], source: Source) -> None:
-    """Raise ConfigError if tasks and settings cannot work together with a model that is yet to be made."""
+    """Raise ConfigError if tasks and settings do not fit a model that does not exist yet."""
     _, tasks = read_command([*arguments, "--model", str(source.path)])
     for task in tasks:
         check_task(task, source)
 
 
 def check_task(task: Task, source: Source) -> None:
-    """Raise ConfigError if a task cannot work with a model."""
+    """Raise ConfigError if a task does not fit a model."""
     fix = (
         "export the model with one: tools/convert_checkpoint.py to-hf --tokenizer T"
         if source.checkpoint
@@ -172,7 +174,7 @@ def check_task(task: Task, source: Source) -> None:
 
 
 def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, output: Path) -> None:
-    """Evaluate on all ranks, and write results and pictures on rank 0."""
+    """Evaluate on all ranks; rank 0 writes results and figures."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("RANK", "0") == "0":
@@ -206,7 +208,7 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
 
 
 def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planned, source: Source) -> None:
-    """Do a task together with the other ranks; rank 0 records and shows what came out."""
+    """Run a task together with the other ranks; rank 0 records and prints the results."""
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.tables import markdown, score_table
     from megatron_tape.evaluation.runner import draw, record, run_task
@@ -231,7 +233,7 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
 
 @contextmanager
 def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> Iterator[Path]:
-    """Yield the model's directory; a checkpoint is exported to one in `output` that is removed at the end."""
+    """Yield the model's directory; a checkpoint is exported to a temporary one in `output`."""
     if not source.checkpoint:
         yield source.path
         return

@@ -1,8 +1,8 @@
 """Extend a model to longer contexts: `python -m pretrain.extend_context --config RECIPE --extension.from MODEL`.
 
 MODEL is a run of this project, one of its checkpoints, or a directory in the format of transformers, which is imported
-to `base` in the run's directory. Settings of the model that are not given are those of MODEL. Everything else is as in
-pretrain.train, torchrun included. To continue a run whose MODEL is gone, give its `config.yaml` as --config.
+to `base` in the run's directory. Settings of the model default to those of MODEL. Everything else, including torchrun,
+works as in pretrain.train. To continue a run after MODEL was removed, give its `config.yaml` as --config.
 """
 
 import sys
@@ -13,7 +13,7 @@ from pretrain.train import supervised
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
+    """Parse, check and train; return the exit status. Reports mistakes in one sentence, before it imports torch."""
     with refusing():
         config = parse_run_config(argv, __doc__.strip())
     return supervised(config, extends=True)

@@ -2,10 +2,15 @@
 
     srun ... python -m pretrain.preflight --config RECIPE [--section.key value ...]
 
-Fails with the node's name and the reason if versions or code differ, a GPU is missing or too small, the data is not the
-same everywhere, the checkpoint directory is not shared, writable and large enough, a rank does not answer, or an
-all-reduce over all ranks fails. A mistake in the configuration is recorded as such and stops the job; any other problem
-may pass, and is recorded with the nodes that the next attempt should avoid.
+Fails with the name of the node and the reason if
+
+- versions, code or data differ between nodes,
+- a GPU is missing or too small,
+- the checkpoint directory is not shared, writable and large enough, or
+- a rank does not answer, or an all-reduce over all ranks fails.
+
+An invalid configuration stops the job. Other problems may be temporary: they are recorded with the nodes that the next
+attempt should avoid.
 """
 
 import argparse
@@ -47,11 +52,11 @@ from megatron_tape.text import byte_size, counted, flop_count
 
 MIB = 2**20
 SHOWN = 20
-"""How many problems are reported in words; all bad nodes are recorded."""
+"""Number of problems that are printed; all bad nodes are recorded."""
 
 
 class Unready(Exception):
-    """These nodes cannot train together now; the message says which, and why."""
+    """The nodes cannot train together now; the message names them and the reason."""
 
     def __init__(self, message: str, bad_nodes: Iterable[str] = ()):
         super().__init__(message)
@@ -67,12 +72,11 @@ def main(argv: list[str] | None = None) -> int:
         epilog="Settings of the run are explained by `python -m pretrain.train --help`.",
     )
     add = parser.add_argument
-    add("--nodes", default="", help="names of the job's nodes, in order, separated by commas")
+    add("--nodes", default="", help="comma-separated names of the job's nodes, in order")
     add("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
-    patience = "seconds that a rank may take to answer after rank 0 has imported torch, and again for the all-reduce"
-    add("--timeout", type=float, default=300, help=f"{patience} (default: %(default)s)")
-    anyway = "start although the estimate says that the GPUs are too small"
-    add("--no-memory-check", action="store_true", help=anyway)
+    timeout = "seconds to wait for each rank after rank 0 has imported torch, and again for the all-reduce"
+    add("--timeout", type=float, default=300, help=f"{timeout} (default: %(default)s)")
+    add("--no-memory-check", action="store_true", help="start even if the estimate exceeds the memory of the GPUs")
     with command_line.refusing():
         check_launcher_environment()
         options, rest = parser.parse_known_args(argv)
@@ -109,7 +113,7 @@ def _interrupted(attempt: Attempt | None, number: int) -> None:
 
 
 def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None) -> str:
-    """Return the problems that rank 0 has found on all nodes and recorded, in words; "" if there are none."""
+    """Return the problems that rank 0 found on all nodes as text; "" if there are none."""
     started = time.monotonic()
     say = functools.partial(print, "preflight:", flush=True) if rank == 0 else lambda _: None
     say(f"{counted(size, 'rank')} ({config.parallel.describe(size)}), importing torch")
@@ -140,7 +144,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
         problems = _problems(store, config, options, size, home, token, imported)
-        verdict = _in_words(problems)
+        verdict = _describe(problems)
         if problems:
             # Recorded before the other ranks learn of it and exit, because srun then ends this rank too.
             outcome = REFUSED if any(problem.mistake for problem in problems) else UNREADY
@@ -154,7 +158,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.set(f"heard/{rank}", "yes")
     if verdict:
         if rank == 0:
-            # The store ends with this rank, so let the others read the reason first.
+            # The store ends with this rank, so wait until the others have read the reason.
             with contextlib.suppress(RuntimeError):
                 store.wait([f"heard/{other}" for other in range(size)], timedelta(seconds=5))
         return verdict
@@ -174,7 +178,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
 
 
 def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
-    """Gather every rank's facts on rank 0 and compare them; `imported` is when rank 0 had imported torch."""
+    """Gather the facts of all ranks on rank 0 and compare them; `imported` is when rank 0 had imported torch."""
     keys = [f"facts/{rank}" for rank in range(size)]
     try:
         store.wait(keys, timedelta(seconds=max(0.1, options.timeout - (time.monotonic() - imported))))
@@ -217,11 +221,11 @@ def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
     if not found or len({facts["host"] for facts in by_node.values()}) == 1:
         return []
     problem = f"{', '.join(found)}: other nodes cannot reach the address that this node's own name resolves to"
-    fix = "set TAPE_NETWORK_INTERFACE in slurm/site.env, or mend /etc/hosts there"
+    fix = "set TAPE_NETWORK_INTERFACE in slurm/site.env, or correct /etc/hosts there"
     return [nodes.Problem(f"{problem}; {fix}", found, mistake=len(found) == len(by_node))]
 
 
-def _in_words(problems: list[nodes.Problem]) -> str:
+def _describe(problems: list[nodes.Problem]) -> str:
     more = f"; and {counted(len(problems) - SHOWN, 'more problem')}" if len(problems) > SHOWN else ""
     return "; ".join(problem.sentence for problem in problems[:SHOWN]) + more
 
@@ -265,7 +269,7 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
             if on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-        sums_right = bool((numbers == size).all())
+        sums_correct = bool((numbers == size).all())
         dist.destroy_process_group()
     except RuntimeError as error:
         absent = []
@@ -275,7 +279,7 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
         where = f" without {', '.join(bad_nodes)}" if bad_nodes else ""
         problem = f"{node_name()}: the all-reduce over all ranks failed{where}: {_first_line(error)}"
         raise Unready(problem, bad_nodes) from None
-    if not sums_right:
+    if not sums_correct:
         raise Unready(f"{node_name()}: the all-reduce over all ranks gave wrong sums")
     bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
     say(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")

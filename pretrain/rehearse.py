@@ -14,18 +14,18 @@ from megatron_tape.text import counted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rehearse and print the report; return 1 if a GPU would refuse an operation or values differ, otherwise 0."""
+    """Rehearse and print the report; return 1 for an operation that fails on a GPU or a difference, otherwise 0."""
     parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
         usage="%(prog)s --config RECIPE [--processes N] [--rank R] [--section.key value ...]",
         description="Run four steps of pretrain.train as one rank of many on a fake GPU, and compare memory and "
-        "collectives with pretrain.estimate. It needs no GPU, no data and little memory, and computes no numbers.",
-        epilog="Exit status: 0 if all is well; 1 if there is a fault or a figure differs by more than 5 %% (10 %% for "
-        "the peak); 2 if a setting is wrong. Settings are those of pretrain.train.",
+        "collectives with pretrain.estimate. Needs no GPU and no data, and little memory, since nothing is computed.",
+        epilog="Exit status: 0 without faults; 1 if there is a fault or a value differs by more than 5 %% (10 %% for "
+        "the peak); 2 for invalid settings. Settings are those of pretrain.train.",
     )
-    of_processes = "number of GPUs; default: those that one sequence needs"
+    of_processes = "number of GPUs (default: those of one model replica)"
     parser.add_argument("--processes", type=int, metavar="N", help=of_processes)
-    parser.add_argument("--rank", type=int, metavar="R", default=0, help="which of them to rehearse (default: 0)")
+    parser.add_argument("--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)")
     options, rest = parser.parse_known_args(argv)
     processes, rank = options.processes, options.rank
     refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # a GPU that is there is not used
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # even if there is a GPU
     from megatron_tape.planning.rehearsal import install_fake_world, rehearse
 
     install_fake_world(processes, rank)

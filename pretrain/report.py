@@ -2,9 +2,9 @@
 
     python -m pretrain.report RUN_OR_RESULTS... --output report.html
 
-RUN is a training run; its curves are shown, and the evaluations in its folder `evaluation`. RESULTS is a results.json
-of pretrain.evaluate or a comparison.json of pretrain.compare, or the directory that holds it. The page is one HTML file
-that needs no network.
+RUN is a training run: the page shows its curves and the evaluations in its folder `evaluation`. RESULTS is a
+results.json of pretrain.evaluate or a comparison.json of pretrain.compare, or its directory. The page is a single HTML
+file that works without network access.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("paths", nargs="+", metavar="RUN_OR_RESULTS", help="a run, a results.json, or its directory")
     parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), help="the page, which is replaced (default: %(default)s)"
+        "--output", type=Path, default=Path("report.html"), help="output file, which is replaced (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
     make(arguments.paths, arguments.output)
 
 
 def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
-    """Write a page about runs and results; `missing` names runs of a comparison that are not finished.
+    """Write a page about runs and results; `missing` names unfinished runs of a comparison.
 
-    Raises UserError for what cannot be shown, and OSError.
+    Raises UserError for files that cannot be shown, and OSError.
     """
     fix = "give a name that ends in .html, as a file of that name is replaced"
     refuse(output.suffix.lower() not in (".html", ".htm"), "--output", f"is {output}", fix)
@@ -47,7 +47,7 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
     comparisons, others = [], []
     for path in map(Path, paths):
         file = path / NAME if path.is_dir() else path
-        # A run of a comparison has such a file, too, and is shown as a run.
+        # A run of a comparison also has such a file, but is shown as a run.
         if file.name == NAME and file.is_file() and not (path / METRICS).is_file():
             comparisons.append(read_comparison(file))
         else:

@@ -36,9 +36,9 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None) -> int:
-    """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported.
+    """Parse, check and train; return the exit status. Reports mistakes in one sentence, before it imports torch.
 
-    `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
+    `trains` selects the trained parameters; see `training.trainer.Trainer`.
     """
     with refusing():
         config = parse_run_config(argv)
@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None)
 
 
 def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None" = None) -> int:
-    """Check and train; return the exit status. Records how the attempt ended.
+    """Check and train, record how the attempt ended, and return the exit status.
 
-    `extends` says whether the command extends another model (see `checks.check`).
+    `extends` is whether the command extends another model (see `checks.check`).
     """
     with refusing():
         check_launcher_environment()
@@ -64,7 +64,7 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     if attempt is not None:
         watch.attach(attempt, rank)
     try:
-        first_of_node = local_rank() == 0  # the others of a node see the same files
+        first_of_node = local_rank() == 0  # all ranks of a node see the same files
         level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
         check(config, level, size, extends)
     except UserError as error:
@@ -93,20 +93,18 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, CTRL_C)
         if is_rank_0:
-            message = (
-                "interrupted; the same command continues from the last checkpoint, or begins again if there is none"
-            )
+            message = "interrupted; the same command continues from the last checkpoint, if there is one"
             print(message, file=sys.stderr, flush=True)
         _abort_process_groups()
         return EXIT_INTERRUPTED
     except Exception as error:
-        # A file that cannot be read may be readable on another node, so that a job tries again.
+        # An unreadable file may be readable on another node, so a job tries again.
         outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
         sentence = str(error) if foreseen else unforeseen(error)
         message = sentence or f"{type(error).__name__}: {error}"
-        # Recorded first: when this rank's collectives end, other ranks fail only as a consequence.
+        # Recorded before the process groups are aborted, which makes other ranks fail as a consequence.
         bad_nodes = error.subjects if isinstance(error, NodeError) else ()
         watch.record_end(outcome, message, None if foreseen else error, bad_nodes)
         _abort_process_groups()
@@ -126,26 +124,28 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
 
 
 def _abort_process_groups() -> None:
-    """Keep this rank from waiting for the others when it exits; do nothing if it failed before it imported torch."""
+    """Keep this rank from waiting for the others when it exits; do nothing if torch has not been imported."""
     if layout := sys.modules.get("megatron_tape.parallel.layout"):
         layout.abort_process_groups()
 
 
 def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
-    """Import torch; before that, set what it and others read from the environment, and let them say less."""
+    """Import torch, after setting environment variables of libraries and reducing their logging."""
     logging.basicConfig(level=logging.INFO if is_rank_0 else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="megatron")  # about missing Transformer Engine and Apex, unused here
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about DeepSpeed's calls
-    # Local to the node: hundreds of nodes would write compiled kernels to a home directory that they share.
+    warnings.filterwarnings("ignore", module="megatron")  # missing Transformer Engine and Apex, which are not used
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # deprecated calls in DeepSpeed
+    # Local to the node: otherwise hundreds of nodes write compiled kernels to a shared home directory.
     os.environ.setdefault("TRITON_CACHE_DIR", private_directory(f"triton-cache-{os.getuid()}"))
     provide_caches()
     if config.parallel.uses_sequence_parallel:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
-    # Without this, freed blocks of memory that do not suffice for what comes next would be lost to the run.
+    # Avoids out-of-memory errors by fragmentation.
     _set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True", older="PYTORCH_CUDA_ALLOC_CONF")
-    # The flight recorder: how many of its last collectives a rank remembers, for `Watch` to write down if it hangs.
+    # Size of the flight recorder, whose collectives `Watch` writes to a file if a rank hangs.
     _set_default("TORCH_FR_BUFFER_SIZE", "2000", older="TORCH_NCCL_TRACE_BUFFER_SIZE")
     if config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -157,7 +157,7 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
 
 
 def _set_default(name: str, value: str, older: str) -> None:
-    """Set a variable that torch reads since 2.9, unless the user has set it, under this name or the `older` one."""
+    """Set a variable of torch 2.9 and later, unless the user has set it under this or its `older` name."""
     if older not in os.environ:
         os.environ.setdefault(name, value)
 

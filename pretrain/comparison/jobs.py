@@ -1,4 +1,4 @@
-"""Do runs side by side, each training and then evaluation, in processes of their own with a log each."""
+"""Execute runs concurrently, each training and then evaluation, in their own processes with a log each."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.
 
 
 class Programs:
-    """Starts programs: each on one of `gpus`, or without any on one thread.
+    """Starts programs, each on one of `gpus` or, without GPUs, on one thread.
 
-    A program inherits the descriptor `lock`, and saves and ends when this process is gone.
+    A program inherits the descriptor `lock`, and saves and ends when this process ends.
     """
 
     def __init__(self, gpus: list[str], lock: int):
         self._gpus, self._lock = gpus, lock
 
     def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> subprocess.Popen:
-        """Start a module's `main` with arguments on the GPU of its slot; its output is added to a file."""
+        """Start the `main` of a module on the GPU of its slot; append its output to `log`."""
         gpu = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]} if self._gpus else {"OMP_NUM_THREADS": "1"}
         code = f"import sys; sys.path = {sys.path}; from {module} import main; sys.exit(main(sys.argv[1:]))"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -63,27 +63,27 @@ def find_gpus() -> tuple[list[str], str | None]:
 
 @dataclass
 class _Active:
-    """A run that is being done."""
+    """A run in progress."""
 
     run: PlannedRun
     process: subprocess.Popen
     stage: int = 0
-    asked: str = ""
-    """How its process was last asked to end."""
+    requested: str = ""
+    """The last way in which the process was told to end."""
     started: float = field(default_factory=time.monotonic)
 
-    def ask(self, how: str) -> None:
-        """Have the process end, by its method `terminate` or `kill`."""
-        if self.asked != how:
+    def end(self, how: str) -> None:
+        """End the process with its method `terminate` or `kill`."""
+        if self.requested != how:
             getattr(self.process, how)()
-            self.asked = how
+            self.requested = how
 
 
 class Jobs:
-    """Does runs, `slots` at a time; `finish` is called with a run and its seconds when all its stages have ended well.
+    """Executes runs, `slots` at a time; calls `finish` with a run and its seconds when all its stages have succeeded.
 
-    `start` starts a module, given its arguments, log and slot. A run that fails does not keep the others from being
-    done; `failed` says why, by the run's name.
+    `start` starts a module, given its arguments, log and slot. A failed run does not stop the others; `failed` holds
+    the reasons by the name of the run.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Jobs:
 
     @property
     def stopped(self) -> int | None:
-        """The signal that ended the work before its end, if there was one."""
+        """The signal that interrupted the runs, if any."""
         return self._signals[0] if self._signals else None
 
     def run(self) -> None:
-        """Do all runs; after a signal such as Ctrl-C, have those that are being done save and end, and return."""
-        kept = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup does
-        handlers = {number: signal.signal(number, lambda number, _: self._signals.append(number)) for number in kept}
+        """Execute all runs; after a signal such as Ctrl-C, let the active runs save and end, and return."""
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        handlers = {number: signal.signal(number, lambda number, _: self._signals.append(number)) for number in handled}
         try:
             while self._active or (self._waiting and not self._signals):
                 self._start_and_stop()
@@ -120,34 +120,34 @@ class Jobs:
         finally:
             self._progress.end()
             for active in self._active.values():
-                active.ask("kill")
+                active.end("kill")
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _start_and_stop(self) -> None:
-        """Start what there is room for; after a signal ask what runs to save and end, after a second Ctrl-C end it."""
+        """Fill free slots; after a signal, let active runs save and end; after a second Ctrl-C, kill them."""
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and not self._signals:
                 run = self._waiting.pop(0)
                 self._active[slot] = _Active(run, self._started(run, 0, slot))
         if self._signals:
             for active in self._active.values():
-                active.ask("kill" if self._signals.count(signal.SIGINT) > 1 else "terminate")
+                active.end("kill" if self._signals.count(signal.SIGINT) > 1 else "terminate")
 
     def _started(self, run: PlannedRun, stage: int, slot: int) -> subprocess.Popen:
         _, module, arguments = run.stages[stage]
         return self._start(module, arguments, run.log, slot)
 
     def _look_at(self, slot: int) -> None:
-        """Go on with the run of a slot if its process has ended."""
+        """Continue the run in a slot if its process has ended."""
         active = self._active[slot]
         run, status, stage = active.run, active.process.poll(), active.stage + 1
         if status is None:
             return
         if status == EXIT_RESTART and self.stopped is None:
-            status, stage = 0, active.stage  # once more
+            status, stage = 0, active.stage  # start the same stage again
         if status == 0 and stage < len(run.stages) and self.stopped is None:
-            active.process, active.stage, active.asked = self._started(run, stage, slot), stage, ""
+            active.process, active.stage, active.requested = self._started(run, stage, slot), stage, ""
             return
         del self._active[slot]
         if status == 0 and stage == len(run.stages):
@@ -176,7 +176,7 @@ class Jobs:
         if self._active:
             shown = (f"{active.run.name} ({active.run.stages[active.stage][0]})" for active in self._active.values())
             line += f"; running: {', '.join(shown)}"
-            line += "; they save and end" if self._signals else ""
+            line += "; saving and ending" if self._signals else ""
         return line
 
 

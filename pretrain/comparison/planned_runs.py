@@ -1,4 +1,4 @@
-"""What a comparison does: its runs, all checked before the first of them begins. Imports no torch."""
+"""Plan the runs of a comparison, and check all of them before the first begins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from pretrain import evaluate
 MOST_SEEDS = 1000
 OPTION = "--encodings"
 _LEARNING = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig}
-"""Sections besides `model` whose settings may differ between variants, written with the section."""
+"""Sections other than `model` whose settings may differ between variants; their keys include the section."""
 _LONGEST_DIRECTORY = 120
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant; `settings` are keys, of the model, its encoding or with another section before them, and texts."""
+    """An encoding with changed settings: pairs of a key of `model`, of the encoding or `section.key`, and its text."""
 
     encoding: str
     settings: tuple[tuple[str, str], ...] = ()
@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def directory(self) -> str:
-        """The label as the name of a directory; one that had to be changed or is very long ends in a digest."""
+        """The label as a directory name; a changed or shortened one ends in a digest of the label."""
         safe = re.sub(r"[^\w.+=-]", "_", self.label, flags=re.ASCII)
         if safe == self.label and len(safe) <= _LONGEST_DIRECTORY:
             return safe
@@ -70,7 +70,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One variant with one seed: `arguments` are those of pretrain.train, `evaluation` those of pretrain.evaluate."""
+    """One variant with one seed; `arguments` are for pretrain.train, `evaluation` for pretrain.evaluate."""
 
     variant: Variant
     seed: int
@@ -78,7 +78,7 @@ class PlannedRun:
     config: RunConfig
     arguments: list[str]
     evaluation: list[str] | None
-    """None if nothing is evaluated but the loss on the validation split."""
+    """None if only the validation loss is compared."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class PlannedRun:
 
     @property
     def stages(self) -> list[tuple[str, str, list[str]]]:
-        """Name, module and arguments of what is done, in order."""
+        """Name, module and arguments of each stage, in order."""
         stages = [("training", "pretrain.train", self.arguments)]
         return stages + ([("evaluation", "pretrain.evaluate", self.evaluation)] if self.evaluation else [])
 
@@ -96,13 +96,13 @@ class PlannedRun:
 
     @property
     def result(self) -> Path:
-        """The file that says that it is finished."""
+        """The results file, which exists once the run is finished."""
         return self.directory / NAME
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a comparison, and what is known of them by now."""
+    """All runs of a comparison, and the results so far."""
 
     output: Path
     runs: list[PlannedRun]
@@ -112,14 +112,14 @@ class Plan:
 
     @property
     def left(self) -> list[PlannedRun]:
-        """The runs that are not finished."""
+        """Runs that are not finished."""
         finished = {run.name for run in self.known.runs}
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
     def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
-        """Add what a run came to, once it has been trained and evaluated; `device` is the GPU's name, if there is one.
+        """Record the results of a trained and evaluated run; `device` is the name of the GPU, if any.
 
-        Raises FileError if its programs have left no results.
+        Raises FileError if the evaluation left no results of a task.
         """
         trained, model = read_run(run.directory), run.config.model
         validated = trained.curve(VALIDATION_LOSS).last
@@ -151,24 +151,24 @@ class Plan:
         self.known.runs.append(made)
 
     def collect(self) -> None:
-        """Add the runs that have finished in the output directory, such as those of other jobs."""
+        """Add runs in the output directory that other processes have finished."""
         for run in self.runs:
             if run.result.is_file():
                 comparison_file.add_runs(self.known, run.result, self.base)
 
 
 def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
-    """Return the plan of a command, with `overrides` of the recipe, after checking every configuration in full.
+    """Return the plan of a command with `overrides` of the recipe, after checking every configuration.
 
-    Raises UserError for what cannot work or does not fit results that exist.
+    Raises UserError for invalid settings, and for settings that differ from those of existing results.
     """
     variants = parse_variants(options.encodings)
     seeds = parse_seeds(options.seeds)
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
     base = _read(options.recipe, overrides, ["--train.seed", "0", "--logging.directory", str(output)])
     own = base.checkpoint.directory != base.default_checkpoint_directory
-    meets = f"is {base.checkpoint.directory}, in which all runs would meet"
-    refuse(own, "checkpoint.directory", meets, "remove it")
+    shared = f"is {base.checkpoint.directory}, which all runs would share"
+    refuse(own, "checkpoint.directory", shared, "remove it")
     evaluation = _evaluation(options, base)
     check(base, Level.START, processes=1, extends=False)
     runs = []
@@ -177,7 +177,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
             runs += _runs_of(variant, seeds, options, overrides, base, evaluation)
         except ConfigError as error:
             raise error.at(": ".join(filter(None, (variant.label, error.place)))) from None
-    # All variants with the first seed come first: what is done early compares them all.
+    # Seed by seed, so that all variants can be compared early.
     runs.sort(key=lambda run: run.seed)
     tasks = [] if evaluation is None else evaluate.read_command([*evaluation, "--model", str(output)])[1]
     plan = Plan(output, runs, base, tasks, comparison_file.empty(base, tasks, variants[0].label))
@@ -188,9 +188,9 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Return the variants that `--encodings` names, between commas that are not in {} or [].
+    """Return the variants in `--encodings`, split at commas outside {} and [].
 
-    Raises ConfigError for one that is unknown or given twice.
+    Raises ConfigError for an unknown or repeated variant.
     """
     found = [_parse(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
     for variant in found:
@@ -199,8 +199,8 @@ def parse_variants(text: str) -> list[Variant]:
 
 
 def _parse(text: str) -> Variant:
-    refuse(not text, OPTION, "names nothing between two commas", "give encodings such as rope,tape")
-    encoding, *given = re.split("\\+(?![0-9])", text)  # that of 1e+3 is no separator
+    refuse(not text, OPTION, "has nothing between two commas", "give encodings such as rope,tape")
+    encoding, *given = re.split("\\+(?![0-9])", text)  # not the + of 1e+3
     unknown = encoding not in ENCODINGS
     refuse(unknown, OPTION, f"names {encoding}, which is not an encoding", f"choose from {', '.join(ENCODINGS)}")
     settings: dict[str, str] = {}
@@ -219,7 +219,7 @@ def _check_key(key: str, encoding: str, text: str) -> None:
     known -= {"model.position_encoding"}
     owners = [name for name in ENCODINGS if key in _own(name)]
     if not owners and _dotted(key, encoding) not in known:
-        raise ConfigError(OPTION, f"names {text}, but {key} is no setting in which variants may differ", "correct it")
+        raise ConfigError(OPTION, f"names {text}, but variants cannot differ in {key}", "correct it")
     problem = f"names {text}, but {key} has no effect on {encoding}"
     refuse(bool(owners) and encoding not in owners, OPTION, problem, "remove it")
 
@@ -229,14 +229,14 @@ def _own(encoding: str) -> set[str]:
 
 
 def _dotted(key: str, encoding: str) -> str:
-    """Return the whole key of a variant's setting: of its encoding, or else of its model, unless it has a section."""
+    """Return the full key of a variant's setting: of its section, its encoding or its model."""
     if key.partition(".")[0] in _LEARNING:
         return key
     return f"model.position.{key}" if key in _own(encoding) else f"model.{key}"
 
 
 def parse_seeds(text: str) -> range:
-    """Return the seeds that `--seeds` asks for: 1 to N, or A to B if it is A-B. Raises ConfigError."""
+    """Return the seeds of `--seeds`: 1 to N, or A to B for A-B. Raises ConfigError."""
     first, _, last = text.partition("-") if "-" in text else ("1", "-", text)
     numbers = re.fullmatch("[0-9]{1,9}", first) and re.fullmatch("[0-9]{1,9}", last)
     wrong = not (numbers and 1 <= int(first) <= int(last))
@@ -254,7 +254,7 @@ def _runs_of(
     base: RunConfig,
     evaluation: list[str] | None,
 ) -> list[PlannedRun]:
-    """Return the runs of a variant, which is checked."""
+    """Check a variant and return its runs."""
     runs = []
     without = [text for task in base.evaluation.given() for text in (f"--evaluation.{task}", "null")]
     for seed in seeds:
@@ -276,16 +276,18 @@ def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
 
 
 def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
-    """Return the tasks as arguments of pretrain.evaluate, None if there are none."""
+    """Return the tasks as arguments of pretrain.evaluate, or None without tasks."""
     if options.evaluation is not None:
         return ["--config", options.evaluation, *["--trust-remote-code"] * options.trust_remote_code]
     given = base.evaluation.given()
     if not given and (trained := getattr(base.data.generator, "task", None)) is not None:
-        problem = f"is not set, and {options.recipe} trains on {trained}, of which only a task tells what is learned"
+        problem = f"is not set, but {options.recipe} trains on {trained}, which only a task evaluates"
         fix = f"add evaluation: {{{trained}: {{...}}}} to it, or give --evaluation FILE"
         raise ConfigError("evaluation", problem, fix)
     if not given and not base.train.validates:
-        problem = "is null, or train.evaluations has no validation_loss, and no task is evaluated: nothing to compare"
+        problem = (
+            "is null, or train.evaluations lacks validation_loss, and no task is evaluated: there is nothing to compare"
+        )
         raise ConfigError("train.eval_interval", problem, "set both, or give --evaluation FILE")
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
@@ -299,18 +301,18 @@ def _as_options(task: str, settings: object) -> list[str]:
 
 
 def _check_model(config: RunConfig, evaluation: list[str] | None) -> None:
-    """Raise ConfigError if a variant cannot be trained on one process, or cannot be evaluated after that."""
+    """Raise ConfigError if a variant cannot be trained by one process, or evaluated afterwards."""
     check(config, Level.SETTINGS, processes=1, extends=False)
     if evaluation is not None:
         encoding = config.model.position_encoding
         only_here = encoding_of(config.model).exports_to is None
-        problem = f"{encoding} cannot be exported, and so not be evaluated"
+        problem = f"is {encoding}, which cannot be exported and therefore not be evaluated"
         refuse(only_here, "model.position_encoding", problem, "leave it out")
         evaluate.check_evaluation(evaluation, made_by(config))
 
 
 def _check_start(directory: Path, config: RunConfig) -> None:
-    """Raise UserError if a run that has begun there had other settings."""
+    """Raise UserError if the directory holds a run with other settings."""
     if not (directory / SETTINGS).is_file():
         return
     saved = read_yaml(directory / SETTINGS, comparison_file.Settings)

@@ -141,7 +141,7 @@ def test_a_run_of_another_job_is_refused_while_slurm_knows_that_job(job, monkeyp
     job(job="7")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "RUNNING\n", ""))
     status, _, err = job(job="8")
-    assert status == 2 and "belongs to job 7, which is running" in err
+    assert status == 2 and "belongs to job 7 (running)" in err
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", "Invalid job id"))
     assert job(job="8")[0] == 0
 
