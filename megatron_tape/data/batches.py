@@ -1,6 +1,6 @@
-"""Batches of packed tokens from Megatron's indexed datasets, or of samples of another source.
+"""Batches of packed tokens from Megatron's indexed datasets, or of samples from another source.
 
-Only the seed decides their order.
+Their order depends only on the seed.
 """
 
 import bisect
@@ -30,12 +30,12 @@ from megatron_tape.parallel.layout import ParallelLayout
 logger = logging.getLogger(__name__)
 
 NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-"""Signals that schedulers and terminals send to every process of a run, but only the training process handles."""
+"""Signals that schedulers and terminals send to all processes of a run, but only the training process handles."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The run's batches. Sample i of the training data is the same under every parallel layout."""
+    """The run's batches. Sample i of the training data is the same for every parallel layout."""
 
     train: Dataset
     validation: Dataset | None
@@ -43,21 +43,21 @@ class Batches:
     layout: ParallelLayout
     eod: int | None
     samples: range
-    """The training samples that the run's remaining steps consume."""
+    """The training samples of the remaining steps."""
     steps: int
-    """How many steps remain."""
+    """Number of remaining steps."""
 
     def training(self) -> Iterator[dict[str, Tensor]]:
-        """Return this rank's micro-batches of the remaining steps, in order, without end marks.
+        """Return this rank's micro-batches of all remaining steps, in order.
 
-        The `data.num_workers` loader processes start here and begin to load.
+        This starts the `data.num_workers` loader processes.
         """
         sizes = self.config.train.batch_sizes(self.samples.start, self.steps)
         return self._load(self.train, self.samples, self.config.data.num_workers, sizes)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
         """Return this rank's micro-batches of the validation data, which are the same at every evaluation."""
-        # Loaded in the training process: the same few sequences are used every time and stay in the page cache. Workers
+        # Load in the training process: the same few sequences are used every time and remain in the page cache. Workers
         # would either be forked while NCCL threads are running, or be idle between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
         return self._load(self.validation, samples, 0, iter([len(samples)]))
@@ -65,7 +65,7 @@ class Batches:
     def _load(
         self, dataset: Dataset, samples: range, num_workers: int, sizes: Iterator[int]
     ) -> Iterator[dict[str, Tensor]]:
-        """Load `samples`; a masked loss is the mean over so many consecutive ones, one size after another."""
+        """Load `samples`. `sizes` are the numbers of consecutive samples over which a masked loss is averaged."""
         train, tokens = self.config.train, self.layout.tokens
         masked = isinstance(dataset, SampleSource)
         if not masked:
@@ -77,21 +77,21 @@ class Batches:
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
-            generator=torch.Generator(),  # otherwise each loader would draw a number from the run's random stream
+            generator=torch.Generator(),  # otherwise each loader draws a number from the run's default generator
         )
         batches = self._on_device(_start_workers(loader))
         return self._weighted(batches, sizes) if masked else batches
 
     def _weighted(self, batches: Iterator[dict[str, Tensor]], sizes: Iterator[int]) -> Iterator[dict[str, Tensor]]:
-        """Turn the `loss_mask` of the micro-batches of each of `sizes` sequences into `loss_weights`.
+        """Replace the `loss_mask` of micro-batches by `loss_weights`, for each group of `sizes` sequences.
 
-        With these, the mean of the losses of all ranks' micro-batches is the mean over the tokens in all their masks.
+        With these weights, the mean loss over all ranks' micro-batches is the mean over all tokens in their masks.
         """
         for size in sizes:
-            together = size // (self.config.train.micro_batch_size * self.layout.tokens.data_shards)
-            group = list(itertools.islice(batches, together))
+            count = size // (self.config.train.micro_batch_size * self.layout.tokens.data_shards)
+            group = list(itertools.islice(batches, count))
             in_loss = self.layout.tokens.total(torch.stack([batch["loss_mask"].sum() for batch in group]).sum())
-            weight = together * self.layout.tokens.data_shards / in_loss.clamp(min=1)
+            weight = count * self.layout.tokens.data_shards / in_loss.clamp(min=1)
             for batch in group:
                 mask = batch.pop("loss_mask")
                 yield batch | {"loss_weights": mask * weight.float()}
@@ -105,21 +105,21 @@ class Batches:
                 self._check(batch)
                 yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
-            del batches  # ends the loader processes at once, even if this frame is still referenced
+            del batches  # stops the loader processes at once, even if this frame is still referenced
 
     def _check(self, batch: dict[str, Tensor]) -> None:
-        """Raise ConfigError if a token is not in the model's vocabulary, which would be a CUDA error on a GPU."""
+        """Raise ConfigError if a token is outside the model's vocabulary, which would cause a CUDA error on a GPU."""
         largest, vocab_size = max(int(batch[key].max()) for key in ("tokens", "labels")), self.config.model.vocab_size
         if largest >= vocab_size:
             raise ConfigError(
                 (f"data.{self.config.data.source}", "model.vocab_size"),
-                f"holds the token {largest}, but model.vocab_size is {vocab_size}",
+                f"contains the token {largest}, but model.vocab_size is {vocab_size}",
                 "raise it, or use data made with the model's tokenizer",
             )
 
 
 class _InStages(Dataset):
-    """The samples of `datasets`, one after the other: each from where its stage starts."""
+    """The samples of the stages' datasets, each from the start of its stage."""
 
     def __init__(self, datasets: list[Dataset], stages: list[Stage]):
         self._datasets, self._stages = datasets, stages
@@ -130,7 +130,7 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """Samples put together, or the UserError that one raises: the loader would only return its traceback."""
+    """Collated samples, or the UserError that one raises, of which the loader would only return the traceback."""
 
     def __init__(self, samples: Dataset):
         self._samples = samples
@@ -143,7 +143,7 @@ class _MicroBatches(Dataset):
 
 
 class _Samples(Dataset):
-    """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`."""
+    """The fields of `GPTDataset` samples that the model uses and, if `eod` is given, `documents`."""
 
     def __init__(self, samples: Dataset, eod: int | None):
         self._samples, self._eod = samples, eod
@@ -163,7 +163,7 @@ def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
 
 
 def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
-    """Return `loader`'s batches; the signals NOT_FOR_WORKERS are blocked in its workers."""
+    """Return `loader`'s batches. The signals NOT_FOR_WORKERS are blocked in its workers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # inherited by the workers forked here
     try:
         return iter(loader)
@@ -172,11 +172,11 @@ def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def _obey_only_the_parent(worker: int) -> None:
-    """End this loader process when its parent sends one of the blocked signals; ignore those of other processes.
+    """Exit this loader process if its parent sends one of the blocked signals; ignore those of other processes.
 
-    Slurm and torchrun send signals to every process of a step. If a worker died of one, torch would raise an error in
-    the training process before it could save. multiprocessing ends its workers with SIGTERM when Python exits; if the
-    training process was killed, torch's worker notices that its parent has changed.
+    Slurm and torchrun send signals to every process of a step. If a signal killed a worker, torch would raise an error
+    in the training process before it could save. multiprocessing stops its workers with SIGTERM when Python exits. If
+    the training process was killed, torch's worker detects that its parent has changed.
     """
     parent = os.getppid()
 
@@ -194,14 +194,23 @@ def build_batches(
     eod: int | None = None,
     step: int = 0,
     consumed: int = 0,
-    moved: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Batches:
-    """Open the source of samples, or the datasets with their shuffled indices, built or from `data.cache_directory`.
+    """Open the run's sample source, or its datasets with indices that are built or read from the cache.
 
-    All ranks call it together. The run has done `step` steps, which consumed the first samples. `eod` is the
-    end-of-document id, needed with `data.reset_attention_mask`. `moved` is called while an index grows. A dataset of a
-    blend that is too small for a split is left out of that split, and the others keep their proportions. Raises
-    ConfigError if a split that is needed does not contain a whole sequence, or the index cannot be kept.
+    All ranks call this together. A dataset of a blend that is too small for a split is excluded from that split; the
+    others keep their proportions.
+
+    Args:
+        config: the run's settings.
+        layout: the parallel layout.
+        eod: the end-of-document id; required with `data.reset_attention_mask`.
+        step: the number of completed steps.
+        consumed: the number of samples that the run has consumed or skipped.
+        on_progress: called while an index is being built.
+
+    Raises:
+        ConfigError: a required split does not contain a whole sequence, or the index cannot be stored.
     """
     assert eod is not None or not config.data.reset_attention_mask, "data.inputs refuses other tokenizers"
     train = config.train
@@ -213,13 +222,13 @@ def build_batches(
         return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples, remaining)
     raise_file_limit()
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
-    speaks = layout.rank == 0
-    if speaks:
+    is_rank_0 = layout.rank == 0
+    if is_rank_0:
         logger.info("building the index of %s training sequences", f"{samples.stop:,}")
     started = time.monotonic()
     stages, plans, cache = stages_of(config), [], config.data.resolved_cache_directory
-    problem = f"begins its last stage after {stages[-1].start:,} sequences, but this run ends after {samples.stop:,}"
-    fix = "raise its share or train.steps; how many sequences a step has was changed since the run began"
+    problem = f"starts its last stage after {stages[-1].start:,} sequences, but this run ends after {samples.stop:,}"
+    fix = "raise its share or train.steps: the batch size has changed since the run started"
     refuse(stages[-1].start >= samples.stop, ("data.stages", "train.steps"), problem, fix)
     for stage in stages:
         with stage.naming_the_setting():
@@ -237,9 +246,9 @@ def build_batches(
             for part in zip((stage.config for stage in stages), plans, sizes)
         ]
 
-    build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), moved)
+    build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), on_progress)
     (first, *validation), *later = open_all(directory, build=False)
-    if speaks:
+    if is_rank_0:
         logger.info("index ready after %.1f s", time.monotonic() - started)
         for stage in stages[max(1, stage_at(stages, consumed)) :]:
             after = bisect.bisect_left(range(remaining), stage.start, key=lambda n: train.samples_after(n, consumed))

@@ -1,9 +1,9 @@
-"""The index of a run's data: arrays that rank 0 computes once, and that every rank maps.
+"""The index of a run's data: arrays that rank 0 computes once, and that all ranks map into memory.
 
-All arrays of a run are one directory of the cache, whose name is a digest of what the index depends on. Megatron's
-datasets write straight to their cache, where a job that is killed leaves truncated arrays. Here they write to a
-temporary directory, which gets its name when it is complete. Arrays are loaded without pickles, so that whoever can
-write to the cache cannot run code.
+The arrays of a run are in one directory of the cache, named by a digest of everything the index depends on. Megatron's
+datasets write directly to their cache, where a killed job leaves truncated arrays. Here, they write to a temporary
+directory, which is renamed when it is complete. Pickles are not loaded, so write access to the cache does not allow
+code execution.
 """
 
 import contextlib
@@ -37,24 +37,24 @@ HEARTBEAT_SECONDS = 10.0
 _STAGING = ".building-"
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
-"""Of computing between two heartbeats, which show that rank 0 is at work."""
+"""Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
 _LOADING = Lock()
-"""Python 3.11 may raise SystemError when threads, here Megatron's, parse the headers of arrays at the same time."""
-_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a cache that cannot hold the index."""
+"""Python 3.11 may raise SystemError if threads, here Megatron's, parse the headers of arrays at the same time."""
+_PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Errors of a cache that cannot store the index."""
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a name for what an index depends on: dataclasses, and what JSON can write."""
+    """Return a digest of everything an index depends on: dataclasses and JSON values."""
     return hashlib.sha256(json.dumps(parts, default=dataclasses.asdict).encode()).hexdigest()[:32]
 
 
 def cached(
     directory: str, kind: str, parts: Sequence[str], key: Any, make: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Return arrays of an index, mapped into memory; `make` returns them if the directory lacks them.
+    """Return arrays of an index, mapped into memory. If they are not in the directory, `make` computes them.
 
-    `key` is what they depend on, as `digest_of` takes it.
+    `key` is everything they depend on, as an argument of `digest_of`.
     """
     paths = {part: Path(directory, f"{digest_of(key)}-{kind}-{part}.npy") for part in parts}
     if not any(path.exists() for path in paths.values()):
@@ -66,8 +66,7 @@ def cached(
 def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
     """Map an array of the cache into memory. The other arguments are those of `numpy.load`; pickles are never loaded.
 
-    Raises FileError if the file is missing or holds anything but whole numbers; OSError if the file system does not
-    answer.
+    Raises FileError if the file is missing or does not contain integers, OSError if the file system fails.
     """
     problem = None
     try:
@@ -78,25 +77,26 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
                 warnings.simplefilter("ignore")
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
-                problem = "it does not hold whole numbers"
+                problem = "it does not contain integers"
     except FileNotFoundError as error:
         problem = error.strerror
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # a damaged header raises many kinds
+    except Exception as error:  # damaged headers raise errors of many types
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     if problem is not None:
-        fix = f"remove the directory {os.path.dirname(path)}, and the index of the data is built again"
+        fix = f"remove the directory {os.path.dirname(path)}; the index of the data is then built again"
         raise FileError(str(path), f"cannot be used ({problem})", fix)
     return array
 
 
-def build_on_rank_0(directory: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
-    """Have rank 0 call `build(temporary)` if `directory` is missing; all ranks call this together.
+def build_on_rank_0(directory: str, build: Callable[[str], None], on_progress: Callable[[], None]) -> None:
+    """Build the index on rank 0 if `directory` in the cache is missing; all ranks call this together.
 
-    What `build` writes becomes `directory`, which lies in the cache. As long as files grow there or rank 0 computes,
-    every rank calls `moved`: an index that takes hours is no hang. Raises ConfigError, on all ranks, if the cache
-    cannot hold it.
+    Rank 0 calls `build(temporary)` and renames the temporary directory to `directory`. While files grow there or rank 0
+    computes, every rank calls `on_progress`, so that an index that takes hours does not count as a hang.
+
+    Raises ConfigError, on all ranks, if the cache cannot store the index.
     """
     future, staging = Future(), []
     if is_rank_0 := dist.get_rank() == 0:
@@ -114,14 +114,14 @@ def build_on_rank_0(directory: str, build: Callable[[str], None], moved: Callabl
                 sent = [(future.done(), size, time.process_time(), refusal)]
                 if time.monotonic() - logged > 2 * HEARTBEAT_SECONDS:
                     logged = time.monotonic()
-                    logger.info("indexing the data: %s MB are written", f"{size / 1e6:,.0f}")
+                    logger.info("indexing the data: %s MB written", f"{size / 1e6:,.0f}")
             dist.broadcast_object_list(sent, src=0)
             before, state = state, sent[0]
             if state[1] != before[1] or state[2] - before[2] > _BUSY_SECONDS:
-                moved()
+                on_progress()
             if state[3] is not None:
                 raise state[3] from error
-    except BaseException:  # also Ctrl-C: Megatron's threads may still be at work
+    except BaseException:  # including Ctrl-C, while Megatron's threads may still be writing
         for temporary in staging:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -145,7 +145,7 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
             load_array(path)
         return
     if not os.access(cache, os.W_OK):
-        raise PermissionError(errno.EACCES, "it lacks the index, and it is not writable", str(cache))
+        raise PermissionError(errno.EACCES, "the index is missing, and the directory is not writable", str(cache))
     for left in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -161,7 +161,7 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
         try:
             os.rename(new, directory)
         except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another job has built the same
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another job has built the same index
                 raise
         sync_directory(cache)
     finally:
@@ -170,17 +170,17 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
 
 def _bytes_in(directories: list[Path]) -> int:
     found = 0
-    with contextlib.suppress(OSError):  # a file that has just been moved
+    with contextlib.suppress(OSError):  # files may be renamed meanwhile
         for path in (path for directory in directories for path in directory.rglob("*.npy")):
             found += path.stat().st_size
     return found
 
 
 def _refusal(error: BaseException, cache: str) -> Exception:
-    """Return what to raise on all ranks; another start may help after errors of a file system that may pass."""
+    """Return the error to raise on all ranks: a ConfigError only for permanent errors, so that others are retried."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-    if isinstance(cause, OSError) and cause.errno in _LASTING:
-        problem = f"is {cache}, where the index of the data cannot be kept ({cause.strerror})"
+    if isinstance(cause, OSError) and cause.errno in _PERMANENT:
+        problem = f"is {cache}, where the index of the data cannot be stored ({cause.strerror})"
         return ConfigError("data.cache_directory", problem, "make room there, or choose another")
     kind = f"{type(cause).__name__}: {cause}"
     if isinstance(error, UserError):

@@ -1,4 +1,4 @@
-"""Check that the files that a run learns from exist, are complete and suit the run. Does not import torch."""
+"""Check that a run's data files exist, are complete, and fit its settings. Does not import torch."""
 
 import errno
 import os
@@ -23,18 +23,18 @@ from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import fingerprint
 
 _SAMPLED = 256
-"""How many documents of a dataset are looked at for their end."""
+"""Number of documents of a dataset whose last token is checked."""
 
 
 def check_data_files(config: RunConfig) -> None:
-    """Raise ConfigError for the first file that a run needs and that does not exist, or a cache that cannot be written.
+    """Raise ConfigError if a file that the run needs does not exist or its data cache is not writable.
 
-    Raises OSError where the file system does not answer.
+    Raises OSError if the file system fails.
     """
     for stage in stages_of(config):
         with stage.naming_the_setting():
             _check_prefixes(stage.config)
-    # A cache that exists may hold all that is needed, and need not be writable.
+    # An existing cache may be complete, and need not be writable.
     cache = config.data.resolved_cache_directory
     check_writable("data.cache_directory", cache, existing_is_enough=True)
     examples = config.data.examples
@@ -55,12 +55,12 @@ def _check_prefixes(config: RunConfig) -> None:
             with naming_the_setting("data.prefix", prefix):
                 missing = not Path(prefix + suffix).is_file()
             problem = "no dataset matches it" if is_pattern(prefix) else f"{prefix}{suffix} does not exist"
-            fix = "correct it, or preprocess the corpus to the end"
-            refuse(missing, "data.prefix", f"names {prefix}, but {problem}", fix)
+            fix = "correct it, or finish preprocessing the corpus"
+            refuse(missing, "data.prefix", f"contains {prefix}, but {problem}", fix)
 
 
 def check_writable(key: str, directory: str | None, existing_is_enough: bool = False) -> None:
-    """Raise ConfigError if the directory that the setting `key` names cannot be made or written."""
+    """Raise ConfigError for the setting `key` if its directory cannot be created or written."""
     with naming_the_setting(key, directory):
         parts = [Path(directory), *Path(directory).parents] if directory else []
         existing = next((path for path in parts if path.exists()), None)
@@ -72,7 +72,7 @@ def check_writable(key: str, directory: str | None, existing_is_enough: bool = F
 
 @contextmanager
 def naming_the_setting(key: str, path: str | None) -> Iterator[None]:
-    """Turn what is wrong with a path, and not with the file system, into ConfigError."""
+    """Convert errors that are caused by the path, rather than by the file system, into ConfigError for `key`."""
     try:
         yield
     except OSError as error:
@@ -83,9 +83,10 @@ def naming_the_setting(key: str, path: str | None) -> Iterator[None]:
 
 
 def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> None:
-    """Raise ConfigError if a dataset is damaged, or data lacks the document ends, lengths or size that the run needs.
+    """Raise ConfigError if a dataset is damaged, or lacks the document ends, lengths or size that the run requires.
 
-    Also raises it for data of another tokenizer than the run's: `data.tokenizer`, or what a checkpoint `saved`.
+    Also raises it if data was made with a tokenizer other than the run's: `data.tokenizer`, or that of a checkpoint
+    (`saved`).
     """
     raise_file_limit()
     tokenizer = load_run_tokenizer(config)
@@ -106,11 +107,11 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
             problem = dataset.wrong_size()
         except (ValueError, OSError) as error:
             problem = str(error)
-        refuse(problem is not None, "data.prefix", f"names {prefix}, which is not whole: {problem}")
-        refuse(len(dataset) == 0, "data.prefix", f"names {prefix}, which holds no document")
+        refuse(problem is not None, "data.prefix", f"contains {prefix}, which is incomplete or damaged: {problem}")
+        refuse(len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents")
         number = None
         if config.data.reset_attention_mask:
-            problem = f"is {config.data.tokenizer}, which has no end-of-document token, that documents could end in"
+            problem = f"is {config.data.tokenizer}, which has no end-of-document token to separate documents"
             fix = "choose another, or set data.reset_attention_mask to false"
             refuse(tokenizer.eod is None, ("data.tokenizer", "data.reset_attention_mask"), problem, fix)
             number = _without_end(dataset, tokenizer.eod)
@@ -131,17 +132,17 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
     """Raise ConfigError if a dataset was made with another tokenizer than the run's."""
     record = saved if tokenizer is None else record_of(tokenizer)
     name = "the model's" if tokenizer is None else f"data.tokenizer {config.data.tokenizer}"
-    different = difference(record, saved, "that of the data that the model learned from") if saved else None
-    fix = "give that one, or leave it out"
+    different = difference(record, saved, "that of the model's training data") if saved else None
+    fix = "set it to that tokenizer, or remove it"
     refuse(different is not None, ("data.tokenizer", "checkpoint.resume"), f"{config.data.tokenizer} {different}", fix)
     origins: dict[str, Origin | None] = {}
     for stage in stages_of(config):
         with stage.naming_the_setting():
             try:
-                # Without a record, with those of the stages before.
+                # Without a record, compare them with the datasets of previous stages.
                 origins |= check_tokenizer([*origins, *blend(stage.config.data.prefix)[0]], record, name)
             except FileError as error:
-                problem = f"names {error.subject}, which {error.problem}"
+                problem = f"contains {error.subject}, which {error.problem}"
                 raise ConfigError(("data.prefix", "data.tokenizer"), problem, error.fix) from None
     if record is not None or any(origins.values()):
         if warning := unknown_tokenizers(origins, name if record is not None else "the same as of the others"):
@@ -149,20 +150,20 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
 
 
 def _without_end(dataset: IndexedDatasetReader, eod: int) -> int | None:
-    """Return the number of a document that does not end in `eod`, among the first, the last and some random ones."""
+    """Return the index of a document that does not end in `eod`, among the first, the last and some random ones."""
     tried = np.random.default_rng(0).integers(0, len(dataset), _SAMPLED).tolist()
     documents = ((number, dataset.document(number)) for number in sorted({0, len(dataset) - 1, *tried}))
     return next((number for number, tokens in documents if len(tokens) and tokens[-1] != eod), None)
 
 
 def recorded_tokenizer(config: RunConfig) -> TokenizerRecord | None:
-    """Return what the data of a run without a tokenizer says of the one that made it."""
+    """Return the record of the tokenizer that made the data, for a run without `data.tokenizer`."""
     origins = filter(None, map(read_origin, prefixes_of(stages_of(config))))
     return next((origin["tokenizer"] for origin in origins), None)
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """Return fingerprints of the files that a run learns from, by the names that its settings give them."""
+    """Return fingerprints of a run's data files, by their paths or prefixes in the settings."""
     if config.data.examples is not None:
         examples = config.data.examples
         return {path: fingerprint(path) for path in (examples.path, examples.validation) if path is not None}
@@ -170,9 +171,9 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
 
 def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Path) -> None:
-    """Raise ConfigError if files have other contents now than those that a checkpoint `saved` fingerprints of.
+    """Raise ConfigError if data files have changed since the checkpoint `saved` their fingerprints.
 
-    With `data.allow_changed`, that is only a warning.
+    With `data.allow_changed`, only warn.
     """
     if not saved:
         return
@@ -187,14 +188,14 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
         return
     of_prefix = config.data.source != "prefix" or set(changed) & set(blend(config.data.prefix)[0])
     key = f"data.{config.data.source}" if of_prefix else "data.stages"
-    fix = "put the same files back, start another run, or continue with the new ones with --data.allow_changed true"
+    fix = "restore the files, start a new run, or continue with the new files with --data.allow_changed true"
     raise ConfigError((key, "data.allow_changed"), problem, fix)
 
 
 def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
-    """Return the numbers of the datasets that give a split a whole sequence, and what is wrong with each of the others.
+    """Return the indices of the datasets with a whole sequence for a split, and a problem for each of the others.
 
-    `split` is training or validation. Raises ConfigError if no dataset is left, FileError if one cannot be read.
+    `split` is training or validation. Raises ConfigError if all are too small, FileError if one cannot be read.
     """
     prefixes, seq_length = blend(config.data.prefix)[0], config.model.seq_length
     train, validation, _ = split_shares(config.data.split)
@@ -208,24 +209,24 @@ def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
             kept.append(number)
         else:
             problems.append(
-                f"is {config.data.split}, whose {split} share gives {tokens:,} tokens of {prefix}, less than one "
+                f"is {config.data.split}, which gives the {split} split {tokens:,} tokens of {prefix}, less than one "
                 f"sequence of model.seq_length {seq_length}"
             )
-    alone = "" if len(prefixes) == 1 else f", and no other of the {len(prefixes)} datasets gives more"
+    others = "" if len(prefixes) == 1 else f", and none of the {len(prefixes)} datasets gives more"
     keys = ("data.split", "data.prefix", "model.seq_length")
-    refuse(not kept, keys, f"{problems and problems[-1]}{alone}", "raise the share, or use more data")
+    refuse(not kept, keys, f"{problems and problems[-1]}{others}", "raise its number in data.split, or use more data")
     return kept, problems
 
 
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Read all examples; raise ConfigError for the first bad line, or if no samples can be made of them."""
+    """Read all examples; raise ConfigError for the first invalid line, or if no samples can be made from them."""
     cutter_of(config, tokenizer)
     settings = config.data.examples
     for name, path in (("path", settings.path), ("validation", settings.validation)):
         if path is None:
             continue
         try:
-            problem = None if sum(1 for _ in read_examples(path, "")) else "holds no example"
+            problem = None if sum(1 for _ in read_examples(path, "")) else "contains no examples"
         except FileError as error:
             problem = f"cannot be used: {error}"
         refuse(problem is not None, f"data.examples.{name}", f"is {path}, which {problem}", "give another file")

@@ -1,7 +1,6 @@
-"""Which documents `data.long_documents` draws from. Does not import torch.
+"""Find the documents that `data.long_documents` draws from. Does not import torch.
 
-A document is here what Megatron-core shuffles: a sequence of the indexed dataset, which our preprocessing and
-Megatron's make of every document.
+A document is a sequence of the indexed dataset, the unit that Megatron-core shuffles.
 """
 
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
 
 MANY_PASSES = 4
-"""Repeated up to four times, text teaches a model nearly as much as new text (Muennighoff et al., "Scaling
-Data-Constrained Language Models", 2023)."""
+"""Up to four epochs, repeated text is nearly as useful as new text (Muennighoff et al., "Scaling Data-Constrained
+Language Models", 2023)."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A dataset's long documents, or its others, as one part of a mix; `weight` is in no unit."""
+    """The long documents of a dataset, or its other documents, as one part of a mix. Only ratios of weights matter."""
 
     prefix: str
     weight: float
@@ -29,10 +28,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Pools:
-    """What a mix is drawn from: `long` with the setting's share, `others` with the rest.
+    """The parts of a mix: `long` gets the fraction `share`, `others` the rest.
 
-    In both, datasets keep the proportions of `data.prefix`; without weights there, every token is equally likely.
-    Datasets whose part is less than a sequence are left out. `others` is empty if the share is 1.
+    Within both, datasets have the weights of `data.prefix`, or weights by tokens if it has none. Parts with less than
+    one sequence are excluded. `others` is empty if the share is 1.
     """
 
     long: list[Member]
@@ -40,7 +39,7 @@ class Pools:
 
 
 def find_pools(config: RunConfig) -> Pools:
-    """Divide the training documents by `data.long_documents`; ConfigError if a needed pool is less than a sequence."""
+    """Divide the training documents by length. Raises ConfigError if a required pool has less than one sequence."""
     seq_length, minimum = config.model.seq_length, config.data.long_documents.minimum
     share = config.data.long_documents.share
     prefixes, weights = blend(config.data.prefix)
@@ -65,19 +64,19 @@ def find_pools(config: RunConfig) -> Pools:
             raise ConfigError(
                 (f"data.long_documents.{key}", "data.prefix", "model.seq_length"),
                 f"is {getattr(config.data.long_documents, key)}, but the training documents of {relation} {minimum} "
-                f"tokens in {dataset} hold {largest:,} tokens, too few for a sequence of model.seq_length {seq_length}",
+                f"tokens in {dataset} have {largest:,} tokens, too few for a sequence of model.seq_length {seq_length}",
                 fix,
             )
     return pools
 
 
 def passes(members: list[Member], tokens: int) -> dict[str, float]:
-    """Return how many times a run that draws `tokens` tokens from these parts passes over each, by its prefix."""
+    """Return the number of epochs over each part, by prefix, for a run that draws `tokens` tokens from all parts."""
     total = sum(member.weight for member in members)
     return {member.prefix: tokens * member.weight / total / member.tokens for member in members}
 
 
 def training_lengths(prefix: str, split: str) -> np.ndarray:
-    """Return the lengths (int32) in tokens of the documents in the training share of `data.split`."""
+    """Return the lengths (int32), in tokens, of the documents in the training split."""
     lengths = IndexedDatasetReader(prefix).lengths
     return lengths[: round(split_shares(split)[0] * len(lengths))]

@@ -1,7 +1,7 @@
-"""The datasets that a run's batches come from: Megatron's, indexed once by rank 0, and mixes with long documents.
+"""The datasets of a run: Megatron's, indexed once by rank 0, and mixes with long documents.
 
-Rank 0 plans what is drawn, which takes whole indices of the data. The datasets are opened with `build` by rank 0 alone,
-in an empty directory that `index_cache` gives it, if the cache lacks the index, and then by all ranks from the cache.
+Rank 0 plans what to draw from each dataset, which requires their whole indices. If the cache lacks the index, rank 0
+opens the datasets with `build` in a temporary directory of `index_cache`. All ranks then open them from the cache.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from megatron_tape.parallel import megatron_patches
 logger = logging.getLogger(__name__)
 
 Blend = tuple[list[str], list[float] | None]
-"""Prefixes of datasets and, if there are several, how they are weighted."""
+"""Prefixes of datasets and, if there are several, their weights."""
 _THREADS = 8
-"""Most datasets of a blend that are opened at the same time."""
+"""Maximum number of datasets of a blend that are opened at the same time."""
 
 
 megatron_patches.load_cached_indices_with(load_array)
@@ -42,22 +42,22 @@ megatron_patches.load_cached_indices_with(load_array)
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank draws its samples from."""
+    """The datasets that all ranks draw samples from."""
 
     identity: dict[str, list[int]]
-    """Size and modification time (ns) of each file of the datasets, as rank 0 sees them: new data has a new index."""
+    """Size and modification time (ns) of each file of the datasets, as seen by rank 0; changed data has a new index."""
     whole: Blend
     splits: list[Blend | None]
-    """The blend of each split that is needed, the training data first; None if `pools` take its place."""
+    """The blend of each required split, training first; None if `pools` replace it."""
     pools: Pools | None
-    """Where training documents are drawn from with `data.long_documents`."""
+    """The parts of the training data with `data.long_documents`."""
 
 
 def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
-    """Return rank 0's plan on every rank; all call it together, if there are several. Only rank 0 reads the indices.
+    """Return rank 0's plan on all ranks, which call this together. Only rank 0 reads the indices.
 
-    A dataset of a blend that is too small for a split is left out of it, with a warning. Raises ConfigError, on all
-    ranks, if a split that is needed does not contain a whole sequence, or a dataset cannot be read.
+    A dataset of a blend that is too small for a split is excluded from it, with a warning. Raises ConfigError, on all
+    ranks, if a required split does not contain a whole sequence, or a dataset cannot be read.
     """
     found: list[Plan | ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -67,7 +67,7 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
             found[0] = error
         except (OSError, ValueError) as error:
             found[0] = ConfigError(
-                "data.prefix", f"names datasets that cannot be read any more ({error})", "check their files"
+                "data.prefix", f"contains datasets that cannot be read any more ({error})", "check their files"
             )
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], ConfigError):
@@ -78,7 +78,7 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
 def _plan(config: RunConfig, evaluates: bool) -> Plan:
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
-        # Without weights, Megatron would stop after one pass over the list.
+        # Without weights, Megatron would stop after one epoch over the list.
         weights = [float(IndexedDatasetReader(prefix).lengths.sum(dtype=np.int64)) for prefix in prefixes]
     splits: list[Blend | None] = []
     for name in ("training", "validation") if evaluates else ("training",):
@@ -99,7 +99,7 @@ def _identify(prefixes: list[str]) -> dict[str, list[int]]:
 
 
 class NoTokenizer:
-    """What `GPTDataset` asks a tokenizer for: it only reads tokens, and `documents_from_tokens` finds the documents."""
+    """The attributes of a tokenizer that `GPTDataset` requires, although it only reads token ids here."""
 
     unique_identifiers: dict = {}
     eod, pad, vocab_size = -2, -1, None
@@ -107,9 +107,9 @@ class NoTokenizer:
 
 @dataclass
 class DatasetSettings(GPTDatasetConfig):
-    """What Megatron's datasets are built from; `ShorterDocuments` have less than `documents_below` tokens.
+    """Settings of Megatron's datasets. `documents_below` is the length limit of `ShorterDocuments`.
 
-    All splits and stages with the same `opened` share the indexed datasets in it, by prefix.
+    All splits and stages with the same `opened` share its indexed datasets, by prefix.
     """
 
     documents_below: int | None = None
@@ -119,17 +119,17 @@ class DatasetSettings(GPTDatasetConfig):
         """Return the indexed dataset of this prefix."""
         if prefix not in self.opened:
             dataset = self.opened[prefix] = IndexedDataset(prefix)
-            # The tokens are mapped. Megatron would keep this second descriptor, too, which a blend of hundreds lacks.
+            # The tokens are mapped. Megatron would keep this second descriptor open, too many for a blend of hundreds.
             dataset.bin_reader._bin_file_reader.close()
         return self.opened[prefix]
 
 
 class AllDocuments(GPTDataset):
-    """A `GPTDataset` that is not longer than what was asked for, which Megatron would read a whole index to know."""
+    """A `GPTDataset` whose length is the requested one; Megatron would read a whole index to find a longer one."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: DatasetSettings) -> IndexedDataset:
-        """Return the indexed dataset that the splits share."""
+        """Return the indexed dataset, which all splits share."""
         return config.open(dataset_path)
 
     def __len__(self) -> int:
@@ -137,10 +137,10 @@ class AllDocuments(GPTDataset):
 
 
 class ShorterDocuments(AllDocuments):
-    """One of those documents only that have less than `documents_below` tokens."""
+    """A dataset of the documents with less than `documents_below` tokens."""
 
     def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config):
-        if indexed_indices is not None:  # they are cached
+        if indexed_indices is not None:  # None if the index is cached
             indexed_indices = indexed_indices[
                 indexed_dataset.sequence_lengths[indexed_indices] < config.documents_below
             ]
@@ -148,10 +148,10 @@ class ShorterDocuments(AllDocuments):
 
 
 class Mixed(Dataset):
-    """`size` samples of several datasets in fixed proportions, spread evenly by Megatron's rule for blends.
+    """`size` samples of several datasets in fixed proportions, distributed evenly by Megatron's blending rule.
 
-    Which sample is which dataset's is mapped from `directory`, a cache. `counts` says how many come from each; add
-    `datasets` in the order of `weights`.
+    The dataset of each sample is mapped from the cache `directory`. `counts` is the number of samples of each dataset.
+    Append to `datasets` in the order of `weights`.
     """
 
     def __init__(self, directory: str, weights: Sequence[float], size: int):
@@ -176,14 +176,13 @@ class Mixed(Dataset):
 def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int, build: bool) -> Dataset:
     """Return at least `size` samples of one split: 0 for training, 1 for validation.
 
-    `build` indexes what is not cached. Without it, all ranks call this together, and none reads an index: of one, a
-    sample maps what it needs.
+    With `build`, missing indices are built. Otherwise all ranks call this together; indices are mapped, not read.
     """
     threads = min(_THREADS, len(settings.blend[0]), len(os.sched_getaffinity(0)))
     alone = replace(settings, num_dataset_builder_threads=threads)  # type: ignore[call-arg]
     alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
-    # Megatron's constructor refuses these beside a split, which the cached indices already follow.
+    # Set here because Megatron's constructor rejects these together with a split, which cached indices already follow.
     alone.fast_cache_load = alone.defer_npy_index_mmap = not build
     with megatron_patches.barriers_disabled() if build else contextlib.nullcontext():
         return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
@@ -192,9 +191,9 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
 def mix_with_long_documents(
     config: RunConfig, settings: DatasetSettings, pools: Pools, size: int, build: bool
 ) -> Mixed:
-    """Return `size` training samples of `settings.blend`, a share of them windows of long documents.
+    """Return `size` training samples of `settings.blend`, a fraction of them from long documents.
 
-    All ranks have the same `pools`. `build` indexes what is not cached; otherwise rank 0 logs what is drawn.
+    All ranks pass the same `pools`. With `build`, missing indices are built; otherwise rank 0 logs the epochs.
     """
     minimum, share = config.data.long_documents.minimum, config.data.long_documents.share
     cache, seq_length = settings.path_to_cache, config.model.seq_length
@@ -218,14 +217,14 @@ def mix_with_long_documents(
         for kind, members, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
             for prefix, times in passes(members, count * seq_length).items():
                 level, start = (logging.WARNING, "warning: ") if times > MANY_PASSES else (logging.INFO, "")
-                logger.log(level, "%sthe run passes %.2f times over the %s documents of %s", start, times, kind, prefix)
+                logger.log(level, "%sthe run trains %.2f epochs on the %s documents of %s", start, times, kind, prefix)
     return mix
 
 
 def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, opened: dict) -> list[Dataset]:
-    """Open the datasets of each split; training takes `size` samples, and `build` indexes what is not cached.
+    """Open the datasets of each split; the training split has `size` samples. With `build`, missing indices are built.
 
-    `opened` holds the indexed datasets that stages share (see `DatasetSettings`).
+    `opened` contains the indexed datasets that stages share (see `DatasetSettings`).
     """
     settings = DatasetSettings(
         random_seed=config.train.seed,
@@ -241,24 +240,24 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
         opened=opened,
     )
     datasets = []
-    # One split at a time, since each has its own datasets. Megatron never returns from indexing a split without
-    # documents, so splits that are not needed and datasets that are too small are left out.
+    # Open each split separately, since each has its own datasets. Unused splits and datasets that are too small are
+    # excluded, because Megatron loops forever when it indexes a split without documents.
     for i, members in enumerate(plan.splits):
         if members is None:
             datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
             continue
-        wanted = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
-        of_split = replace(settings, blend=members)  # type: ignore[call-arg]
-        datasets.append(open_split(AllDocuments, of_split, i, wanted, build))
+        samples = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
+        split_settings = replace(settings, blend=members)  # type: ignore[call-arg]
+        datasets.append(open_split(AllDocuments, split_settings, i, samples, build))
     return datasets
 
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:
-    """Return where the windows of `documents` (D,) lie, indices into the `lengths` of a dataset: arrays (D,), int64.
+    """Divide `documents` (D,), indices into `lengths`, into windows; return arrays (D,), int64.
 
-    `ends_of_whole` counts the whole windows up to and with each document, and `left` the tokens that fill none. Windows
-    of a document begin at its start and lie side by side; the token after each, its last label, is in the document too.
-    A single token that is left is only a label, and counts as none.
+    `ends_of_whole` is the cumulative number of whole windows, including those of the document itself. `left` is the
+    number of remaining tokens. Windows of a document are consecutive from its start, and the token after each window,
+    its last label, belongs to the document too. A single remaining token is only a label and is not counted.
     """
     lengths = lengths[documents].astype(np.int64)
     whole = np.maximum(lengths - 1, 0) // seq_length
@@ -268,12 +267,13 @@ def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -
 
 
 class DocumentWindows(Dataset):
-    """Endless epochs over documents of a dataset, each in an order of its own.
+    """Endless epochs over documents of a dataset, each shuffled differently.
 
-    Megatron's `GPTDataset` cuts its stream of documents anywhere, so that a document of one and a half windows rarely
-    fills one. Here a document gives as many whole windows as it can, from its start; what is left of all documents
-    is shuffled, joined and cut into windows as `GPTDataset` does. An epoch has every token once, but for the last
-    incomplete window. `cut` is what `cut_documents` returned, of documents with more than `seq_length` tokens in all.
+    Megatron's `GPTDataset` splits its stream of documents at arbitrary places, so a document of one and a half windows
+    rarely fills a window. Here, each document provides as many whole windows as possible, from its start. The
+    remaining tokens of all documents are shuffled, concatenated and split into windows as in `GPTDataset`. An epoch
+    contains each token once, except for the last incomplete window. `cut` is the result of `cut_documents` for
+    documents with more than `seq_length` tokens in total.
     """
 
     def __init__(self, dataset: IndexedDataset, cut: dict[str, np.ndarray], seq_length: int, seed: int):
@@ -293,7 +293,7 @@ class DocumentWindows(Dataset):
         return {"tokens": text[:-1], "labels": text[1:]}
 
     def _begin(self, epoch: int) -> None:
-        # numpy promises that this generator's numbers never change.
+        # NumPy guarantees that this generator's stream never changes.
         random = np.random.RandomState([self._seed, epoch])
         self._samples = random.permutation(self.samples_per_epoch)
         self._order = random.permutation(np.flatnonzero(self._left))
@@ -301,7 +301,7 @@ class DocumentWindows(Dataset):
         self._epoch = epoch
 
     def _first_whole(self, place: int) -> int:
-        """Return the number of a document's first whole window."""
+        """Return the index of a document's first whole window."""
         return int(self._ends_of_whole[place - 1]) if place else 0
 
     def _whole_window(self, index: int) -> np.ndarray:

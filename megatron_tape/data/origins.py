@@ -1,7 +1,7 @@
-"""What an indexed dataset was made from: `P.origin` names its tokenizer, and whether its documents end in a token.
+"""The origin of an indexed dataset: `P.origin` records its tokenizer and whether documents end in a special token.
 
-Datasets of other tools have no such file. One whose files have changed since, because another tool has replaced them,
-counts as one of these.
+Datasets from other tools have no such file. The file is ignored if the dataset's files have changed since, for example
+because another tool has replaced them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,36 +24,36 @@ class Origin(TypedDict):
     append_eod: bool
     """Whether every document ends in the tokenizer's end-of-document token."""
     files: dict[str, str]
-    """Fingerprints of the dataset's files by their endings."""
+    """Fingerprints of the dataset's files by suffix."""
     inputs: NotRequired[list[str]]
-    """The files that one of several parts was made from."""
+    """The input files of one of several parts."""
 
 
 def read_origin(prefix: str | Path) -> Origin | None:
-    """Return the origin of a dataset, or None if it has none; FileError if it is malformed.
+    """Return the origin of a dataset, or None if it has none or its files have changed.
 
-    It counts only if the dataset's files are those that it was written with.
+    Raises FileError if the record is malformed.
     """
     try:
         origin = read_record(origin_path(prefix), Origin)
     except FileNotFoundError:
         return None
     except FileError as error:
-        fix = f"remove that file, or make the dataset {prefix} again"
+        fix = f"remove that file, or preprocess the dataset {prefix} again"
         raise FileError(error.subject, error.problem, fix) from None
     return origin if origin["files"] == fingerprints_of(prefix) else None
 
 
 def fingerprints_of(prefix: str | Path) -> dict[str, str]:
-    """Return the fingerprints of those files of a dataset that exist, by their endings."""
+    """Return the fingerprints of a dataset's existing files by suffix."""
     return {path.suffix: fingerprint(path) for path in dataset_paths(prefix) if path.is_file()}
 
 
 def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str) -> dict[str, Origin | None]:
-    """Return the datasets' origins; raise FileError if one was made with a tokenizer other than `tokenizer`.
+    """Return the datasets' origins. Raises FileError if one was made with another tokenizer than `tokenizer`.
 
-    Without `tokenizer`, called `name` in messages, the datasets are compared with each other. Of the end-of-document
-    token only those know that end documents in it.
+    `name` describes the tokenizer in messages. Without `tokenizer`, the datasets are compared with each other. The
+    end-of-document token is compared only for datasets whose documents end in it.
     """
     origins = {prefix: read_origin(prefix) for prefix in prefixes}
     known = [(prefix, origin) for prefix, origin in origins.items() if origin is not None]
@@ -63,23 +63,23 @@ def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, 
             other = (found[0][1]["tokenizer"], f"that of {found[0][0]}") if tokenizer is None else (tokenizer, name)
             if different := difference(origin["tokenizer"], *other, with_eod):
                 problem = f"was made with a tokenizer that {different}"
-                fix = "preprocess it again with that one, or use the one that it was made with"
+                fix = "preprocess it again with that tokenizer, or use its own tokenizer"
                 raise FileError(prefix, problem, fix)
     return origins
 
 
 def unknown_tokenizers(origins: Mapping[str, Origin | None], name: str) -> str | None:
-    """Return a warning about the datasets without an origin, whose tokenizer should be `name`; None without any."""
+    """Return a warning about datasets without an origin, whose tokenizer should be `name`, or None."""
     unknown = [prefix for prefix, origin in origins.items() if origin is None]
     if not unknown:
         return None
     more = "" if len(unknown) == 1 else f" and {len(unknown) - 1} other datasets"
     does, it = ("does", "it") if len(unknown) == 1 else ("do", "them")
-    return f"warning: {unknown[0]}{more} {does} not say which tokenizer made {it}; make sure that it was {name}"
+    return f"warning: {unknown[0]}{more} {does} not record which tokenizer made {it}; make sure that it was {name}"
 
 
 def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
-    """Return the origin of datasets that are joined; None if that of one is unknown. Their tokenizers are the same."""
+    """Return the origin of merged datasets with the same tokenizer, or None if an origin is unknown."""
     found = list(origins)
     if not found or None in found:
         return None

@@ -1,9 +1,8 @@
-"""Sources of training samples in place of indexed datasets: only some of a sample's tokens enter the loss.
+"""Sources of training samples other than indexed datasets, with a loss mask.
 
-A new source is a subclass of `SampleSource`, with a setting in `data` whose name is entered in
-`config.schema.SAMPLE_SOURCES`; `checks.settings` checks that setting, and `sample_source` builds the source from it.
-`Batches` gives each sample to the ranks in the same order under every parallel layout, and turns the masks into weights
-with which the loss is the mean over a global batch.
+To add a source, subclass `SampleSource`, add a setting to `config.data.DataConfig` and its name to `SAMPLE_SOURCES`,
+validate it in `checks.combinations`, and build the source in `sample_source`. `Batches` distributes samples in the same
+order under every parallel layout, and converts masks to weights so that the loss is the mean over a global batch.
 """
 
 import numpy as np
@@ -19,21 +18,21 @@ from megatron_tape.synthetic import TRAINING, VALIDATION, random_of
 
 
 class SampleSource(Dataset):
-    """An endless sequence of samples. Sample i depends on nothing but the settings, the seed and i."""
+    """An endless sequence of samples. Sample i depends only on the settings, the seed and i."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return sample `index` >= 0: `tokens` and `labels` (S,), int64, and which labels enter the loss.
+        """Return sample `index` >= 0: `tokens` and `labels` (S,), int64, and `loss_mask` (S,), bool.
 
-        The latter is `loss_mask` (S,), bool. `padded_sample` makes all three of a sequence.
+        The mask selects the labels that enter the loss. `padded_sample` makes all three from a sequence.
         """
         raise NotImplementedError
 
 
 def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Return the sample of a sequence (N,) of which the tokens `in_loss` (N,), bool, enter the loss; N <= S + 1.
+    """Return the sample of a sequence (N,), N <= S + 1, whose tokens `in_loss` (N,), bool, enter the loss.
 
-    The first token is never predicted. Zeros fill the rest of the `seq_length` (S) tokens; no token before them sees
-    them, and they do not enter the loss.
+    The first token is not predicted. The sequence is padded with zeros to `seq_length` (S); they do not enter the loss,
+    and causal attention hides them from the sequence.
     """
     sequence = torch.zeros(seq_length + 1, dtype=torch.int64)
     mask = torch.zeros(seq_length + 1, dtype=torch.bool)
@@ -43,7 +42,7 @@ def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> d
 
 
 class GeneratedSamples(SampleSource):
-    """Sequences of `data.generator`; those of training and of validation are drawn from independent streams."""
+    """Sequences of `data.generator`. Training and validation use independent random streams."""
 
     def __init__(self, config: RunConfig, purpose: int):
         self._generator = config.data.generator
@@ -56,10 +55,10 @@ class GeneratedSamples(SampleSource):
 
 
 class ExampleSamples(SampleSource):
-    """The lines of a file of `data.examples`; those of training in another order in every epoch."""
+    """The lines of a file of `data.examples`. Training examples are shuffled anew in every epoch."""
 
     def __init__(self, config: RunConfig, validation: bool):
-        """Find the lines of the file. Raises FileError if it holds none."""
+        """Index the lines of the file. Raises FileError if it is empty."""
         settings, tokenizer = config.data.examples, load_run_tokenizer(config)
         self._path = settings.validation if validation else settings.path
         self._cut, self._end = cutter_of(config, tokenizer), tokenizer.eod
@@ -72,7 +71,7 @@ class ExampleSamples(SampleSource):
                 if line.strip():
                     lines.append(number)
         if not lines:
-            raise FileError(self._path, "holds no example", "give another file as data.examples")
+            raise FileError(self._path, "contains no examples", "give another file as data.examples")
         self._starts, self._lines = np.array(starts), np.array(lines)
         self._epoch, self._order = -1, np.empty(0, int)
 
@@ -96,7 +95,7 @@ class ExampleSamples(SampleSource):
 
 
 def sample_source(config: RunConfig, validation: bool) -> SampleSource:
-    """Return the source that `config.data` names, one of `SAMPLE_SOURCES`, for training or for validation."""
+    """Return the configured source of `SAMPLE_SOURCES`, for training or validation."""
     if config.data.source == "examples":
         return ExampleSamples(config, validation)
     return GeneratedSamples(config, VALIDATION if validation else TRAINING)

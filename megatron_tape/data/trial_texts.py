@@ -1,4 +1,4 @@
-"""Texts that are difficult for tokenizers, and whether two tokenizers of different formats agree on them."""
+"""Difficult texts for tokenizers, and a comparison of two tokenizers on them."""
 
 import math
 import sysconfig
@@ -7,7 +7,7 @@ from pathlib import Path
 
 _MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
 _MOST_CHARACTERS = 40_000
-"""Of a text; a tokenizer may put 128 characters in place of one, and takes 256 bytes for each."""
+"""Maximum length of a text. Normalization may expand a character to 128 characters, which take 256 bytes each."""
 _DIFFICULT = (
     "  two spaces,\ttab\r\n\n\n    def f(x): return x**2  # ▁ ﬁ Ⅳ Å\n"
     "Grüße, привет, 你好, नमस्ते, \u200b🙂👩\u200d👩\u200d👧 <s>[INST]</s><unk> 3.14159  "
@@ -17,7 +17,7 @@ _DIFFICULT = (
 
 
 def trial_texts() -> list[str]:
-    """Return text that every machine has, and text that is difficult for tokenizers."""
+    """Return texts from Python's standard library, and a text that is difficult for tokenizers."""
     library = Path(sysconfig.get_path("stdlib"))
     paths = [library / f"{module}.py" for module in _MODULES]
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
@@ -30,10 +30,10 @@ def find_difference(
     texts: Sequence[str],
     scores: Sequence[float] | None = None,
 ) -> str | None:
-    """Return a text, or a line of one, to which two tokenizers give other ids; None if they agree on all texts.
+    """Return a text, or one of its lines, for which two tokenizers give different ids, or None.
 
-    A unigram model, whose `scores` by id are given, may divide a text such as a line of dashes in another way that is
-    equally likely. SentencePiece's choice between the two is arbitrary and not reproduced, so both are accepted.
+    A unigram model (with `scores` by id) may have several equally likely segmentations, for example of a line of
+    dashes. SentencePiece chooses arbitrarily among them, so any of them is accepted.
     """
 
     def differs(text: str) -> bool:

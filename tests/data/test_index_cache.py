@@ -37,7 +37,7 @@ def tokens(folder, tmp_path, monkeypatch):
     """Return the tokens of a run's sequences, from an index that is built or in the cache."""
     monkeypatch.setattr(index_cache, "sync_directory", lambda path: None)  # for speed
 
-    def read(kind, moved=lambda: None):
+    def read(kind, on_progress=lambda: None):
         prefix = f"{folder}/a" if kind == PLAIN else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
         long = LongDocumentSettings(minimum=40, share=0.5) if kind == MIX else None
         data = {"prefix": prefix, "split": "900,100,0", "cache_directory": str(tmp_path / "cache")}
@@ -45,7 +45,7 @@ def tokens(folder, tmp_path, monkeypatch):
         train = TrainConfig(steps=10, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32")
         data = DataConfig(**data, long_documents=long)
         config = RunConfig(model=small_model(seq_length=16), data=data, train=train)
-        built = build_batches(config, initialize_distributed(1), EOD, moved=moved)
+        built = build_batches(config, initialize_distributed(1), EOD, on_progress=on_progress)
         loaded = [*built.training(), *built.evaluation()]
         return [sequence for batch in loaded for sequence in batch["tokens"].tolist()]
 
@@ -69,7 +69,7 @@ def test_what_is_no_whole_array_is_named_and_runs_no_code(tokens, content):
     path = next(tokens.cache.glob("*/*document_index.npy"))
     content = path.read_bytes()[:-8] if content is None else content
     path.write_bytes(content)  # NumPy takes a file without its own header for a pickle
-    with pytest.raises(FileError, match=f"document_index.npy cannot be used .*; remove the directory {path.parent},"):
+    with pytest.raises(FileError, match=f"document_index.npy cannot be used .*; remove the directory {path.parent};"):
         tokens(BLEND)
     assert not RUN
     shutil.rmtree(path.parent)
@@ -105,10 +105,10 @@ def test_an_index_that_grows_is_progress(tokens, monkeypatch):
         time.sleep(0.1)
 
     monkeypatch.setattr(np, "save", slow)
-    tokens(BLEND, moved=lambda: moves.append(time.monotonic()))
+    tokens(BLEND, on_progress=lambda: moves.append(time.monotonic()))
     assert len(moves) >= 6
     moves.clear()
-    tokens(BLEND, moved=lambda: moves.append(time.monotonic()))
+    tokens(BLEND, on_progress=lambda: moves.append(time.monotonic()))
     assert moves == []
 
 
@@ -137,7 +137,7 @@ def test_a_whole_cache_need_not_be_writable(tokens, monkeypatch):
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     assert tokens(BLEND) == expected
-    with pytest.raises(ConfigError, match="it lacks the index, and it is not writable"):
+    with pytest.raises(ConfigError, match="the index is missing, and the directory is not writable"):
         tokens(PLAIN)
 
 

@@ -178,7 +178,7 @@ def messages(caplog, level):
 def test_a_part_that_is_repeated_often_is_warned_about(configure, caplog):
     build(configure(["books"], 140, 0.9, steps=200))
     (warning,) = messages(caplog, "WARNING")
-    assert re.search(r"passes \d+\.\d+ times over the long documents of .*books", warning)
+    assert re.search(r"trains \d+\.\d+ epochs on the long documents of .*books", warning)
 
 
 def test_passes_are_those_of_the_batches(configure, lengths, caplog):
@@ -189,7 +189,7 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
         for kind, long in (("long", True), ("other", False)):
             drawn = sum(of == name and bool(sizes.min() >= 40) == long for of, _, sizes in found) * LENGTH
             total = sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if (n >= 40) == long)
-            pattern = rf"passes (\S+) times over the {kind} documents of \S*/{name}\n"
+            pattern = rf"trains (\S+) epochs on the {kind} documents of \S*/{name}\n"
             (said,) = re.findall(pattern, caplog.text)
             assert float(said) == pytest.approx(drawn / total, abs=0.02)
     assert not messages(caplog, "WARNING")
@@ -198,7 +198,7 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
 @pytest.mark.parametrize(
     "names, minimum, share, key, said",
     [
-        (["web"], 64, 0.6, "minimum", "hold 0 tokens"),
+        (["web"], 64, 0.6, "minimum", "have 0 tokens"),
         (["books"], 20, 0.6, "share", "less than 20 tokens"),
     ],
 )

@@ -93,7 +93,7 @@ def test_datasets_are_compared_with_each_other_and_the_checkpoint_where_there_is
         check_datasets(settings(tokenizers, {good: 0.5, bad: 0.5}, None, packed=False))
     with pytest.raises(ConfigError, match="encodes text in another way than the model's"):
         check_datasets(settings(tokenizers, bad, None, packed=False), read_origin(good)["tokenizer"])
-    with pytest.raises(ConfigError, match="than that of the data that the model learned from"):
+    with pytest.raises(ConfigError, match="than that of the model's training data"):
         check_datasets(settings(tokenizers, good, "own", packed=False), read_origin(bad)["tokenizer"])
 
 
@@ -103,7 +103,7 @@ def test_data_of_other_tools_is_taken_with_one_warning(tmp_path, tokenizers, cap
     prefixes = [str(tmp_path / name) for name in ("a", "b", "c")]
     check_datasets(settings(tokenizers, prefixes))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "which tokenizer" in line]
-    assert line.startswith(f"warning: {prefixes[0]} and 2 other datasets do not say")
+    assert line.startswith(f"warning: {prefixes[0]} and 2 other datasets do not record")
 
 
 def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(preprocess, tmp_path, tokenizers):
@@ -125,7 +125,7 @@ def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(prepro
     assert done.returncode == 2 and f"{other} was made with a tokenizer that encodes text in another way" in done.stderr
     assert not (tmp_path / "bad.idx").exists()
     done = run_here("merge_datasets", "--input", one, tmp_path / "foreign", "--output-prefix", tmp_path / "both")
-    assert done.returncode == 0 and "foreign does not say which tokenizer made it" in done.stderr
+    assert done.returncode == 0 and "foreign does not record which tokenizer made it" in done.stderr
     assert read_origin(tmp_path / "both") is None
     assert common_origin([]) is None
 
@@ -145,7 +145,7 @@ def test_a_malformed_origin_is_one_sentence(preprocess):
     prefix = preprocess("out")
     with open(f"{prefix}.origin", "w") as file:
         file.write('{"tokenizer": []}')
-    with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file, or make the dataset"):
+    with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file, or preprocess the dataset"):
         check_tokenizer([prefix], None, "")
 
 

@@ -136,7 +136,7 @@ def test_evaluation_refuses_a_dataset_of_another_tokenizer(place, capfd):
     assert "others was made with a tokenizer that encodes text in another way than that of run" in error
     assert perplexity("run", "own", "data")
     perplexity("run", "foreign-results", "foreign")
-    assert "foreign does not say which tokenizer made it" in capfd.readouterr().err
+    assert "foreign does not record which tokenizer made it" in capfd.readouterr().err
 
 
 def extend(base, data, *overrides):

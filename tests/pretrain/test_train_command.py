@@ -224,7 +224,7 @@ def test_resume_none_does_not_overwrite_a_run_and_a_path_is_followed(run, capfd)
 @pytest.mark.parametrize(
     "override, early, reported",
     [
-        ("data.split=999,1,0", True, "validation share gives"),
+        ("data.split=999,1,0", True, "the validation split"),
         ("model.vocab_size=60", True, "model.vocab_size is 60"),  # smaller than the tokenizer's
         (
             "data.tokenizer=null --data.reset_attention_mask=false --model.vocab_size=32",
