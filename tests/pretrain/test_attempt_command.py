@@ -129,7 +129,7 @@ def test_mistakes_end_with_one_sentence_and_leave_nothing(job, recipe, overrides
         ([], ["perplexity"], "perplexity.data"),
     ],
 )
-def test_what_cannot_be_a_chain_is_refused(job, extension, evaluation, key):
+def test_an_invalid_chain_is_refused(job, extension, evaluation, key):
     given = ["--data.prefix=a", "--model.position_encoding=rope", "--extend", str(RECIPE.with_name("extend.yaml"))]
     given += ["--data.prefix=a", *extension, *(["--evaluate", *evaluation] if evaluation else [])]
     with pytest.raises(UserError) as refused:

@@ -75,7 +75,7 @@ def plan_of(recipe, output, *others, **changes):
         (VARIANTS, ("--evaluation", "missing.yaml"), "missing.yaml"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_first_run(recipe, tmp_path, encodings, others, key):
+def test_invalid_settings_are_refused_before_the_first_run(recipe, tmp_path, encodings, others, key):
     with pytest.raises((UserError, FileNotFoundError)) as error:
         plan_of(recipe, tmp_path / "out", *others, encodings=encodings)
     refused = error.value
@@ -176,7 +176,7 @@ def done(plan, stage, slots=2):
     return jobs, finished
 
 
-def test_each_run_is_trained_and_then_evaluated_so_many_at_a_time(recipe, tmp_path):
+def test_runs_are_trained_and_then_evaluated_a_few_at_a_time(recipe, tmp_path):
     plan, stage = plan_of(recipe, tmp_path), Stage()
     jobs, finished = done(plan, stage)
     assert sorted(finished) == sorted(run.name for run in plan.runs) and stage.most == 2 and not jobs.failed
@@ -214,7 +214,7 @@ def test_tasks_may_come_from_a_file(recipe, tmp_path):
     assert all(run.config.evaluation.given() == {} for run in plan.runs)
 
 
-def test_tasks_of_lm_eval_in_files_of_ones_own_need_consent(recipe, tmp_path):
+def test_lm_eval_tasks_in_the_users_files_need_trust_remote_code(recipe, tmp_path):
     file = tmp_path / "evaluation.yaml"
     file.write_text("lm_eval: {tasks: [mine], include_path: mytasks}")
     with pytest.raises(ConfigError, match="--trust-remote-code"):
@@ -270,7 +270,7 @@ def compared(recipe, tmp_path_factory):
     return output, subprocess.CompletedProcess((), status, said.getvalue(), errors.getvalue())
 
 
-def test_a_comparison_holds_what_its_runs_have_found(compared):
+def test_a_comparison_holds_the_results_of_its_runs(compared):
     output, done = compared
     found = read_comparison(output / "comparison.json")
     assert [run.name for run in found.runs] == [(variant, seed) for variant in VARIANTS.split(",") for seed in (1, 2)]
@@ -349,7 +349,7 @@ def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_pat
     assert "Not finished: tape+token_mixing=per_head, seed 2." in (tmp_path / "new" / "report.html").read_text()
 
 
-def test_a_single_job_of_an_array_records_its_run_alone(compared, recipe, tmp_path, monkeypatch):
+def test_a_job_of_an_array_records_only_its_own_run(compared, recipe, tmp_path, monkeypatch):
     """As run k of an array, whose last job collects what the runs have left."""
     output, _ = compared
     source = output / "rope" / "seed-1"

@@ -67,7 +67,7 @@ def replaced_by(path, other):
     shutil.copytree(other, path)
 
 
-def test_what_comes_after_a_run_uses_the_tokenizer_that_it_began_with(place, capfd):
+def test_later_programs_use_the_tokenizer_that_the_run_began_with(place, capfd):
     settings = json.dumps({"data": "held_out.jsonl", "lengths": [12], "stride": 8})
     assert start(option("evaluation.perplexity", settings)) == 0
     during = {

@@ -35,7 +35,7 @@ def start(tmp_path, monkeypatch, capfd):
     signal.signal(signal.SIGUSR1, handler)
 
 
-def test_a_node_in_order_passes_and_is_described(start):
+def test_a_healthy_node_passes_and_is_described(start):
     status, said, record = start()
     assert status == 0, said.err
     assert f"torch {versions()['torch']}" in said.out and "28,528 parameters" in said.out

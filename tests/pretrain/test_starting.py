@@ -28,7 +28,7 @@ def program(*arguments, environment=None, **options):
     return subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=600, **together, **options)
 
 
-def test_two_processes_say_nothing_but_what_they_do(data, tmp_path):
+def test_two_processes_print_no_warnings_of_libraries(data, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     settings = [f"--data.prefix={data}/a", f"--logging.directory={tmp_path}/run", "--train.steps=4"]
     settings += ["--deepspeed.zero_stage=1", "--train.micro_batch_size=1"]

@@ -81,7 +81,7 @@ def test_the_screen_shows_how_the_run_is_doing(run, capsys):
     assert "alpha, from step 0" in output
 
 
-def test_the_screen_shows_what_became_of_the_time_and_the_last_spike(run, capsys):
+def test_the_screen_shows_goodput_and_the_last_spike(run, capsys):
     attempt = Attempt.open(run, run / "checkpoints", 1)
     path, now = attempt.directory / "heartbeat.json", time.time()
     write_record(attempt.directory / "attempt.json", {"started": now - 100, "nodes": ["alpha"]})
@@ -149,7 +149,7 @@ def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
     assert str(before / "step-00000010") in capsys.readouterr().out
 
 
-def test_what_is_not_a_run_or_cannot_be_read_ends_in_one_sentence(tmp_path, capsys, monkeypatch):
+def test_an_invalid_or_unreadable_run_is_reported_in_one_sentence(tmp_path, capsys, monkeypatch):
     def fails(path):
         raise PermissionError(13, "Permission denied", str(path))
 

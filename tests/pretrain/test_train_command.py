@@ -236,7 +236,7 @@ def test_resume_none_does_not_overwrite_a_run_and_a_path_is_followed(run, capfd)
         ("data.tokenizer={data}/other_end.json", True, "--append-eod"),  # no document has this end
     ],
 )
-def test_what_does_not_fit_the_data_is_refused_also_by_the_trainer(run, data, capfd, override, early, reported):
+def test_settings_that_do_not_fit_the_data_are_refused_by_the_trainer_too(run, data, capfd, override, early, reported):
     assert run(*packed(data), *f"--{override.format(data=data)}".split()) == 2
     error = capfd.readouterr().err
     assert reported in error and (error.count("\n") == 1 or not early)
