@@ -1,31 +1,31 @@
-"""Errors that a user can cause and mend: what each is about, as data, and the one place that makes a sentence of it."""
+"""The errors shown to users: subject (such as a setting's key), problem and fix, formatted as one sentence."""
 
 from megatron_tape.text import printable
 
 EXIT_REFUSED = 2
-"""Exit status of a program whose input cannot work, however often it is tried."""
+"""Exit status for invalid input, which a retry cannot fix."""
 EXIT_RESTART = 75
-"""Exit status of a program that can go on if it is started again."""
+"""Exit status of a program that continues if it is restarted."""
 
 
 _LONGEST = 10_000
-"""Characters of a sentence: what a file holds may be part of it."""
+"""Maximum characters of a message, which may quote the contents of a file."""
 
 
 class UserError(ValueError):
-    """An error with its parts; `str()` makes the sentence `place: subject problem; fix`.
+    """An error with structured parts; `str()` returns `place: subject problem; fix`.
 
-    No code may read the sentence back: whoever handles an error asks for its parts.
+    Code that handles an error must use its parts instead of parsing the message.
     """
 
     def __init__(self, subject: str | tuple[str, ...], problem: str, fix: str = "", place: str = ""):
-        """Describe what is wrong.
+        """Create an error.
 
         Args:
-            subject: what the error is about: a setting's key, a file, a checkpoint. Of several, the first begins the
-                sentence, and the others are what its problem depends on.
-            problem: what is wrong with it, as a sentence goes on after the subject.
-            fix: what to do.
+            subject: what the error is about: a setting's key, a file, a checkpoint. If there are several, the message
+                starts with the first; the problem also depends on the others.
+            problem: what is wrong, as the continuation of a sentence that starts with the subject.
+            fix: how to fix it.
             place: where the subject was given, such as `recipe.yaml:12`.
         """
         super().__init__(subject, problem, fix, place)
@@ -48,7 +48,7 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """A setting that cannot work. Its subject is the setting's key, `section.key`."""
+    """An invalid setting. Its subject is the setting's key, `section.key`."""
 
     @property
     def key(self) -> str:
@@ -65,18 +65,18 @@ class CheckpointError(FileError):
 
 
 class NodeError(UserError):
-    """Nodes that cannot do what the others can. Its subjects are their names."""
+    """Nodes on which something fails that works on the others. Its subjects are their names."""
 
 
 class StaleAttempt(RuntimeError):
-    """A newer attempt has taken the run over; this one must end without writing anything."""
+    """A newer attempt has taken over the run; this one must exit without writing anything."""
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue; the message says why."""
+    """Training cannot continue; the message is the reason."""
 
 
 def refuse(refused: bool, subject: str | tuple[str, ...], problem: str, fix: str = "") -> None:
-    """Raise `ConfigError` with these parts if `refused`."""
+    """Raise `ConfigError` with these parts if `refused` is true."""
     if refused:
         raise ConfigError(subject, problem, fix)

@@ -1,7 +1,7 @@
-"""Settings by dotted keys, such as `train.spikes.action`: nested dataclasses that pydantic builds from plain mappings.
+"""Settings by dotted keys, such as `train.spikes.action`: nested dataclasses that pydantic builds from mappings.
 
-A field whose type is a dataclass is a section. Where it may be one of several, another key chooses: `task` within it,
-or the field that `chosen_by` names, such as `model.position_encoding`.
+A field whose type is a dataclass is a section. If several dataclasses are possible, another key selects one: `task`
+inside the section, or the field that `chosen_by` names, such as `model.position_encoding`.
 """
 
 import dataclasses
@@ -31,32 +31,32 @@ _STRICT = ConfigDict(
 
 
 def chosen_by(field: str, among: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a field that holds the `Settings` of what another field chooses `among` these by name."""
+    """Return metadata for a field with the `Settings` of the entry of `among` that another `field` names."""
     return {"chosen_by": field, "among": among}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting, or a section that is within another."""
+    """A setting, or a nested section."""
 
     key: str
     kind: Any
     """The type of its field."""
     default: Any
-    """MISSING if it must be given."""
+    """MISSING if it is required."""
     sections: tuple[type, ...]
-    """What it may be if it is a section."""
+    """The possible dataclasses, if it is a section."""
     within: type
-    """The section that has it."""
+    """The section that contains it."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Its JSON schema, with the text that follows its field as `description`."""
+        """Its JSON schema; `description` is the docstring of its field."""
         return _schemas(self.within)[self.key.rpartition(".")[2]]
 
 
 def settings_of(section: type, name: str = "") -> Iterator[Setting]:
-    """Yield every setting of a section and of those within it, once for each section that may have it."""
+    """Yield all settings of a section and its nested sections, once for each dataclass that has them."""
     for item in dataclasses.fields(section):
         key, inner = f"{name}.{_key(item)}" if name else _key(item), _sections_in(section, item)
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -66,7 +66,7 @@ def settings_of(section: type, name: str = "") -> Iterator[Setting]:
 
 
 def _sections_in(section: type, item: dataclasses.Field) -> tuple[type, ...]:
-    """Return what a field may hold if it is a section."""
+    """Return the possible dataclasses of a field that is a section; empty for other fields."""
     if "among" in item.metadata:
         return tuple(chosen.Settings for chosen in item.metadata["among"].values())
     return tuple(kind for kind in _options(_hints(section)[item.name]) if dataclasses.is_dataclass(kind))
@@ -96,8 +96,8 @@ def build(section: type[Section], given: Mapping[str, Any], name: str = "", fix:
 
 
 def validate_as(kind: Any, value: Any) -> Any:
-    """Return a value, whose sections may be mappings, as one of type `kind`. Raises pydantic's ValidationError."""
-    # As JSON, since pydantic's strict mode would otherwise take no mappings for dataclasses.
+    """Convert a value, whose sections may be mappings, to type `kind`. Raises pydantic's ValidationError."""
+    # Use JSON, since pydantic's strict mode does not accept mappings for dataclasses otherwise.
     return _adapter(kind).validate_json(json.dumps([value], default=as_dict, ensure_ascii=False).encode())[0]
 
 
@@ -108,7 +108,7 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 
 def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: str) -> ConfigError:
-    """Return the error for the first wrong value; or for what is missing, if no value is wrong."""
+    """Return the error for the first invalid value, or for the missing values if none is invalid."""
     errors = error.errors(include_url=False)
     found = [(place_in(given, one["loc"][1:], name, one["type"] == "missing"), one) for one in errors]
     wrong = [(key, one) for key, one in found if one["type"] != "missing"]
@@ -116,7 +116,7 @@ def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: 
         missing = tuple(key for key, _ in found)
         others = f", as must {', '.join(missing[1:])}" if missing[1:] else ""
         return ConfigError(missing, f"must be set{others}", fix)
-    # Of a union, there is an error for each of its types; the one that goes farthest into the value is meant.
+    # For a union, there is an error for each of its types; report the one with the longest path.
     key = max((key for key, _ in wrong if key.startswith(wrong[0][0])), key=len)
     same = [one for other, one in wrong if other == key]
     same = [one for one in same if not one["type"].endswith("_type")] or same  # of a type that the value has
@@ -137,10 +137,10 @@ def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: 
 
 
 def merge(section: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested `values` of a section with those that are `given` later.
+    """Return the nested `values` of a section, updated with those that are `given` later.
 
-    A section within it keeps what is not given, unless null is. Where another one is chosen, it keeps the keys that
-    both have if a key beside it chooses, and none if one within it does.
+    Nested sections keep the values that are not given, unless null is given. If another dataclass is selected, values
+    of common keys are kept if a key outside the section selects it, and none if a key inside it does.
     """
     merged = {**values, **given}
     for item in dataclasses.fields(section):
@@ -160,12 +160,12 @@ def merge(section: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """Return a section as nested plain dictionaries, by the keys that recipes use."""
+    """Return a section as nested dictionaries, with the keys of recipes."""
     return _adapter(type(section)).dump_python((section,), by_alias=True, warnings=False)[0]
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that are given by dotted keys as nested mappings; later ones override earlier ones."""
+    """Convert settings by dotted keys to nested mappings; later ones override earlier ones."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         *outer, last = key.split(".")
@@ -205,7 +205,7 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
 
 
 def keys_of(section: type) -> set[str]:
-    """Return the keys of a section, without those of sections within it."""
+    """Return the keys of a section, without those of nested sections."""
     return {_key(item) for item in dataclasses.fields(section)}
 
 
