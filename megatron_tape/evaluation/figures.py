@@ -55,11 +55,11 @@ ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
 """Text colors on dark and light cells of a heat map."""
 CELLS_WITH_TEXT = 144
 LONGEST_LABEL, LONGEST_AXIS_LABEL = 36, 48
-"""Characters of a model's or panel's name, and of the label of an axis, that fit in their places."""
+"""Maximum characters of the name of a model or panel, and of the label of an axis."""
 _LONGEST_TEXT = 80
 MOST_PANELS = 24
-"""Axes that one figure may have: laying out many takes minutes."""
-# Lone surrogates and noncharacters are shown by neither pages nor pictures.
+"""Maximum number of axes of a figure; the layout of more takes minutes."""
+# Pages and pictures cannot show lone surrogates and noncharacters.
 _UNSHOWABLE = re.compile(f"[{CONTROLS}\ud800-\udfff\ufffe\uffff]")
 _ENCODINGS: ContextVar[Mapping[str, str | None]] = ContextVar("encodings of the models", default=MappingProxyType({}))
 DOTS_PER_INCH = 150
@@ -132,7 +132,7 @@ def shade(color: str, number: int) -> str:
 
 
 def shades(count: int) -> list[tuple[float, ...]]:
-    """Return colors for curves that have an order, such as those of layers."""
+    """Return colors for ordered curves, such as those of layers."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("shades", SHADES)
@@ -140,7 +140,7 @@ def shades(count: int) -> list[tuple[float, ...]]:
 
 
 def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
-    """Return a text on one line, with dots in its middle if it has more than `longest` characters."""
+    """Return a text on one line, with an ellipsis in the middle if it is longer than `longest` characters."""
     text = " ".join(text.split())
     if len(text) <= longest:
         return text
@@ -149,14 +149,14 @@ def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
 
 
 def clean(text: str, longest: int = 10_000) -> str:
-    """Return a text on one line, shortened, without the characters that neither a page nor a picture can show."""
+    """Return a text on one line, shortened, without characters that pages and pictures cannot show."""
     return shorten(_UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text), longest)
 
 
 def plain(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return a text as a figure can show it: clean and short, and without the underscore that hides a legend's entry.
+    """Return a text for a figure: clean, short, and without a leading underscore, which would hide it in a legend.
 
-    A dollar sign begins no formula in figures of this module (see `new_figure`).
+    Dollar signs are shown as they are (see `new_figure`).
     """
     text = clean(text, longest)
     return f" {text}" if text.startswith("_") else text
@@ -167,16 +167,16 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure and its axes in reading order; `width` and `height` are those of one of them, in inches.
 
-    Further arguments are those of `Figure.subplots`, such as `sharey=True`. More than three columns become narrow on a
-    page: put many models into several rows. Raises ValueError for more than MOST_PANELS axes.
+    Further arguments are those of `Figure.subplots`, such as `sharey=True`. Use at most three columns, since more are
+    narrow on a page. Raises ValueError for more than MOST_PANELS axes.
     """
     if rows * columns > MOST_PANELS:
-        raise ValueError(f"it would have {rows * columns:,} panels, and at most {MOST_PANELS} are drawn")
+        raise ValueError(f"it has {rows * columns:,} panels, but at most {MOST_PANELS} are drawn")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["text.parse_math"] = False  # labels come from files, and a stray $ would end the drawing
+    matplotlib.rcParams["text.parse_math"] = False  # labels are from files, and a stray $ would raise an error
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **subplots).ravel().tolist()
@@ -189,7 +189,7 @@ def new_figure(
 
 
 def panels(count: int, columns: int = 3, **options: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` axes, at most `columns` side by side; the rest of the last row is empty."""
+    """Return a figure with `count` axes in rows of at most `columns`."""
     columns = max(1, min(count, columns))
     figure, axes = new_figure(-(-count // columns), columns, **options)
     for one in axes[count:]:
@@ -198,7 +198,7 @@ def panels(count: int, columns: int = 3, **options: Any) -> tuple[Figure, list[A
 
 
 def model_panels(labels: Iterable[str], **options: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure with titled axes for each model."""
+    """Return a figure with one titled panel for each model."""
     labels = list(labels)
     figure, axes = panels(len(labels), **options)
     for one, label in zip(axes, labels):
@@ -214,7 +214,7 @@ def curve(
     low: Sequence[float | None] | None = None,
     high: Sequence[float | None] | None = None,
 ) -> None:
-    """Draw a model's values with their intervals as bars; None leaves a gap, or a point without an interval."""
+    """Draw a model's values with error bars; None is a gap, or a point without an error bar."""
     values = np.array(_numbers(y))
     axes.plot(x, values, **style)
     if low is not None and high is not None:
@@ -223,7 +223,7 @@ def curve(
 
 
 def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
-    """Make the x axis one of lengths in tokens: logarithmic, with a tick at each length (at most about ten)."""
+    """Format the x axis for lengths in tokens: logarithmic, with a tick at each of at most about ten lengths."""
     from matplotlib.ticker import NullLocator
 
     shown = sorted(set(lengths))
@@ -235,9 +235,9 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
 
 
 def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
-    """Make an axis logarithmic, with plain numbers at its ticks, where matplotlib's own would be formulas.
+    """Make an axis logarithmic, with plain numbers instead of matplotlib's formulas at its ticks.
 
-    Those of base 2 are exact, as 1e+05 would not show that it is 131,072.
+    Numbers of base 2 are exact, such as 131,072 instead of 1e+05.
     """
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
@@ -265,7 +265,7 @@ def limits(values: Iterable[float], share: bool = False) -> tuple[float, float]:
 
 
 def legend(figure: Figure) -> None:
-    """Put one legend of everything that the figure's axes label under them; the figure grows by its height."""
+    """Add one legend for all axes below the figure, which grows by its height."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -289,10 +289,10 @@ def heat_map(
     high: float = 1.0,
     bar: str | None = None,
 ) -> None:
-    """Draw a matrix of values (rows from top to bottom) whose colors run from 0 to `high`.
+    """Draw a matrix of values, rows from top to bottom, with a color range from 0 to `high`.
 
-    None or NaN is a cell without a value, marked by a cross. A matrix of few cells shows its values. `bar` adds a
-    color bar with that label; of several panels with the same range, give it to the last one.
+    Cells with None or NaN have a cross. Small matrices show values. `bar` adds a color bar with that label; use it
+    in the last of several panels with one range.
     """
     matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(len(rows), len(columns))
     image = axes.imshow(matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none")
@@ -323,7 +323,7 @@ def png(picture: Picture) -> bytes:
     """Return a picture as a PNG file, dark on white."""
     content = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is odd in labels and values, such as characters that no font has
+        warnings.simplefilter("ignore")  # such as for characters missing in the font
         picture.figure.savefig(content, format="png", dpi=DOTS_PER_INCH, facecolor="white")
     return content.getvalue()
 

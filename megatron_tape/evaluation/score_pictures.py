@@ -36,9 +36,9 @@ _MOST_ROWS = 60
 
 
 def by_length(results: Results, metric: str, name: str, axis: str, steep: float = math.inf) -> list[Picture]:
-    """Return a picture of a metric by context length with its intervals; none if no model has it.
+    """Return a picture of a metric by context length with intervals; none if no model has the metric.
 
-    The axis of values is logarithmic where the largest is more than `steep` times the smallest.
+    The y axis is logarithmic if the largest value is more than `steep` times the smallest.
     """
     found = {
         label: [score for score in result.scores if score.metric == metric and score.length is not None]
@@ -69,7 +69,7 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
 
 
 def by_position(results: Results, name: str) -> list[Picture]:
-    """Return a picture of the mean losses by position in the first window of every document; none if none has them."""
+    """Return a picture of mean losses by position in the first window of documents; none without such data."""
     found = {label: result.details.get("loss_by_position", {}) for label, result in results.items()}
     groups = list(dict.fromkeys(group for curves in found.values() for group in curves))
     looks = styles(results)
@@ -80,7 +80,7 @@ def by_position(results: Results, name: str) -> list[Picture]:
             if group not in curves:
                 continue
             x, y = curves[group]["tokens_before"], curves[group]["loss"]
-            # Many points: a marker at each would hide the curve.
+            # Markers at every point would hide the curve.
             style = {**looks[label], "markevery": max(1, len(x) // 8)}
             axes.plot(x, y, **style)
             ends = [np.mean(part) for part in (y[: max(1, len(y) // 4)], y[-max(1, len(y) // 4) :])]
@@ -111,7 +111,7 @@ def _panels(
 
 
 def by_group(results: Results, keep: Callable[[Score], bool], name: str, title: str) -> list[Picture]:
-    """Return a picture of the scores that `keep` chooses, a row for each group and metric; none if there are none."""
+    """Return a picture of the scores selected by `keep`, with a row for each group and metric; none without any."""
     found: dict[str, dict[str, Score]] = {}
     for label, result in results.items():
         for score in filter(keep, result.scores):
@@ -148,7 +148,7 @@ def share_maps(
     title: str,
     axes_labels: tuple[str, str] = ("", "context length (tokens)"),
 ) -> list[Picture]:
-    """Return heat maps of shares from 0 to 1, one for each model; `names` returns those of rows and columns."""
+    """Return a heat map of shares from 0 to 1 for each model; `names` returns the names of rows and columns."""
     figure, shown = model_panels(results, width=4.6, height=3.6)
     told = []
     for axes, (label, result) in zip(shown, results.items()):

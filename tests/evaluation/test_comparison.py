@@ -68,7 +68,7 @@ def test_a_baseline_is_chosen_and_may_be_missing():
     assert all(row.difference is None for row in rows_of(comparison(baseline="fox")))
 
 
-def test_a_table_has_a_row_for_each_metric_and_variant_and_says_what_is_not_known():
+def test_a_table_has_a_row_for_each_variant_and_marks_missing_values():
     found = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
     (table,) = metrics_tables(by_task(comparison(found))["selective_copy"], "rope")
     assert table.caption == "accuracy \N{UPWARDS ARROW}, IID" and table.summary == ""
@@ -135,7 +135,7 @@ def test_markdown_has_a_row_for_each_variant_and_the_notes():
 
 
 @pytest.mark.parametrize("metrics", [1, 2])
-def test_what_a_file_says_is_plain_text_in_markdown(metrics):
+def test_text_from_files_is_escaped_in_markdown(metrics):
     odd = "x<img src=x onerror=alert(1)> <script>y</script> [c](javascript:z) | **b** `code` https://h.org"
     scores = [Score(f"{odd} {number}", 0.5, "higher", group=odd, unit=odd, task=odd) for number in range(metrics)]
     runs = [replace(run(odd, seed, *scores), hardware=odd, data={odd: str(seed)}) for seed in (1, 2)]
@@ -153,7 +153,7 @@ def test_the_notes_say_that_one_seed_has_no_test():
     assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[1]
 
 
-def test_a_warning_names_what_was_not_the_same_for_all_runs():
+def test_a_warning_names_what_differs_between_runs():
     mixed, one = comparison(), {"a.idx": "1 bytes", "b.bin": "2 bytes"}
     assert warnings(mixed) == []
     mixed.runs[:2] = [replace(mixed.runs[0], data=one), replace(mixed.runs[1], data=one)]
@@ -178,14 +178,14 @@ def base(*others):
     return parse_run_config(["--config", str(recipe), "--data.prefix", "x", *others])
 
 
-def test_a_file_holds_what_is_not_a_default_and_is_read_back(tmp_path):
+def test_a_file_omits_defaults_and_is_read_back(tmp_path):
     write_comparison(tmp_path / "a.json", comparison())
     assert read_comparison(tmp_path / "a.json") == comparison()
     first = json.loads((tmp_path / "a.json").read_text())["runs"][0]["scores"][0]
     assert sorted(first) == ["better", "group", "metric", "task", "value"]
 
 
-def test_runs_of_other_settings_are_refused_and_those_of_other_names_added(tmp_path):
+def test_runs_are_added_only_with_equal_settings(tmp_path):
     first = replace(empty(base(), [], "rope"), runs=[run("rope", 1, score(0.5))])
     write_comparison(tmp_path / "a.json", first)
     # Neither the recipe's own encoding nor what is logged has an effect.

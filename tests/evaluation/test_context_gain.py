@@ -24,7 +24,7 @@ def gains(loss, **settings):
     return run(ContextGain, ByteModel(loss), **{"lengths": [64], **settings})
 
 
-def test_a_copying_model_gains_exactly_where_the_copy_is_within_reach(periodic):
+def test_a_copying_model_gains_only_if_the_copy_is_in_the_context(periodic):
     result = gains(copies(40), lengths=[32, 64, 128], **periodic)
     for length, gain in ((32, 0), (64, math.log(256) - SURE), (128, math.log(256) - SURE)):
         found = score(result, "gain", length)

@@ -20,12 +20,12 @@ from megatron_tape.evaluation.tasks import TASKS
 from pretrain import evaluate, train
 
 
-def test_every_task_that_does_not_generate_can_be_done_during_training():
+def test_every_task_that_does_not_generate_runs_during_training():
     known = {field.name for field in dataclasses.fields(EvaluationConfig)} - {"every"}
     assert known == {name for name in TASKS if not TASKS[name].generates}
 
 
-def test_wrong_settings_are_refused_with_all_others():
+def test_invalid_task_settings_are_rejected_with_the_other_settings():
     with pytest.raises(ConfigError) as error:
         make(evaluation__perplexity={"data": "x", "length": [8]})
     assert error.value.key == "evaluation.perplexity.length"
@@ -62,7 +62,7 @@ def run(tmp_path):
     return start
 
 
-def test_a_run_finds_what_pretrain_evaluate_finds(run, monkeypatch, capfd):
+def test_scores_during_training_equal_those_of_pretrain_evaluate(run, monkeypatch, capfd):
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
     settings = {"data": str(run.folder / "held_out.jsonl"), "lengths": [6, 12], "stride": 4}
     assert (

@@ -114,7 +114,7 @@ def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_p
     assert whole.versions["torch"] == torch.__version__ and len(results.model.digest) == 64
 
 
-def test_a_rank_that_fails_leaves_a_mark_and_one_that_is_interrupted_does_not(llama, tmp_path, monkeypatch):
+def test_a_failed_rank_leaves_a_mark_and_an_interrupted_one_does_not(llama, tmp_path, monkeypatch):
     mark = tmp_path / "failed"
     monkeypatch.setenv("TAPE_FAILURE", str(mark))
 
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_leaves_a_mark_and_one_that_is_interrupted_does_not(ll
     assert mark.exists()
 
 
-def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, capsys):
+def test_finished_tasks_run_again_only_if_something_changed(llama, tmp_path, capsys):
     assert run("--model", llama, "--output", tmp_path) == 0
     Toy.evaluated.clear()
     assert run("--model", llama, "--output", tmp_path) == 0 and not Toy.evaluated
@@ -143,7 +143,7 @@ def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, c
     assert len(read_results(tmp_path).tasks["toy"].examples) == 2
 
 
-def test_what_a_model_says_of_generation_is_left_out_but_the_ends_of_texts(tmp_path):
+def test_only_end_tokens_are_used_of_a_models_generation_settings(tmp_path):
     directory = save_llama(tmp_path, seed=0)
     settings = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": [5, 6]}
     (directory / "generation_config.json").write_text(json.dumps(settings))
@@ -179,7 +179,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["toy", "--model", "{code}"], "pass --trust-remote-code"),
     ],
 )
-def test_mistakes_end_in_one_sentence_before_anything_is_written(llama, tmp_path, capsys, arguments, message):
+def test_mistakes_are_one_sentence_before_anything_is_written(llama, tmp_path, capsys, arguments, message):
     config = (llama / "config.json").read_text()
     places = {name: tmp_path / name for name in ("adapter", "pickle", "code", "tmp", "text")}
     for name, directory in places.items():
@@ -200,7 +200,7 @@ def test_mistakes_end_in_one_sentence_before_anything_is_written(llama, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_tasks_of_the_harness_in_own_files_are_refused_unless_they_are_trusted(tmp_path, capsys):
+def test_task_files_of_the_user_need_trust_remote_code(tmp_path, capsys):
     template = "{{ cycler.__init__.__globals__.os.popen('touch %s').read() }}" % (tmp_path / "ran")
     (tmp_path / "x.yaml").write_text(f'task: x\ndataset_path: !function x.f\ndoc_to_text: "{template}"\n')
     (tmp_path / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -307,7 +307,7 @@ def test_losses_equal_a_plain_loop_whatever_the_chunk(llama):
     ],
     ids=["dynamic RoPE", "LongRoPE", "Mamba"],
 )  # fmt: skip
-def test_models_that_chunks_would_change_read_a_text_at_once_and_forget_the_one_before(config):
+def test_models_without_chunk_support_use_one_pass_and_do_not_depend_on_earlier_texts(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     long, short = np.random.default_rng(0).integers(0, 64, 97), np.random.default_rng(1).integers(0, 64, 50)
@@ -321,7 +321,7 @@ def test_models_that_chunks_would_change_read_a_text_at_once_and_forget_the_one_
         np.testing.assert_allclose(found, losses, atol=2e-6)
 
 
-def test_a_model_that_ignores_the_cache_reads_a_text_at_once(llama, monkeypatch):
+def test_a_model_that_ignores_the_cache_uses_one_pass(llama, monkeypatch):
     source = find_model(str(llama))
     model = load_model(source.info, llama, "fp32", "cpu").model
     tokens = np.random.default_rng(0).integers(0, 64, 57)
@@ -339,7 +339,7 @@ def test_every_unit_goes_to_one_rank_and_the_loads_are_even():
     assert max(loads) - min(loads) <= 1
 
 
-def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path, monkeypatch, capsys):
+def test_an_error_on_one_process_is_reported_by_that_process(llama, tmp_path, monkeypatch, capsys):
     def fails(*_):
         raise ConfigError("--device", "has no GPU left")
 
@@ -352,7 +352,7 @@ def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path
     assert capsys.readouterr().err == "error (rank 1): --device has no GPU left\n"
 
 
-def test_parts_that_cannot_be_used_are_left_out(tmp_path):
+def test_unreadable_parts_are_ignored(tmp_path):
     append_part(tmp_path, 0, "unit", {"loss": 1.0})
     with pytest.raises(ValueError):
         append_part(tmp_path, 0, "other", {"loss": float("nan")})
@@ -362,7 +362,7 @@ def test_parts_that_cannot_be_used_are_left_out(tmp_path):
     assert read_parts(tmp_path) == {"unit": {"loss": 1.0}}
 
 
-def test_a_picture_that_cannot_be_drawn_costs_a_warning(llama, tmp_path, monkeypatch, capsys):
+def test_a_picture_that_cannot_be_drawn_is_a_warning(llama, tmp_path, monkeypatch, capsys):
     def fail(cls, results):
         raise OverflowError("too large")
 
@@ -379,7 +379,7 @@ def main(folder, model, output):
     return run("--model", model, "--output", output)
 
 
-def test_two_processes_find_what_one_finds(llama, tmp_path):
+def test_two_processes_give_the_scores_of_one(llama, tmp_path):
     assert run("--model", llama, "--output", tmp_path / "one") == 0
     assert run_group("evaluation.test_evaluate", 2, llama, tmp_path / "two") == 0
     one, two = (read_results(tmp_path / name).tasks["toy"] for name in ("one", "two"))

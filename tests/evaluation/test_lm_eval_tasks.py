@@ -112,7 +112,7 @@ def test_a_limit_takes_the_first_documents(model, folder):
     assert "Only the first 5 documents of each task were used." in limited.notes
 
 
-def test_few_shot_examples_do_not_depend_on_what_ran_before(model, folder):
+def test_few_shot_examples_do_not_depend_on_earlier_tasks(model, folder):
     task = LmEval(settings(folder, num_fewshot=2, max_length=500))
     first = task.evaluate(task.units(model)[0], model)
     random.seed(99)

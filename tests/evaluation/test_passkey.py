@@ -152,7 +152,7 @@ def test_the_first_number_counts(answer, right):
     assert is_right(answer, "12345") == right
 
 
-def test_a_length_that_no_end_of_the_filler_gives_is_reached_with_another_ending():
+def test_a_length_that_no_cut_of_the_filler_gives_is_reached_with_an_appended_text():
     def count(text):
         return 2 * len(text.split()) + text.count("!")
 

@@ -92,7 +92,7 @@ def test_every_length_scores_exactly_the_same_tokens_in_order(tmp_path, bos, str
         assert sum(windows, []) == list(range(first, min(first + 3 * stride, 1190)))
 
 
-def test_a_copying_model_is_good_where_the_copy_is_within_reach(tmp_path):
+def test_a_copying_model_has_a_low_loss_if_the_copy_is_in_the_context(tmp_path):
     period = list(map(chr, RANDOM.permutation(np.arange(32, 127))[:40]))
     data = write_jsonl(tmp_path / "periodic.jsonl", ["".join(period) * 8] * 2)
     settings = {"data": data, "lengths": [16, 64, 128], "stride": 8}
@@ -131,7 +131,7 @@ def test_equals_a_plain_loop_over_transformers(llama, texts):
 
 
 @torch.no_grad()
-def test_longlora_gives_the_figure_of_its_published_program(llama, tmp_path):
+def test_longlora_equals_the_published_program(llama, tmp_path):
     data = RANDOM.integers(1, 257, 700).astype("<u2")
     data.tofile(tmp_path / "test.bin")
     length, sliding_window = 48, 10
@@ -165,7 +165,7 @@ def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
     assert score(result, "perplexity", 16, "letters").low is None, "one document gives no interval"
 
 
-def test_lengths_follow_what_a_model_of_transformers_calls_its_own(texts, tmp_path):
+def test_default_lengths_follow_the_models_configuration(texts, tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 256, "n_positions": 32}')
     (tmp_path / "tokenizer.json").touch()

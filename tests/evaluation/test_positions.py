@@ -75,7 +75,7 @@ def test_a_model_that_equals_rope_has_no_distance_and_loses_nothing(results):
     assert np.all(np.array(result.details["maps"]["change"]) == 0)
 
 
-def test_a_planted_matrix_shows_in_its_group_and_in_later_layers_only(results):
+def test_a_changed_matrix_affects_only_its_group_and_later_layers(results):
     distance = np.array(results["planted"].details["distance"])
     assert distance.shape == (LAYERS, GROUPS)
     assert np.all(distance[PLANTED + 1 :, 1] > 0.5)
@@ -92,7 +92,7 @@ def test_a_planted_matrix_shows_in_its_group_and_in_later_layers_only(results):
         assert all(sum(row) == pytest.approx(1, abs=0.01) for row in one["state"] + one["phases"])
 
 
-def test_ablating_a_layer_shows_where_its_state_had_moved(results, models):
+def test_ablating_a_layer_raises_the_loss_if_its_state_differs_from_rope(results, models):
     increases = by_group(results["planted"], "loss_increase")
     assert all(increases[f"layer {layer}"] == 0 for layer in range(PLANTED + 1))
     assert all(abs(increases[f"layer {layer}"]) > 1e-5 for layer in range(PLANTED + 1, LAYERS))

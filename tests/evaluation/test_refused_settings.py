@@ -77,7 +77,7 @@ def folder(tmp_path, monkeypatch):
         ("recall", {"keys": 2}, "keys"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key):
+def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
     assert refused(task, settings).subject == f"{task}.{key}"
 
 
@@ -95,7 +95,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key)
         ("ruler", {"hotpotqa": "odd.json"}, "odd.json", "is an object"),
     ],
 )
-def test_bad_data_is_refused_by_its_file(task, settings, subject, said):
+def test_invalid_data_is_rejected_with_its_file(task, settings, subject, said):
     error = refused(task, settings)
     assert error.subject == subject and said in error.problem
 
@@ -118,5 +118,5 @@ def test_a_model_of_unknown_length_needs_the_setting(task):
         ("recall", {}, replace(INFO, vocab_size=12)),
     ],
 )
-def test_a_model_that_does_not_suit_a_task_is_refused(task, settings, info):
+def test_a_model_that_does_not_fit_a_task_is_rejected(task, settings, info):
     assert refused(task, settings, info).subject.startswith(task)

@@ -79,7 +79,7 @@ def compared(tmp_path_factory):
     return output.read_text(encoding="utf-8")
 
 
-def test_the_page_loads_nothing_and_shows_nasty_texts_as_texts(compared):
+def test_the_page_loads_nothing_and_escapes_text_from_files(compared):
     root = lxml.html.fromstring(compared)
     policy = root.xpath("//meta[@http-equiv]/@content")
     assert policy[0].startswith("default-src 'none'; img-src data:;")
@@ -136,19 +136,19 @@ def measured(value, *, vocab_size=None, digest=None, key_tokens=None):
         ({"digest": "a"}, {"digest": "b"}, True),
     ],
 )
-def test_figures_per_token_of_different_tokens_are_warned_of(tmp_path, first, second, warned):
+def test_scores_per_token_over_different_tokens_have_a_warning(tmp_path, first, second, warned):
     parsed = evaluated(tmp_path, x=measured(1.5, **first), y=measured(2.5, **second))
     found = ["did not score the same tokens" in text for text in parsed.sections.values()]
     assert found == [warned, warned]
 
 
-def test_figures_of_different_key_tokens_are_warned_of(tmp_path):
+def test_scores_over_different_key_tokens_have_a_warning(tmp_path):
     first, second = (measured(1.5, digest="a", key_tokens={"books/0": tokens}) for tokens in ([1, 2], [1]))
-    assert "key tokens of its own" in evaluated(tmp_path, x=first, y=second).sections["Context gain"]
-    assert "key tokens of its own" not in evaluated(tmp_path, x=first, y=first).sections["Context gain"]
+    assert "own key tokens" in evaluated(tmp_path, x=first, y=second).sections["Context gain"]
+    assert "own key tokens" not in evaluated(tmp_path, x=first, y=first).sections["Context gain"]
 
 
-def test_what_changes_no_score_is_not_warned_of(tmp_path):
+def test_settings_without_effect_on_scores_have_no_warning(tmp_path):
     def shiny(batch_size, data, digest, *, dtype="fp32", **others):
         given = {"samples": 1, "batch_size": batch_size, "data": data, **others}
         return {"tasks": {"shiny": task([score()], settings=given, data={data: digest * 64}, dtype=dtype)}}
@@ -178,7 +178,7 @@ def test_the_best_value_is_bold_only_if_intervals_allow_it(tmp_path, second, dig
     assert leads == bool(bold)
 
 
-def test_rows_without_any_value_but_0_are_folded_behind_a_line(tmp_path):
+def test_rows_with_only_zeros_are_folded_behind_one_line(tmp_path):
     scores = [score("exact match", 0.0, "higher", group="a"), score("accuracy", 0.5, "higher", group="a")]
     page = evaluated(tmp_path, x={"tasks": {"shiny": task(scores)}})
     (folded,) = page.root.iter("details")
@@ -193,7 +193,7 @@ def test_losses_at_different_lengths_come_with_a_warning(tmp_path):
     assert "comparable" not in page_of(tmp_path, short).sections["Training"]
 
 
-def test_labels_that_several_have_are_told_apart_by_their_places(tmp_path):
+def test_equal_labels_are_distinguished_by_path(tmp_path):
     a, b = write_run(tmp_path / "a" / "tape"), write_run(tmp_path / "b" / "tape")
     for step in (100, 300):
         write_results(a / "evaluation" / f"step-{step:08}", results("tape", digest=str(step)))
@@ -230,7 +230,7 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
     ]
 
 
-def test_of_many_rows_evenly_spaced_ones_are_kept(tmp_path, monkeypatch):
+def test_long_curves_are_thinned_evenly(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", interval=1)
     whole = read_run(run).curve("train/loss")
     monkeypatch.setattr(curves, "MOST_POINTS", 16)
@@ -258,7 +258,7 @@ def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(tmp_pat
     assert not (tmp_path / "report.html").exists()
 
 
-def test_what_is_neither_a_run_nor_results_is_refused(tmp_path, capsys):
+def test_paths_without_a_run_or_results_are_rejected(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=20)
     (run / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     (tmp_path / "empty").mkdir()

@@ -134,7 +134,7 @@ def test_an_interruption_is_not_swallowed_by_the_harness(tokenizer):
     assert len(calls) < 20, "at the end of the sample at the latest"
 
 
-def test_samples_depend_neither_on_the_order_of_tasks_nor_on_what_was_drawn_before(tokenizer):
+def test_samples_do_not_depend_on_the_order_of_tasks_or_earlier_draws(tokenizer):
     from megatron_tape.evaluation.tasks.ruler_samples import Sources, make_samples
 
     names = [("vt", 1024), ("cwe", 1024), ("niah_multikey_2", 1024), ("fwe", 1024), ("cwe", 2048)]
@@ -161,7 +161,7 @@ def test_a_length_that_is_too_short_is_refused(tokenizer, task, length):
     assert error.value.key == "ruler.lengths" and not model.prompts
 
 
-def test_needles_are_hidden_in_a_text_of_ones_own(tokenizer, tmp_path):
+def test_needles_are_hidden_in_a_given_text(tokenizer, tmp_path):
     file = tmp_path / "hay.txt"
     file.write_text("Once upon a time, there was hay. Nobody looked for anything in it! " * 80)
     given = {"tasks": list(ESSAYS), "lengths": [2048], "haystack": str(file)}
@@ -203,7 +203,7 @@ def test_questions_are_read_from_files(tokenizer, tmp_path):
         Ruler(settings(**given)).units(Answering(tokenizer, knows))
 
 
-def test_data_that_cannot_be_had_is_named_with_the_fix(tokenizer, monkeypatch):
+def test_missing_data_is_named_with_a_fix(tokenizer, monkeypatch):
     import datasets
     import requests
 

@@ -48,7 +48,7 @@ def test_scores_are_those_that_the_official_evaluator_documents():
         ("rouge", "a b c", ["c b a", "a b x x x x"], [100, 200 * (1 / 5 * 1 / 2) / (1 / 5 + 1 / 2), 400 / 9]),
     ],
 )
-def test_scores_of_cases_worked_by_hand(metric, prediction, references, values):
+def test_scores_equal_hand_computed_cases(metric, prediction, references, values):
     assert scrolls.score(metric, prediction, references) == pytest.approx(values)
 
 
@@ -111,7 +111,7 @@ def test_a_model_that_knows_the_answers_scores_100(known):
     assert result.examples["qasper/0"]["answer"] == "qasper says number 0 today"
 
 
-def test_a_planted_failure_shows_in_its_dataset_alone(known):
+def test_a_failure_in_one_dataset_changes_no_other_score(known):
     result = known["not qmsum"]
     values = {one.group: one.value for one in result.scores if one.metric in scrolls.SHOWN.values()}
     assert values.pop("qmsum") == 0 and list(values.values()) == pytest.approx([100] * 6)
@@ -127,7 +127,7 @@ def test_the_mean_of_some_datasets_is_not_called_the_score_of_scrolls(data):
     assert not any(one.metric == "scrolls_score" for one in result.scores)
 
 
-def test_what_is_cut_and_what_does_not_end_is_counted(tmp_path):
+def test_truncated_inputs_and_unfinished_answers_are_counted(tmp_path):
     path = tmp_path / "own.jsonl"
     texts = [("short", "yes"), ("x" * 60, "a much longer answer")]
     path.write_text("".join(json.dumps({"input": text, "target": answer}) + "\n" for text, answer in texts))
@@ -169,7 +169,7 @@ def test_generation_is_greedy_and_the_loss_is_that_of_the_target_alone(llama, tm
     assert found["tokens"] == len(target) and found["nats"] == pytest.approx(loss * len(target), rel=1e-5)
 
 
-def test_prompts_begin_with_bos_as_those_of_the_training(llama, tmp_path, monkeypatch):
+def test_prompts_begin_with_bos_as_in_training(llama, tmp_path, monkeypatch):
     (tmp_path / "own.jsonl").write_text(json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n")
     data = {"data": {"own": str(tmp_path / "own.jsonl")}, "metrics": {"own": "f1"}, "generate": False}
     prompts = []

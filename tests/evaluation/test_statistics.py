@@ -15,7 +15,7 @@ from megatron_tape.evaluation.statistics import (
 )
 
 
-def test_wilson_agrees_with_scipy_and_takes_parts_of_successes():
+def test_wilson_agrees_with_scipy_and_accepts_fractional_successes():
     for successes, count in ((81, 263), (15, 148), (0, 20), (29, 29), (0, 1000), (1000, 1000)):
         expected = binomtest(successes, count).proportion_ci(method="wilson")
         assert wilson(successes, count) == pytest.approx(tuple(expected), abs=1e-12)
@@ -41,7 +41,7 @@ def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
         ([2.0, 4.0, 0.0], [1, 1, 0], (2, 4)),  # resamples without tokens say nothing
     ],
 )
-def test_an_interval_needs_two_documents_that_count(numerators, denominators, interval):
+def test_an_interval_needs_two_documents_with_nonzero_weight(numerators, denominators, interval):
     assert bootstrap_ratio(numerators, denominators) == interval
 
 
@@ -57,12 +57,12 @@ def test_a_paired_t_test_is_students():
 
 
 @pytest.mark.parametrize("differences", [[0.5], [0.0, 0.0, 0.0], [0.1 + 0.2, 0.3]])
-def test_nothing_is_tested_where_there_is_no_spread(differences):
+def test_there_is_no_p_value_without_spread(differences):
     found = paired_t(differences)
     assert found.mean == pytest.approx(differences[0]) and (found.low, found.high, found.p) == (None, None, None)
 
 
-def test_p_values_are_corrected_as_holm_does():
+def test_p_values_are_corrected_by_holms_method():
     """The smallest times 4, then times 3, ...; never less than a smaller one before, and never above 1."""
     found = holm([PairedTest(3, 0.0, p=p) for p in (0.01, 0.04, 0.03, None, 0.5)])
     assert [test.p for test in found] == [pytest.approx(0.04), pytest.approx(0.09), pytest.approx(0.09), None, 0.5]

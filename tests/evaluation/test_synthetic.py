@@ -138,7 +138,7 @@ def test_hints_are_those_of_training():
     assert addition(model, digits=1, hints=3).details["accuracy"] == [[1.0] * 2] * 2
 
 
-def test_only_tested_lengths_are_and_samples_do_not_depend_on_them():
+def test_only_the_chosen_lengths_are_tested_and_samples_do_not_depend_on_them():
     model = Answering(fails_at(4, 4))
     some, every = (addition(model, samples=2, digits=4, step=step).examples for step in (4, 1))
     assert list(some) == ["4", "8"] and list(every) == [str(length) for length in range(1, 9)]

@@ -31,7 +31,7 @@ def draw(generator, count, seed=0):
 
 
 @pytest.mark.parametrize("generator", SMALL)
-def test_a_sample_depends_on_seed_purpose_and_number_alone(generator):
+def test_a_sample_depends_only_on_seed_purpose_and_index(generator):
     def tokens(*place):
         return generator.sequence(random_of(*place))[0].tolist()
 
@@ -79,7 +79,7 @@ def test_pairs_of_operand_lengths_are_equally_likely():
     assert len(lengths) == 4000 and (abs(counts - 1000) < 5 * np.sqrt(750)).all()
 
 
-def test_hints_say_which_digits_belong_together():
+def test_equal_places_have_equal_hints():
     starts = set()
     for tokens, answers in draw(Addition(digits=4, hints=6), 500):
         ends = [*np.flatnonzero((tokens > 9) & (tokens < 13))]
@@ -95,7 +95,7 @@ def test_hints_say_which_digits_belong_together():
     assert starts == set(range(6))
 
 
-def test_keys_come_again_with_their_values_and_only_these_are_scored():
+def test_keys_are_repeated_with_their_values_and_only_values_are_scored():
     task, lengths, soon = Recall(tokens=256, shortest=64, tokens_per_pair=16, keys=64), [], []
     for tokens, answers in draw(task, 300):
         slots, scored = tokens.reshape(-1, 2), answers.reshape(-1, 2)
@@ -111,7 +111,7 @@ def test_keys_come_again_with_their_values_and_only_these_are_scored():
     assert np.mean(soon) > 0.4, "most keys come again soon"
 
 
-def test_symbols_are_copied_in_order_and_blanks_left_out():
+def test_symbols_are_copied_in_order_without_blanks():
     task = SelectiveCopy(copied=6, blanks=9, symbols=4)
     places = np.zeros(15)
     for tokens, answers in draw(task, 500):
@@ -124,7 +124,7 @@ def test_symbols_are_copied_in_order_and_blanks_left_out():
 
 
 @pytest.mark.parametrize("dimensions", [1, 2])
-def test_revisited_cells_hold_what_was_seen_there_and_only_they_are_scored(dimensions):
+def test_revisited_cells_keep_their_content_and_only_they_are_scored(dimensions):
     task = GridNavigation(dimensions=dimensions, steps=40, width=5, objects=7, longest_run=3)
     scored = 0
     for tokens, answers in draw(task, 200):
@@ -139,7 +139,7 @@ def test_revisited_cells_hold_what_was_seen_there_and_only_they_are_scored(dimen
     assert 0.3 < scored / (200 * 40) < 1
 
 
-def test_a_direction_is_held_and_blanks_are_as_frequent_as_set():
+def test_runs_keep_their_direction_and_blanks_have_the_set_frequency():
     task = GridNavigation(dimensions=2, steps=400, width=32, blank_probability=0.8, longest_run=3)
     drawn = draw(task, 100)
     held = np.concatenate([tokens[1::2] for tokens, _ in drawn])
@@ -159,7 +159,7 @@ def test_a_direction_is_held_and_blanks_are_as_frequent_as_set():
         ("recall", {"tokens_per_pair": 3}),
     ],
 )
-def test_sizes_that_make_no_task_are_refused(task, settings):
+def test_invalid_sizes_are_rejected(task, settings):
     (key, value), *_ = settings.items()
     with pytest.raises(ConfigError) as error:
         GENERATORS[task](**settings).check()

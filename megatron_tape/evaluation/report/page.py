@@ -53,7 +53,7 @@ from megatron_tape.run.metrics import (
 from megatron_tape.text import counted, flop_count
 
 _SHOWN_POINTS = 300
-"""Points of a curve; a longer one is drawn as means over consecutive points."""
+"""Maximum points of a curve; a longer one is drawn as means over consecutive points."""
 _NAMES = {LOSS: "training loss", VALIDATION_LOSS: "validation loss", LEARNING_RATE: "learning rate"}
 _LENGTH = re.compile("[0-9]{1,12}")
 Drawing = tuple[str, Callable[[], list[Picture]]]
@@ -73,10 +73,9 @@ class Section:
 
 
 def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results]]:
-    """Read runs with their evaluations, results files, and directories of such files; return both by their labels.
+    """Read runs with their evaluations, results files, and directories of these; return runs and results by label.
 
-    Results are without examples. Raises FileError if something is neither a run nor results, or is damaged, and
-    OSError.
+    Results have no examples. Raises OSError, or FileError if a path is neither a run nor results, or is invalid.
     """
     runs: dict[str, Run] = {}
     results: dict[str, Results] = {}
@@ -99,7 +98,7 @@ def _label(name: str, place: Path, taken: dict[str, Any]) -> str:
 
 
 def _files_of(path: Path) -> tuple[bool, list[Path]]:
-    """Return whether a path is a run, and the results files in it."""
+    """Return whether a path is a run, and its results files."""
     if not path.exists():
         raise FileError(str(path), "does not exist", f"give a run, a {NAME}, or a directory that holds one")
     if not path.is_dir():
@@ -119,7 +118,7 @@ def page(
     comparisons: Sequence[Comparison] = (),
     missing: Sequence[str] = (),
 ) -> str:
-    """Return the HTML file about runs and results by their labels, and about comparisons of variants.
+    """Return the HTML page of runs and results by label, and of comparisons.
 
     `missing` names runs of the comparisons that are not finished.
     """
@@ -258,7 +257,7 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
-    """Yield the drawing of each metric that a run has logged twice, with a panel for each length."""
+    """Yield a drawing for each metric with at least two points, with a panel for each length."""
     keys = sorted({key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1})
     stems: dict[str, list[str]] = {key: [key] for key in _NAMES if key in keys}
     for key in keys:
@@ -287,5 +286,5 @@ def _draw_curves(runs: Mapping[str, Run], name: str, keys: list[str]) -> list[Pi
 
 
 def _thinned(values: Sequence[float]) -> np.ndarray:
-    """Return at most `_SHOWN_POINTS` values, each the mean over consecutive ones."""
+    """Return at most `_SHOWN_POINTS` means over consecutive values."""
     return np.array([part.mean() for part in np.array_split(np.asarray(values), min(len(values), _SHOWN_POINTS))])

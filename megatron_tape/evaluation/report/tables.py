@@ -1,4 +1,4 @@
-"""Tables as data, of which the page and Markdown are made, and the table of a task's scores by model. No torch."""
+"""Tables as data for the page and Markdown, and the table of a task's scores by model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MISSING = "\N{EN DASH}"
 SUBJECT = ("metric", "group", "length (tokens)")
 """Columns of the cells that `subject` returns."""
 _NOT_COMPARED = ("data", "batch_size", "trained_length")
-"""Settings of tasks that change no score; of data, the contents of the files are compared."""
+"""Settings without effect on scores. Of data, the digests of the files are compared."""
 _ARROWS = {"higher": " \N{UPWARDS ARROW}", "lower": " \N{DOWNWARDS ARROW}", "neither": ""}
 
 
@@ -98,7 +98,7 @@ def text(value: str) -> Cell:
 
 
 def number(value: float | None, decimals: int | None = None, detail: str = "") -> Cell:
-    """Return the cell of a number with so many decimals, by default as many as its size calls for."""
+    """Return the cell of a number; by default, its size determines the decimals."""
     if value is None:
         return Cell(MISSING)
     shown = shown_number(value, decimals_for([value]) if decimals is None else decimals)
@@ -106,7 +106,7 @@ def number(value: float | None, decimals: int | None = None, detail: str = "") -
 
 
 def decimals_for(values: Iterable[float]) -> int | None:
-    """Return the decimals with which the numbers of a metric are shown, None for so many significant digits."""
+    """Return the number of decimals for the values of a metric; None means significant digits."""
     values = list(values)
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 0.1
     if all(float(value).is_integer() for value in values) and largest >= 2:
@@ -125,7 +125,7 @@ def shown_number(value: float, decimals: int | None) -> str:
 
 
 def interval(low: float | None, high: float | None, decimals: int | None) -> str:
-    """Return an interval as text; nothing if it is not known."""
+    """Return an interval as text; empty if unknown."""
     return "" if None in (low, high) else f"{shown_number(low, decimals)} {MISSING} {shown_number(high, decimals)}"
 
 
@@ -197,24 +197,24 @@ def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell
 
 
 def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
-    """Return warnings of what keeps scores of a task from being compared between models."""
+    """Return warnings if the scores of a task cannot be compared between models."""
     tasks = [one.tasks[name] for one in results]
     settings = dict.fromkeys(key for task in tasks for key in task.settings if key not in _NOT_COMPARED)
     changed = [key for key in settings if _differ(task.settings[key] for task in tasks if key in task.settings)]
-    # Where the files lay does not matter.
+    # Paths do not matter.
     changed += ["data"] if _differ(sorted(task.data.values()) for task in tasks) else []
     changed += ["dtype"] if _differ(task.dtype for task in tasks) else []
     warnings = [f"These differ, and scores may not be comparable: {', '.join(changed)}."] if changed else []
     per_token = [one for one in results if any(map(_is_per_token, one.tasks[name].scores))]
-    # What tells which tokens were scored: their digests or, of tasks that have none, the size of the vocabulary.
+    # Digests of the scored tokens or, for tasks without digests, the size of the vocabulary.
     tokens = [one.tasks[name].details.get("scored") or one.model.config.get("vocab_size") for one in per_token]
     if _differ(one for one in tokens if one is not None):
         warnings.append(
-            "The models did not score the same tokens: losses, gains and perplexities, which are per token, cannot be "
-            "compared between them. Bits per byte, which perplexity measures on texts, can."
+            "The models did not score the same tokens: losses, gains and perplexities are per token and cannot be "
+            "compared. Bits per byte of the task perplexity on texts can."
         )
     if _differ(task.details.get("key_tokens") for task in tasks):
-        warnings.append("Each model was measured on key tokens of its own, and figures of these cannot be compared.")
+        warnings.append("Each model was measured on its own key tokens, so scores on key tokens cannot be compared.")
     return warnings
 
 
@@ -223,5 +223,5 @@ def _differ(values: Iterable[Any]) -> bool:
 
 
 def _is_per_token(score: Score) -> bool:
-    """Return whether the value of a score depends on the tokenizer."""
+    """Return whether a score depends on the tokenizer."""
     return score.unit == "nats per token" or score.metric in ("perplexity", "key_perplexity")
