@@ -1,4 +1,4 @@
-"""The user's home directory: `~` in paths, and what libraries keep there, also where it cannot be written."""
+"""The user's home directory: expand `~` in paths, and provide cache directories if it is not writable."""
 
 import getpass
 import os
@@ -12,22 +12,21 @@ from megatron_tape.errors import UserError
 
 
 def expand_home(path: str) -> str:
-    """Return a path with the home directory that a leading `~` or `~user` stands for.
+    """Return a path with a leading `~` or `~user` expanded. Raises UserError if the user has no home directory.
 
-    A shell expands an unquoted `~` at the beginning of a word, but neither in a recipe nor after `--option=`. Raises
-    UserError if that user has none.
+    A shell expands an unquoted `~` at the beginning of a word, but not in a recipe or after `--option=`.
     """
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        fix = f"write the whole path, or ./{path} for a file of that name"
-        raise UserError(path, "begins with the home directory of a user who has none", fix)
+        fix = f"give the full path, or ./{path} for a file of that name"
+        raise UserError(path, "starts with the home directory of a user who has none", fix)
     return expanded
 
 
 def private_directory(name: str) -> str:
-    """Return a directory of this name for temporary files, or another if somebody else can write there."""
+    """Return a temporary directory with this name, or with another name if other users could write to it."""
     path = Path(tempfile.gettempdir(), name)
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -38,9 +37,9 @@ def private_directory(name: str) -> str:
 
 
 def provide_caches() -> None:
-    """Let libraries that are imported later write their caches, also without a home directory or a name for the user.
+    """Set cache directories and the user's name for libraries if the user has no writable home directory or no name.
 
-    Containers run programs as users who have neither. Variables that are set stay; rank 0 says where the caches are.
+    This is common in containers. Variables that are already set are not changed. Rank 0 reports the directories.
     """
     try:
         getpass.getuser()
@@ -50,7 +49,7 @@ def provide_caches() -> None:
     models = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
     names = [] if _is_writable(home) else ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
     if not _is_writable(models):
-        # A directory of models may be shared, and only be read by its users.
+        # A shared directory of models may be read-only.
         names += ["HF_MODULES_CACHE"] if os.access(models, os.R_OK | os.X_OK) else ["HF_MODULES_CACHE", "HF_HOME"]
     names = [name for name in names if name not in os.environ]
     if not names:
@@ -65,8 +64,8 @@ def provide_caches() -> None:
 
 
 def _is_writable(path: str) -> bool:
-    """Return whether a directory can be written, or made if it does not exist."""
+    """Return whether a directory is writable, or can be created if it does not exist."""
     whole = os.path.abspath(path)
-    # os.path's functions, unlike those of Path, take what cannot be searched for missing.
+    # Unlike Path's methods, os.path.lexists returns False for paths in directories that cannot be searched.
     existing = next(each for each in (whole, *map(str, Path(whole).parents)) if os.path.lexists(each))
     return not path.startswith("~") and os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

@@ -44,7 +44,7 @@ def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch)
     parser.add_argument("--prompt", type=str)
     given = parser.parse_args(["a", "~/b", "--file=~/c", "--prompt=~/d"])
     assert (given.paths, given.file, given.prompt) == (["a", "/home/me/b"], Path("/home/me/c"), "~/d")
-    with pytest.raises(ConfigError, match="argument --file: ~no-such-user/x begins"):
+    with pytest.raises(ConfigError, match="argument --file: ~no-such-user/x starts"):
         parser.parse_args([f"--file={NOBODY}"])
     sub = command_line.Parser()
     verb = sub.add_subparsers().add_parser("verb")

@@ -1,4 +1,4 @@
-"""Read settings from `--config` files and `--section.key value`, and say in which file and line one is wrong."""
+"""Read settings from `--config` files and `--section.key value`, and locate errors by file and line."""
 
 import argparse
 import inspect
@@ -30,25 +30,25 @@ _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up
 
 @dataclass
 class Given:
-    """What a command line gives."""
+    """The settings and options of a command line."""
 
     options: argparse.Namespace
     values: dict[str, Any] = field(default_factory=dict)
     """Nested settings."""
     places: dict[str, str] = field(default_factory=dict)
-    """In which file and line settings were given, if they were in one."""
+    """File and line of the settings that were given in a file."""
     files: list[str] = field(default_factory=list)
 
     @contextmanager
     def placing_errors(self) -> Iterator[None]:
-        """Add the place where its subject was given to a ConfigError."""
+        """Add the file and line of its subject to a ConfigError."""
         try:
             yield
         except ConfigError as error:
             raise error.at(next(filter(None, map(self._place, error.subjects)), "")) from None
 
     def _place(self, key: str) -> str:
-        # What an item of a list, or a part of a mapping, is in.
+        # For an item of a list or a mapping, use the place of the list or mapping.
         while key not in self.places and (whole := re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)):
             key = whole[1]
         return self.places.get(key, "")
@@ -85,16 +85,16 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
 
 
 def _from_text(text: str, settings: list[Setting]) -> Any:
-    """Return what the text of an option means: YAML that fits a setting of its name, or else the text as it stands."""
+    """Parse the text of an option: as YAML if that fits a setting of its name, otherwise as plain text."""
     try:
         reading = parse_value(text)
     except ValueError:
         return text
     if isinstance(reading, str):
-        return text  # YAML would end it at a #, or take its quotes and spaces away
+        return text  # YAML would truncate it at a #, and strip quotes and spaces
     types = [one.get("type") for each in settings for one in each.schema.get("anyOf", [each.schema])]
     if {"{": "object", "[": "array"}.get(text.lstrip()[:1]) in types:
-        return reading  # not the text even if it does not fit, since it would be a path of this name
+        return reading  # even if it does not fit: as text, it would be used as a path
     return next((value for value in (reading, text) if any(_fits(value, each.kind) for each in settings)), reading)
 
 

@@ -76,7 +76,7 @@ def test_the_home_directory_of_nobody_is_refused_with_the_setting(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data:\n  tokenizer: ~no-such-user/t\n")
     for arguments in (["--data.tokenizer=~no-such-user/t"], ["--config", str(recipe)]):
-        with pytest.raises(ConfigError, match="who has none; write the whole path") as caught:
+        with pytest.raises(ConfigError, match="who has none; give the full path") as caught:
             parsed(*arguments)
         assert caught.value.key == "data.tokenizer"
     with pytest.raises(UserError):
