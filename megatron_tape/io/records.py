@@ -19,14 +19,14 @@ from megatron_tape.errors import FileError
 from megatron_tape.io.files import write_whole
 
 RECORD_BYTES = 64 << 20
-"""The largest record that is read; a manifest of 100,000 files is smaller."""
+"""Maximum size of a record in bytes; a manifest of 100,000 files is smaller."""
 
 
 _RESTORE = "restore it, or remove it if nothing needs it"
 
 
 def write_record(path: str | Path, value: Any, *, durable: bool = True) -> None:
-    """Write `value` as JSON, whole or not at all. Raises ValueError if it contains a number that is not finite."""
+    """Write `value` as JSON atomically. Raises ValueError if it contains a number that is not finite."""
     write_whole(path, [(json.dumps(value, indent=1, allow_nan=False) + "\n").encode()], durable=durable)
 
 
@@ -77,7 +77,7 @@ def read_small(path: str | Path, limit: int) -> bytes:
 
 
 def parse_record(text: str | bytes, shape: Any) -> Any:
-    """Parse JSON and check its shape. Raises ValueError that says what is wrong.
+    """Parse JSON and check its shape. Raises ValueError with the problem.
 
     `shape` is a type that pydantic checks, strictly: a TypedDict (other keys are allowed too), `dict[str, T]`,
     `list[T]`, a union, a Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. Numbers are finite. A whole

@@ -1,4 +1,4 @@
-"""The versions of what a process runs with, for records and for comparing nodes."""
+"""Software and hardware versions of a process, for records and for comparing nodes."""
 
 import hashlib
 import importlib.metadata
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "transformers", "lm_eval", "tokenizers", "megatron-tape")
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of those of the packages that are installed."""
+    """Return the versions of Python and of the installed ones among `packages`."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -26,7 +26,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def toolchain() -> dict[str, str]:
-    """Return what kernels are compiled with on this node: the C compiler that Triton calls, and NVIDIA's driver."""
+    """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's driver."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     said = _output([compiler, "-dumpfullversion"]) if compiler else None
     found = {"C compiler": f"{Path(compiler).name} {said}" if said else "none that runs"}
@@ -39,7 +39,7 @@ def toolchain() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return what the CPU calls itself."""
+    """Return the model name of the CPU."""
     name = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -48,12 +48,12 @@ def cpu_name() -> str:
 
 
 def node_name() -> str:
-    """Return what the scheduler, or else the node itself, calls this node."""
+    """Return the name of this node in the scheduler, or its host name."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def commit(source: Path = ROOT) -> str | None:
-    """Return the commit of a directory that holds this project, or None where git does not know it."""
+    """Return the commit of this project's directory, or None if git does not know it."""
     git = ["git", "-C", str(source)]
     # An environment with the installed package may lie in a repository of something else.
     if not _output([*git, "ls-files", "megatron_tape/__init__.py"]):
