@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain form in float64, outputs and every gradient; interpreted without a GPU."""
+"""Triton kernels equal their references in float64, outputs and all gradients; interpreted without a GPU."""
 
 import re
 from functools import partial
@@ -26,7 +26,7 @@ SMALL = dict(hidden_size=128, num_attention_heads=4, num_layers=2, ffn_hidden_si
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill memory that torch leaves uninitialised with NaN, as it does in repeatable runs only; round as GPUs do."""
+    """Fill uninitialized memory with NaN, as torch does in deterministic mode; round like a GPU."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: False)
     assert torch.empty(3, device=DEVICE).isnan().all()
@@ -40,7 +40,7 @@ def draw(*shape, dtype, seed, scale=1.0):
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
 
 
-# On a GPU, torch's backend rotates with our kernel.
+# On a GPU, the backend torch rotates with the kernel under test.
 PLAIN = "torch" if DEVICE.type == "cpu" else "naive"
 
 
@@ -49,7 +49,7 @@ def assert_as_exact_as_torch(attend, inputs, dtype):
 
 
 def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, wide=True, ends=None, rotated=True):
-    """Compare with torch's backend; `ends` are those of documents."""
+    """Compare with torch's backend; `ends` are the ends of documents, by sequence."""
     batch = 1 if ends is None else 2
     inputs = [draw(length, batch, n, dim, dtype=dtype, seed=i) for i, n in enumerate((heads, groups, groups, groups))]
     packing = None
@@ -67,7 +67,7 @@ SMALL_HEADS = dict(heads=2, groups=1, dim=32)
 UNEVEN = [
     dict(length=65, ends=[[7, 8, 40], [64]]),
     dict(length=130, ends=[[1, 128], [65, 66]]),
-    dict(length=330, ends=[[300], [3, 210]]),  # documents with tiles in the middle that are not masked
+    dict(length=330, ends=[[300], [3, 210]]),  # documents with unmasked tiles in the middle
 ]
 
 
@@ -97,7 +97,7 @@ def test_one_state_for_all_sequences_and_groups_gets_the_sum_of_their_gradients(
     "queries, keys, dim, dtype, packed",
     [(1, 64, 32, FP32, False), (1, 101, 64, BF16, True), (33, 101, 32, FP32, True), (70, 130, 80, BF16, False)],
 )
-def test_a_few_queries_see_a_whole_cache(queries, keys, dim, dtype, packed):
+def test_fewer_queries_than_keys_see_the_whole_cache(queries, keys, dim, dtype, packed):
     inputs = [draw(n, 2, h, dim, dtype=dtype, seed=h) for n, h in ((queries, 4), (keys, 2), (keys, 2), (keys, 2))]
     at = torch.arange(keys, device=DEVICE)
     bounds = Packing.of((at >= torch.tensor([[keys - 20], [3]], device=DEVICE)).long()) if packed else None
@@ -114,7 +114,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_one_of_two_outputs_may_stay_unused(used):
+def test_one_of_two_outputs_may_be_unused(used):
     inputs = [draw(33, 1, n, 32, dtype=FP32, seed=n) for n in (4, 2, 2, 2)]
     assert_as_exact_as_torch(
         lambda backend, *x: [attention(*x, True, None, backend)[used] + 0 * sum(y.sum() for y in x)], inputs, FP32
@@ -142,11 +142,11 @@ def test_position_update(tokens, groups, heads, dim, inner, dtype, full):
     assert_as_exact_update(lambda update, *x: update(*x), inputs, dtype)
 
 
-def test_the_update_reads_the_average_of_the_state_where_attention_has_put_it():
-    """Beside that of the values, as a half of one tensor."""
+def test_the_update_reads_one_half_of_attentions_output_without_a_copy():
+    """Attention writes the averages of v and z as halves of one tensor."""
     z, u, *rest = update_inputs(33, 2, 4, 32, 6, FP32)
-    beside = torch.stack([torch.full_like(u, float("nan")), u], dim=2)
-    half = beside[:, :, 1].requires_grad_()
+    both = torch.stack([torch.full_like(u, float("nan")), u], dim=2)
+    half = both[:, :, 1].requires_grad_()
     assert not half.is_contiguous()
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
@@ -158,8 +158,8 @@ def test_the_update_reads_the_average_of_the_state_where_attention_has_put_it():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_the_update_reads_averages_of_sequences_that_lie_one_after_the_other():
-    """As FlashAttention-4 returns them."""
+def test_the_update_reads_batch_first_averages():
+    """FlashAttention-4 returns them in this layout."""
     z, u, *rest = update_inputs(34, 2, 4, 32, 6, BF16)
 
     def update(function, z, u, *rest):
@@ -183,18 +183,18 @@ def test_a_state_in_fp32_is_updated_in_fp32(full):
         assert (function(z, *small) - truth).abs().max() > 1e-3
 
 
-def test_what_the_update_would_read_wrongly_is_refused():
+def test_the_update_refuses_mixed_dtypes_and_wrong_shapes():
     z, u, *others = update_inputs(3, 4, 4, 32, 6, BF16)
-    with pytest.raises(ValueError, match="state in fp32, not bfloat16, float32"):
+    with pytest.raises(ValueError, match="one dtype .*, not bfloat16, float32"):
         fused_update(z, u.float(), *others)
     for index in range(6):
         inputs = [x[:-1] if i == index else x for i, x in enumerate((z, u, *others))]
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match="does not match"):
             fused_update(*inputs)
 
 
 @pytest.mark.parametrize("tensor, row", [(1, 40), (5, 20)])
-def test_what_is_wrong_in_one_row_is_named(tensor, row):
+def test_an_error_in_one_row_is_named(tensor, row):
     inputs = [draw(48, 1, 2, 32, dtype=BF16, seed=n) for n in range(4)]
 
     def wrong(*x):
@@ -212,7 +212,7 @@ def test_what_is_wrong_in_one_row_is_named(tensor, row):
     assert f"tensor {tensor}" in message and ("rows" not in message or f"rows {first} to {first + 15}" in message)
 
 
-def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_query():
+def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
     kept = {}
 
     def keep(x):
@@ -235,7 +235,7 @@ def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_que
         {"increments": "learned"},
     ],
 )
-def test_a_model_with_kernels_equals_the_one_without(changes):
+def test_a_model_with_fused_kernels_equals_one_without(changes):
     pytest.importorskip("megatron.core")
     from models import build, random_tokens, small_model
 
@@ -256,7 +256,7 @@ def failure(**changes):
     return backend_fails("triton", kernel_shapes(model_config(**(SMALL | changes)), 2), FP32, DEVICE)
 
 
-def test_kernels_are_checked_before_they_train(monkeypatch):
+def test_kernels_are_checked_before_training(monkeypatch):
     monkeypatch.setattr(parity, "LENGTH", 33)
     assert failure() is None
     attend, backward = triton_attention.attend, triton_attention.attend_backward
@@ -278,8 +278,8 @@ def test_kernels_are_checked_before_they_train(monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_a_wrong_rotation_shows_in_the_check_of_every_backend(monkeypatch, part):
-    """What is compared with must not rotate with the kernel itself."""
+def test_every_backends_check_detects_a_wrong_rotation(monkeypatch, part):
+    """The reference of the check must not use the kernel for rotation."""
     monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: True)
     monkeypatch.setattr(parity, "LENGTH", 17)
     monkeypatch.setattr(parity, "LENGTHS", (17,))
@@ -301,8 +301,8 @@ def test_a_wrong_rotation_shows_in_the_check_of_every_backend(monkeypatch, part)
 
 
 @pytest.mark.parametrize("groups, wide, learned", [(2, True, True), (4, False, False), (4, False, True)])
-def test_the_kernel_that_rotates_for_other_backends_is_as_exact_as_torch(monkeypatch, groups, wide, learned):
-    """On a GPU it runs before every library's kernel, which gets [v | z] as one tensor."""
+def test_the_fused_rotation_for_other_backends_is_as_exact_as_torch(monkeypatch, groups, wide, learned):
+    """On a GPU, it prepares the inputs of library kernels, which get [v | z] as one tensor."""
 
     def attend(fused, q, k, v, *state):
         monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: fused)
@@ -318,7 +318,7 @@ def test_the_kernel_that_rotates_for_other_backends_is_as_exact_as_torch(monkeyp
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_gradients_of_both_averages_are_joined_in_the_layout_of_the_averages(batch_first):
+def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first):
     x = draw(33, 2, 3, 40, dtype=BF16, seed=1)
     x = (x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x).requires_grad_()
     o, u = triton_rotation.halves(x)
@@ -328,9 +328,9 @@ def test_gradients_of_both_averages_are_joined_in_the_layout_of_the_averages(bat
     assert gradient.stride() == x.stride()
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="here the interpreter stands in for a GPU with too little memory")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter imitates a GPU with little shared memory")
 @pytest.mark.parametrize("kernel", ["_forward", "_backward_keys"])
-def test_a_kernel_that_does_not_fit_runs_in_smaller_tiles_from_then_on(monkeypatch, caplog, kernel):
+def test_a_kernel_that_exceeds_shared_memory_switches_to_smaller_tiles(monkeypatch, caplog, kernel):
     run, grids = InterpretedFunction.run, []
 
     def limited(function, *arguments, grid, warmup, **options):
@@ -344,7 +344,7 @@ def test_a_kernel_that_does_not_fit_runs_in_smaller_tiles_from_then_on(monkeypat
     monkeypatch.setattr(triton_attention, "limits", {})
     for _ in range(2):
         check_attention(length=130, dim=128, dtype=BF16)
-    assert "takes 227.5 KiB of the 227.0 there are; it runs in smaller tiles" in caplog.text
+    assert "needs 227.5 KiB of shared memory but has 227.0; using smaller tiles" in caplog.text
     assert grids[0][0] == 2 < grids[-1][0]
     # Each kernel tries the tiles for 227 and for 163 KiB once.
     assert grids.count(grids[0]) == caplog.text.count("smaller tiles") == (2 if kernel == "_forward" else 4)

@@ -1,6 +1,6 @@
 """Liger's kernels of the vocabulary-parallel cross-entropy (Hsu et al., 2024), for one chunk of the loss.
 
-They read logits in the given dtype, compute in float32, and leave sums over ranks to the caller. Imports liger-kernel.
+They read logits in any dtype and compute in float32; the caller sums over ranks. Imports liger-kernel.
 
 Axes: n tokens of a chunk, V this rank's shard of the vocabulary.
 """
@@ -14,14 +14,15 @@ from liger_kernel.ops.vocab_parallel_cross_entropy import (
 from torch import Tensor
 
 BLOCK = 32768
-"""Maximum number of logits that a program reads at once, with 32 warps, as in Liger's own calls."""
+"""Maximum number of logits that a program loads at once, with 32 warps, as in Liger's own calls."""
 NOTHING_IGNORED = -1
 
 
 def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,), all in float32.
 
-    `labels_n` are indices into the whole vocabulary; this shard starts at `first`. Labels of other shards give 0.
+    `labels_n` are indices into the whole vocabulary; this shard starts at `first`. The last tensor is 0 for labels of
+    other shards.
     """
     (n, V), kind = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
     found, sums, of_label = torch.empty(n, V, **kind), torch.empty(n, **kind), torch.empty(n, **kind)

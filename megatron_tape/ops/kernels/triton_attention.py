@@ -1,15 +1,14 @@
-"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `triton_rotation.py` prepares their inputs.
+"""Triton kernels of causal attention, which average `[v | z]` with one map. `triton_rotation.py` prepares the inputs.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
-head dimension, E width of the value: D, or 2D for [v | z]. This is flash attention (Dao, 2023) with a wider value: a
-pair of query and key costs D + E multiply-adds forward and 3D + 2E backward, or 4D + 2E if heads are wider than 64. All
-blocks of keys add to the gradients of queries, in an order that varies, so that their last bits differ from run to run;
-under `torch.use_deterministic_algorithms` a separate kernel computes them, for D + E more. What is saved for the
-backward pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain form to compare with is
-`ops.backends.naive`.
+head dimension, E width of the value: D, or 2D for [v | z]. This is flash attention (Dao, 2023) with a wider value. A
+pair of query and key costs D + E multiply-adds forward and 3D + 2E backward, or 4D + 2E if heads are wider than 64.
+Blocks of keys add to the gradients of queries atomically, so the last bits differ from run to run. Under
+`torch.use_deterministic_algorithms`, a separate kernel computes them instead, for another D + E multiply-adds. Saved
+for the backward pass: q, k, v, z, both outputs and one log-sum-exp per query. The reference is `ops.backends.naive`.
 
-Keys or queries are visited in two loops: over the tiles in which all pairs are seen, and over those in which the
-causal order or the edge of a document hides some. The latter lie before and after the former.
+Keys or queries are visited in two loops: one over the unmasked tiles, and one over the tiles that the causal mask or a
+document boundary masks in part. The latter lie before and after the former.
 """
 
 import logging
@@ -37,14 +36,14 @@ from megatron_tape.ops.kernels.triton_rotation import (
 logger = logging.getLogger(__name__)
 
 MAX_HEADS = 65535
-"""Heads of all sequences together: the limit of the second axis of a CUDA grid."""
+"""Maximum of batch size times heads, the limit of a CUDA grid's second axis."""
 
 
 @triton.jit
 def _seen(queries, keys, starts, offset, PACKED: tl.constexpr):
-    """Whether query s, which is token s + offset, sees key t: it must not be later, nor before the query's document.
+    """Return whether query s, which is token s + offset, sees key t: t is not later, nor before the query's document.
 
-    Keys after the last one are later than all queries but those after the last one, whose results are not used.
+    Keys beyond the last one are seen only by queries beyond the last one, and those queries' results are not stored.
     """
     seen = keys <= queries + offset
     if PACKED:
@@ -54,7 +53,7 @@ def _seen(queries, keys, starts, offset, PACKED: tl.constexpr):
 
 @triton.jit
 def _tile_start(number, first, count, second, BLOCK: tl.constexpr, TWO: tl.constexpr):
-    """Return where a tile begins; with TWO, `count` tiles from `first` are followed by others from `second`."""
+    """Return a tile's first row. With TWO, `count` tiles start at `first`, and the others continue at `second`."""
     start = first + number * BLOCK
     if TWO:
         start = tl.where(number < count, start, second + (number - count) * BLOCK)
@@ -68,7 +67,7 @@ def _forward_blocks(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Continue the averages with some tiles of keys (see `_tile_start`). Scores are scaled only as exponents."""
+    """Accumulate the averages over tiles of keys (see `_tile_start`). The scale is applied in the exponent."""
     columns, wide = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     for number in range(tiles):
         keys = _tile_start(number, first, count, second, BLOCK_T, PACKED and MASKED) + tl.arange(0, BLOCK_T)
@@ -80,7 +79,7 @@ def _forward_blocks(
         largest_now = tl.maximum(largest, tl.max(scores, 1))
         shift = largest_now * scale
         if MASKED and PACKED:
-            # A row that has not seen any key yet has no largest score to subtract.
+            # Rows without any visible key so far have no maximum to subtract.
             shift = tl.where(largest_now == float("-inf"), 0.0, shift)
         p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
         shrink = tl.exp2(largest * scale - shift)
@@ -100,7 +99,7 @@ def _forward(
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    # The last queries start first, as they see the most keys.
+    # Blocks of the last queries run first, as they see the most keys.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     group = head // PER_GROUP
@@ -111,7 +110,7 @@ def _forward(
     averaged = tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
     largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_S,), tl.float32)
-    # Keys before the first query's own token are seen by the whole block, if they are of its last query's document.
+    # The whole block sees keys before its first query's own token, if they belong to its last query's document.
     diagonal = (block * BLOCK_S + offset) // BLOCK_T
     low, middle = 0, 0
     starts = queries
@@ -148,9 +147,9 @@ def _delta(
     OUT, U, DO, DU, DOUT, DELTA, o_row, o_batch, o_head, do_row, do_batch, do_head, du_row, du_batch, du_head, B, S, H,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of each output and its gradient, which the softmax's backward pass subtracts.
+    """Compute delta, the dot product of each output and its gradient, which the softmax's backward pass subtracts.
 
-    With WIDE, also write [do | du], which is multiplied as [v | z] is.
+    With WIDE, also write [do | du], the gradient that belongs to the value [v | z].
     """
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -176,9 +175,9 @@ def _backward_keys_blocks(
     BLOCK_S: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     VALUES: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradients of a block of keys those from some tiles of queries (see `_tile_start`) of a group's heads.
+    """Accumulate the gradients of a block of keys over tiles of queries (see `_tile_start`) of all heads of a group.
 
-    There is one loop over tiles and heads, so that it prefetches across heads.
+    Tiles and heads share one loop, so that loads are prefetched across heads.
     """
     columns, wide = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     for step in range(tiles * PER_GROUP):
@@ -187,7 +186,7 @@ def _backward_keys_blocks(
             head, number = step // tiles, step % tiles
         queries = _tile_start(number, first, count, second, BLOCK_S, MASKED) + tl.arange(0, BLOCK_S)
         q = load_rows(Q, q_base + head * q_head, queries, q_row, columns, S, D, MASKED)
-        # The weights of queries after the last one vanish.
+        # An infinite log-sum-exp zeroes the weights of queries beyond the last one.
         lse = load_numbers(LSE + line + head * S, queries, S, float("inf"), MASKED)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")
         p = tl.exp2(tl.fma(scores, scale, -lse[None, :]))
@@ -206,7 +205,7 @@ def _backward_keys_blocks(
             dk = tl.dot(ds, q, dk, input_precision="ieee")
             if QUERIES:
                 if BLOCK_S < 64:
-                    # Tensor cores of Hopper need 64 rows; the transpose has D.
+                    # Hopper's tensor cores need 64 rows; the transposed product has D.
                     dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee"))
                 else:
                     dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
@@ -228,10 +227,10 @@ def _backward_keys(
     BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
     VALUES: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block of keys, from all later queries of all heads of the group.
+    """Compute the gradients of one block of keys, from all later queries of all heads of the group.
 
     VALUES stores the gradients of values, KEYS stores those of keys, and QUERIES adds to those of queries, in fp32.
-    Scores are (keys, queries), so that the products with p and ds need no transposed registers.
+    Scores have the shape (keys, queries), so that the products with p and ds need no transposed registers.
     """
     block = tl.program_id(0)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
@@ -244,14 +243,14 @@ def _backward_keys(
     dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dvalue = tl.zeros((BLOCK_T, BLOCK_E if VALUES else 16), tl.float32)
     low, high = tl.maximum(block * BLOCK_T - offset, 0) // BLOCK_S, tl.cdiv(S, BLOCK_S)
-    # From the tile `middle` on queries come after the whole block; a last block that is not full has none.
+    # From tile `middle` on, all queries come after the block's keys; a partial last block has no such tiles.
     middle = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - offset, 0), BLOCK_S)
-    # The tile `tail` is not full,
+    # Tile `tail` is partial,
     tail = S // BLOCK_S
     ends = keys
     if PACKED:
         ends = tl.load(ENDS + batch * T + keys, mask=keys < T, other=0)
-        # or some of its queries are of a later document than the block's first key.
+        # or some of its queries belong to a later document than the block's first key.
         high = tl.cdiv(tl.load(ENDS + batch * T + tl.minimum((block + 1) * BLOCK_T, T) - 1) - offset, BLOCK_S)
         tail = (tl.load(ENDS + batch * T + block * BLOCK_T) - offset) // BLOCK_S
     middle = tl.minimum(middle, high)
@@ -288,7 +287,7 @@ def _backward_queries(
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block of queries of one head, from all keys that the block sees, in the order of the keys."""
+    """Compute the gradient of one head's block of queries, from all keys that it sees, in the order of the keys."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     group = head // PER_GROUP
@@ -321,10 +320,10 @@ def _backward_queries(
     store_rows(DQ, base, queries, dq_row, columns, S, dq * (scale * 0.6931471805599453), D)
 
 
-# (queries of a tile, keys of a tile, warps, stages) for heads of up to 64 and for wider ones, by KiB of shared memory;
-# the tuples that are keys say what the backward kernel computes. Chosen by looking at the binaries for capabilities
-# 9.0, 8.0 and 8.6 and for gfx942 (not measured): no kernel used in training spills registers, and where it fits, the
-# loops prefetch.
+# By KiB of shared memory and kernel: (queries of a tile, keys of a tile, warps, stages) for heads of up to 64 and for
+# wider ones. A tuple as key is a pass of `_backward_passes`. The sizes were chosen from the binaries for capabilities
+# 9.0, 8.0 and 8.6 and for gfx942, not from measurements: no kernel used in training spills registers, and loops
+# prefetch where shared memory suffices.
 _TILES = {
     227: {
         "forward": ((128, 64, 8, 3), (128, 64, 8, 3)),
@@ -365,12 +364,12 @@ _TILES = {
 }
 _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 limits: dict[tuple, int] = {}
-"""KiB of shared memory whose tiles a kernel must take, by its key of `_TILES` and whether heads are wide, if it took
-more than this process's GPU has."""
+"""Reduced KiB of shared memory, by key of `_TILES` and whether heads are wider than 64, for kernels that exceeded the
+shared memory of this process's GPU."""
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return how many KiB of shared memory a program can use, of those that `_TILES` has tiles for."""
+    """Return the largest key of `_TILES` that fits into a program's shared memory, in KiB."""
     if torch.version.hip:
         return 64
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
@@ -378,7 +377,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def _tile(kernel: str | tuple, D: int, S: int, q: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Return a tile's queries and keys, and how to launch."""
+    """Return a tile's queries and keys, and the launch options."""
     memory = limits.get((kernel, D > 64), shared_memory(q.device))
     queries, keys, warps, stages = (_TILE_FP32 if q.dtype is torch.float32 else _TILES[memory][kernel])[D > 64]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
@@ -386,10 +385,10 @@ def _tile(kernel: str | tuple, D: int, S: int, q: Tensor) -> tuple[int, int, dic
 
 
 def _in_tiles(kernel: str | tuple, D: int, S: int, q: Tensor, launch: Callable[..., None]) -> None:
-    """Call `launch` with what `_tile` returns for this GPU.
+    """Call `launch` with the tile sizes and options for this GPU.
 
-    Some kernels take nearly all of its shared memory here. If another version of Triton makes one that does not fit,
-    smaller tiles are taken from then on.
+    Some kernels use nearly all of the shared memory. If another version of Triton needs more than there is, smaller
+    tiles are used from then on.
     """
     try:
         launch(*_tile(kernel, D, S, q))
@@ -400,13 +399,13 @@ def _in_tiles(kernel: str | tuple, D: int, S: int, q: Tensor, launch: Callable[.
         if q.dtype is torch.float32 or not smaller:
             raise
         sizes = error.required / 1024, error.limit / 1024
-        logger.warning("a kernel of attention takes %.1f KiB of the %.1f there are; it runs in smaller tiles", *sizes)
+        logger.warning("an attention kernel needs %.1f KiB of shared memory but has %.1f; using smaller tiles", *sizes)
     limits[kernel, D > 64] = max(smaller)
     _in_tiles(kernel, D, S, q, launch)
 
 
 class _Attention(torch.autograd.Function):
-    """`rotate`: z rotates q and k; `wide`: z is averaged."""
+    """Attention with gradients. `rotate`: z rotates q and k; `wide`: z is averaged with v."""
 
     @staticmethod
     def forward(ctx, q, k, v, z, starts, ends, rotate, wide):
@@ -432,9 +431,9 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, value: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Average the value, v (T, B, G, D) or [v | z] (T, B, G, 2D), for rotated q (S, B, H, D) and k (T, B, G, D).
+    """Compute attention of rotated q (S, B, H, D) and k (T, B, G, D), with v (T, B, G, D) or [v | z] (T, B, G, 2D).
 
-    The last S keys belong to the queries. Returns o and, for [v | z], u (S, B, H, D), and the base-2 log-sum-exp
+    The queries are the last S tokens. Returns o and, for [v | z], u (S, B, H, D), and the base-2 log-sum-exp
     (B, H, S) of the scores.
     """
     S, B, H, D = q.shape
@@ -460,10 +459,10 @@ def attend_backward(
     gradients: tuple[Tensor, Tensor | None],
     bounds: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of rotated q (possibly in fp32), of rotated k, and of the value.
+    """Return the gradients of rotated q (in fp32 unless deterministic), of rotated k, and of the value.
 
-    `inputs` are q, k and the value, `outputs` those of `attend`, `gradients` those of o and u, and `bounds` starts and
-    ends.
+    `inputs` are q, k and the value, `outputs` those of `attend`, `gradients` those of o and u, and `bounds` the starts
+    and ends of documents.
     """
     (q, k, value), (o, u, lse), (do, du), (starts, ends) = inputs, outputs, gradients, bounds
     S, B, H, D = q.shape
@@ -512,14 +511,14 @@ def _block(width: int) -> int:
 
 
 def sums_in_one_order() -> bool:
-    """Return whether gradients of queries must always be summed in the same order."""
+    """Return whether gradients of queries must be deterministic, so summed in a fixed order."""
     return torch.are_deterministic_algorithms_enabled()
 
 
 def _backward_passes(D: int, repeatable: bool) -> tuple[tuple[bool, bool, bool], ...]:
-    """Return what each launch of `_backward_keys` computes: gradients of values, of keys, of queries.
+    """Return for each launch of `_backward_keys` whether it computes gradients of values, of keys, of queries.
 
-    Wide heads need two launches, which both compute the scores, as all sums would not fit into a program's registers.
+    Wide heads need two launches, each of which computes the scores, because all sums do not fit into registers.
     """
     queries = not repeatable
     return ((True, True, queries),) if D <= 64 else ((True, False, False), (False, True, queries))
@@ -534,11 +533,11 @@ def attention(
     bounds_2BT: Tensor | None = None,
     rotate: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Rotate q (S, B, H, D) and k (T, B, G, D) by z if requested, and average v and, if `average_state`, z.
+    """Compute attention with q (S, B, H, D) and k (T, B, G, D), rotated by z if `rotate`.
 
-    z is (T, B or 1, G or 1, D). `bounds_2BT`, int32, says for each token where its document and the next one begin.
-    Returns o (S, B, H, D) and u, which has the same shape, or None. z can rotate only if S = T. Raises
-    ValueError if all sequences together have more heads than one launch can take.
+    z is (T, B or 1, G or 1, D). `bounds_2BT` (int32) has the starts of each token's document and of the next one.
+    Returns (o,), or (o, u) if `average_state`, where u is the average of z; both are (S, B, H, D). Rotation needs
+    S = T. Raises ValueError if batch size times heads exceeds `MAX_HEADS`.
     """
     B, H = q.shape[1:3]
     if B * H > MAX_HEADS:

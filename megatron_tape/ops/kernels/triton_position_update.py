@@ -1,11 +1,10 @@
-"""TAPE's update of the position state: two Triton kernels around a few matrix products of the library.
+"""TAPE's update of the position state: two Triton kernels and a few matrix products of torch.
 
 Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For each token
     z' = z + A u,    M = W_down diag(silu(gate)) W_up  in R^(G x G),    z'' = z' + M z'.
-One matrix product computes M for all tokens, as in the plain form (`ops/position_update.py`). The forward kernel then
-reads z, u and M once and writes z'' once. The backward kernel reads them and the gradient of z'', recomputes z', and
-writes the gradients of z, u and M. Each program adds up the gradient of A over its tokens; these sums are added
-afterwards.
+One matrix product computes M for all tokens, as in the reference (`ops/position_update.py`). The forward kernel reads
+z, u and M once and writes z'' once. The backward kernel reads them and the gradient of z'', recomputes z', and writes
+the gradients of z, u and M. Each program sums the gradient of A over its tokens; torch sums over programs.
 """
 
 import torch
@@ -25,15 +24,15 @@ TOKENS = 4
 """Minimum number of tokens per program."""
 
 COLUMNS = 64
-"""Maximum number of a token's columns in registers; with more, fewer programs run at the same time."""
+"""Maximum number of a token's columns in registers; more would reduce occupancy."""
 
 MIXING_BYTES = 8192
-"""Maximum bytes of A beside so many columns; with more, shared memory has room for half as many."""
+"""Maximum bytes of A with `COLUMNS` columns; for a larger A, shared memory has room for half as many."""
 
 
 @triton.jit
 def _matrix(pointer, rows, columns, row_stride, R: tl.constexpr, C: tl.constexpr):
-    """Load a block of an (R, C) matrix, with zeros beyond its edges."""
+    """Load a block of an (R, C) matrix, padded with zeros."""
     inside = (rows[:, None] < R) & (columns[None, :] < C)
     return tl.load(pointer + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
 
@@ -123,7 +122,7 @@ def _update_backward(
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
-        # As a half of [o | u], u is a view whose heads lie apart. Some libraries write one sequence after the other.
+        # u may be a half of [o | u], with gaps between heads, and some libraries store one sequence after the other.
         u = last_contiguous(u)
         z, mixing = z.contiguous(), mixing.contiguous()
         out = torch.empty_like(z)
@@ -176,9 +175,9 @@ def update(
 
     `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous.
 
-    `kept_NGD` is z rounded to the type of the others, if that is kept for the backward pass instead of z itself.
-    z may be in fp32 where the others are in bf16 or fp16. Raises ValueError for other combinations of types, as
-    the kernel multiplies operands of equal types, and for shapes that do not fit.
+    `kept_NGD`, if given, is saved for the backward pass instead of z: z rounded to the dtype of the others. z may be
+    in fp32 while the others are in bf16 or fp16. Raises ValueError for other combinations of dtypes, as the kernel
+    multiplies operands of equal dtypes, and for shapes that do not match.
     """
     (N, G, D), H, P = z_NGD.shape, u_NHD.shape[-2], gate_NP.shape[1]
     matrices = ((G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
@@ -186,10 +185,10 @@ def update(
     u_shape = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
     shapes = (u_shape, *(tuple(x.shape) for x in (gate_NP, mixing, up_PG, down_GP)))
     if shapes != wanted or (mixing.dim() == 1 and G != H):
-        raise ValueError(f"a state {tuple(z_NGD.shape)} does not fit u, gate, mixing, up and down {shapes}")
+        raise ValueError(f"a state {tuple(z_NGD.shape)} does not match u, gate, mixing, up and down {shapes}")
     types = {x.dtype for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)}
     if len(types) > 1 or z_NGD.dtype not in (*types, torch.float32):
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in {*types, z_NGD.dtype}))
-        raise ValueError(f"the fused position update takes tensors of one type, but for a state in fp32, not {names}")
+        raise ValueError(f"the fused position update needs tensors of one dtype (the state may be fp32), not {names}")
     with torch.cuda.device_of(z_NGD):
         return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, kept_NGD)

@@ -1,9 +1,9 @@
-"""Triton kernels of what comes before attention: rotated queries and keys, and the value `[v | z]`.
+"""Triton kernels that prepare the inputs of attention: rotated queries and keys, and the value `[v | z]`.
 
-Inside attention, each tile of keys would be rotated again for every tile of queries. One launch reads q, k, v and the
-state z once and writes what attention reads; the value is written interleaved, as one vector of 2D numbers for each
-token and group, so that attention multiplies by v and z in one product. Axes: S sequence, B batch, H query heads, G
-groups, D head dimension, F = D/2 complex numbers. The plain form is in `ops/rotation.py`.
+Rotating inside attention would repeat the rotation of each tile of keys for every tile of queries. Instead, one launch
+reads q, k, v and the state z once and writes the inputs of attention. The value is one vector of 2D numbers per token
+and group, so that attention multiplies by v and z in one product. Axes: S sequence, B batch, H query heads, G groups, D
+head dimension, F = D/2 complex numbers. The reference is in `ops/rotation.py`.
 """
 
 import torch
@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 @triton.jit
 def load_rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr, CHECKED: tl.constexpr = True):
-    """Load (rows, columns) of a matrix, with zeros where the row is not below `limit` or the column not below D.
+    """Load (rows, columns) of a matrix, with zeros where row >= `limit` or column >= D.
 
-    Without CHECKED all rows are below `limit`.
+    Without CHECKED, all rows must be below `limit`.
     """
     places = pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     if CHECKED:
@@ -29,7 +29,7 @@ def load_rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr, 
 
 @triton.jit
 def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
-    """Load a number for each row, or `other` where the row is not below `limit`; without CHECKED all are."""
+    """Load one number per row, or `other` where row >= `limit`; without CHECKED, all rows must be below `limit`."""
     if CHECKED:
         return tl.load(pointer + rows, mask=rows < limit, other=other)
     return tl.load(pointer + rows)
@@ -37,7 +37,7 @@ def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
 
 @triton.jit
 def store_rows(pointer, base, rows, row_stride, columns, limit, value, D: tl.constexpr):
-    """Store (rows, columns) of a matrix where the row is below `limit` and the column below D."""
+    """Store (rows, columns) of a matrix where row < `limit` and column < D."""
     inside = (rows[:, None] < limit) & (columns[None, :] < D)
     target = pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     tl.store(target, value.to(pointer.dtype.element_ty), mask=inside)
@@ -45,7 +45,7 @@ def store_rows(pointer, base, rows, row_stride, columns, limit, value, D: tl.con
 
 @triton.jit
 def _rotate(X, Y, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, F: tl.constexpr):
-    """Multiply rows of X by the state as complex numbers, stored as [real | imaginary], into Y."""
+    """Multiply rows of X by the state as complex numbers, stored as [real | imaginary]; write the result to Y."""
     x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
     x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
     store_rows(Y, y_base, rows, y_row, columns, S, x_re * z_re - x_im * z_im, F)
@@ -59,14 +59,14 @@ def _prepare(
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     ROTATE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the queries and keys of one group with ROTATE; write its value [v | z] with WIDE."""
+    """With ROTATE, rotate the queries and keys of one group; with WIDE, write its value [v | z]."""
     batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
     z_re = load_rows(Z, z_base, rows, z_row, columns, T, F)
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, T, F)
     D: tl.constexpr = 2 * F
-    # What is written is contiguous.
+    # Outputs are contiguous.
     line = batch * G + group
     if ROTATE:
         w_re, w_im = z_re.to(tl.float32), z_im.to(tl.float32)
@@ -110,9 +110,9 @@ def _prepare_backward(
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
-    """Turn the gradients of rotated queries and keys into those of queries and keys, and compute the state's.
+    """Compute the gradients of queries, keys and the state from those of rotated queries and keys.
 
-    With WIDE, split the gradient of the value [v | z]: that of z is added to the state's.
+    With WIDE, split the gradient of the value [v | z] and add the part of z to the state's gradient.
     """
     batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
@@ -121,7 +121,7 @@ def _prepare_backward(
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
     dz_re = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
-    # What is written is contiguous.
+    # Outputs are contiguous.
     line, stride = (batch * G + group) * 2 * F, B * G * 2 * F
     if WIDE:
         base = batch * dvalue_batch + group * dvalue_head
@@ -153,16 +153,16 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """Return x, or a copy of it whose last axis is contiguous."""
+    """Return x if its last axis is contiguous, otherwise a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, rotate: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) with `rotate`, and the value.
+    """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) if `rotate`, and the value.
 
-    The value is v, or with `wide` [v | z] (T, B, G, 2D). With `rotate`, S = T. The last axis of all is contiguous.
+    The value is v, or [v | z] (T, B, G, 2D) if `wide`. `rotate` needs S = T. All last axes must be contiguous.
     """
     if not (rotate or wide):
         return q, k, v
@@ -184,10 +184,10 @@ def prepare(
 def prepare_backward(
     q: Tensor, k: Tensor, z: Tensor, dq: Tensor, dk: Tensor, dvalue: Tensor | None, needed: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of q, in its type, of k, of v, and of z, if it is `needed`.
+    """Return the gradients of q (in its dtype), k, v, and, if `needed`, z.
 
-    `dq` and `dk` are those of the rotated q and k, and `dvalue` that of [v | z] (S, B, G, 2D). Without it there is none
-    of v, and z's is the rotation's alone.
+    `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G, 2D). If it is None,
+    so is the gradient of v, and z gets only the rotation's gradient.
     """
     (S, B, G, D), H = k.shape, q.shape[2]
     dq_out = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
@@ -210,7 +210,7 @@ class _Prepared(torch.autograd.Function):
     def forward(ctx, q, k, v, z, wide):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
         rotated_q, rotated_k, value = prepare(q, k, v, z, True, wide)
-        # The gradients of q and k need z alone.
+        # The gradients of q and k need only z.
         ctx.save_for_backward(*((q, k) if ctx.needs_input_grad[3] else (None, None)), z)
         ctx.wide = wide
         return (rotated_q, rotated_k, value) if wide else (rotated_q, rotated_k)
@@ -259,9 +259,9 @@ class _Halves(torch.autograd.Function):
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two halves of [o | u] (S, B, H, 2D) as views; one kernel joins their gradients, in the layout of x.
+    """Return the halves of [o | u] (S, B, H, 2D) as views; one kernel concatenates their gradients in x's layout.
 
-    The backward pass of torch.split is torch.cat, which reaches a fifth of the memory's bandwidth here.
+    The backward pass of torch.split is torch.cat, which reaches only a fifth of the memory bandwidth here.
     """
     with torch.cuda.device_of(x):
         return _Halves.apply(x)
@@ -270,7 +270,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
     """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`, [v | z].
 
-    Gradients flow to all of them.
+    It is differentiable with respect to q, k, v and z.
     """
     with torch.cuda.device_of(q):
         return _Prepared.apply(q, k, v, z.expand(k.shape), wide)

@@ -1,7 +1,7 @@
-"""SwiGLU, silu(gate) * up, as Triton kernels that read and write every element once.
+"""Triton kernels of SwiGLU, silu(gate) * up, which read and write every element once.
 
-Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, so the halves of one projection
-would have to be copied. The reference is in `ops/swiglu.py`. Axes: N tokens, F width of the MLP.
+Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, which would copy the halves of the
+projection. The reference is in `ops/swiglu.py`. Axes: N tokens, F width of the MLP.
 """
 
 import torch
