@@ -1,4 +1,4 @@
-"""Triton without a GPU: kernels interpreted on the CPU (see conftest.py), and compiled for GPUs that are not here."""
+"""Triton without a GPU: kernels interpreted on the CPU (see conftest.py), or compiled for other GPUs."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @contextmanager
 def rounding_to_nearest():
-    """Correct the interpreter, which truncates to bf16 instead of rounding and multiplies bf16 as integers."""
+    """Fix Triton's interpreter within the context: it truncates to bf16, and multiplies bf16 as integers."""
     import triton
 
     if not triton.knobs.runtime.interpret:
@@ -51,7 +51,7 @@ def rounding_to_nearest():
 
 
 SHARED_MEMORY = {86: 99, 80: 163, 90: 227}
-"""KiB, by compute capability."""
+"""KiB of shared memory, by compute capability."""
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMS = [
     (256, 256, 1, 8, False, FP32, True),
@@ -62,14 +62,14 @@ FORMS = [
     (1, 1, 1, 1, False, BF16, False),
     (1, 200, 3, 8, True, torch.float16, False),
 ]
-"""Attention of queries, keys, sequences, heads (four to a group), packed, dtype, deterministic. Triton compiles lengths
-and strides of 1, and those that 16 divides, apart."""
+"""Cases of attention: queries, keys, sequences, heads (four per group), packed, dtype, deterministic. Triton compiles
+special kernels for lengths and strides that are 1 or divisible by 16."""
 UPDATES = [(32, 128, FP32), (32, 128, BF16), (12, 48, BF16)]
-"""Position updates of groups, width of the position MLP, dtype of the state."""
+"""Cases of the position update: groups, width of the position MLP, dtype of the state."""
 
 
 def compiled(dim, capability, form=None):
-    """Compile what attention and the update launch on a GPU: all forms, or one of each by its number."""
+    """Compile the kernels of attention and of the update: for all cases, or for the ones numbered `form`."""
     chosen = slice(None) if form is None else slice(form, form + 1)
 
     def run():
@@ -108,10 +108,10 @@ def launch_update(groups, heads, dim, inner, state=FP32):
 
 
 def binaries(run, capability):
-    """Compile what `run` launches for GPUs of this capability; describe each kernel's binary.
+    """Compile the kernels that `run` launches for GPUs of this capability; describe each binary.
 
-    That is its name, bytes of shared memory, registers, bytes of the stack, which holds spilled registers, and for each
-    loop the copies to shared memory that may still be on their way where it waits for some.
+    A description has the kernel's name, bytes of shared memory, registers, bytes of the stack (which holds spilled
+    registers), and for each wait in a loop the number of copies to shared memory that may still be in flight.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -161,7 +161,7 @@ def binaries(run, capability):
 
 
 def _registers_and_stack(cubin):
-    """Return what a binary of the GPU takes of both, by the tool that Triton brings."""
+    """Return a GPU binary's registers and bytes of stack, according to Triton's cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -173,7 +173,7 @@ def _registers_and_stack(cubin):
 
 
 def _waits_in_loops(ttgir):
-    """Return the copies in flight at each wait inside a loop; those after a loop wait for everything."""
+    """Return the copies in flight at each wait inside a loop; waits after a loop are for all copies."""
     waits, ends = [], []
     for line in ttgir.splitlines():
         indentation = len(line) - len(line.lstrip())

@@ -1,4 +1,4 @@
-"""Attention that a recomputed layer runs only once."""
+"""Activation checkpointing in which recomputation does not repeat attention."""
 
 import gc
 from functools import partial
@@ -23,7 +23,7 @@ def inputs():
 
 
 def slopes(distance):
-    """A bias, added pair by pair, whose slopes (H,) need a gradient."""
+    """Return slopes (H,) that need a gradient, and a bias computed from them."""
     slope = torch.linspace(0.1, 0.4, H, dtype=torch.float64).requires_grad_()
     return slope, Bias(
         tile=lambda rows, columns, slope: (-slope[:, None, None] * distance[rows, columns])[None],
@@ -35,7 +35,7 @@ def slopes(distance):
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
+def test_recorded_attention_has_the_same_gradients(backend, packed, biased):
     found = []
     for recorder in (None, AttentionRecorder()):
         q, k, v, z = inputs()
@@ -54,11 +54,11 @@ def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
         found.append(with_gradients(attention(q, k, v, z, **given), tensors))
     assert all(torch.equal(a, b) for a, b in zip(found[1], first))
     torch.testing.assert_close(*found[::-1], rtol=1e-12, atol=1e-12)
-    # Gradients of a mask would be computed by another kernel, with other bits, from S x S numbers.
+    # With a bias, a mask that needs gradients selects another kernel, which rounds differently.
     assert biased or torch.equal(found[0][0], found[1][0])
 
 
-def test_inputs_are_not_kept_and_attention_runs_once():
+def test_attention_runs_once_and_its_inputs_are_freed():
     calls, recorder = [], AttentionRecorder()
 
     def function(q, k, v):
@@ -75,14 +75,14 @@ def test_inputs_are_not_kept_and_attention_runs_once():
     assert all(ref.expired() for ref in alive)
     again = [x.requires_grad_() for x in values]
     (second,) = recorder.run(0, function, *again)
-    assert second.data_ptr() == output.data_ptr()  # what is kept is not copied
+    assert second.data_ptr() == output.data_ptr()  # the recorded output is not copied
     found = with_gradients(second, again)
     assert calls == [True]
     assert all(torch.equal(a, b) for a, b in zip(found, with_gradients(function(*again), again)))
 
 
-def test_a_parameter_gets_a_single_gradient():
-    """ZeRO's hooks read a parameter's gradient each time that one arrives."""
+def test_a_parameter_gets_one_gradient():
+    """ZeRO's hooks read a parameter's gradient whenever one is accumulated."""
     recorder, parameter = AttentionRecorder(), torch.nn.Parameter(torch.arange(3.0))
     x, seen = torch.ones(3), []
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -98,7 +98,7 @@ def test_a_parameter_gets_a_single_gradient():
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
-def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
+def test_a_forward_pass_without_a_backward_pass_is_freed(backend):
     places = []
 
     def forward(recorder):
@@ -115,8 +115,8 @@ def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
         gc.enable()
 
 
-def test_each_call_of_a_layer_gets_its_own_graph_back():
-    """Shifted sparse attention calls attention twice in a layer; layers run again from the last to the first."""
+def test_each_call_in_a_layer_restores_its_own_graph():
+    """Shifted sparse attention calls attention twice in a layer; layers are recomputed from last to first."""
     recorder, tensors = AttentionRecorder(), [[draw(S, 2, H, D, seed=i + j) for j in range(3)] for i in (0, 3, 6, 9)]
 
     def run(layer, i):

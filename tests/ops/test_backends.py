@@ -1,4 +1,4 @@
-"""Attention backends: all give the same results, and refuse what does not fit together."""
+"""All attention backends give the same results and refuse inconsistent arguments."""
 
 import contextlib
 import sys
@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """Stand-ins with flash-attn's interface: (B, S, H, D), or packed (tokens, H, D) with cumulative lengths.
+    """Return a function that installs a stand-in for a version of flash-attn.
 
-    The fixture is a function that installs a version of it.
+    The interface is flash-attn's: (B, S, H, D), or packed (tokens, H, D) with cumulative lengths.
     """
     widths = {1}
 
@@ -50,12 +50,12 @@ def flash_attn(monkeypatch):
     module = ModuleType("flash_attn")
     module.flash_attn_func, module.flash_attn_varlen_func = dense, packed
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    # Early versions of flash-attn 3 return the logarithms of the sums as well.
+    # Early versions of flash-attn 3 also return the log-sum-exp.
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = lambda *given, **settings: (dense(*given, **settings), torch.zeros(1))
     module.flash_attn_varlen_func = packed
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    # Version 4 always does, and takes wide values; these are its functions for the tiles on Hopper.
+    # Version 4 always does, and supports wide values; these are its functions for tile sizes on Hopper.
     module = ModuleType("flash_attn.cute.interface")
     module.flash_attn_func = lambda *given, **settings: (dense(*given, **settings), torch.zeros(1))
     module.flash_attn_varlen_func = lambda *given, **settings: (packed(*given, **settings), torch.zeros(1))
@@ -78,7 +78,7 @@ def flash_attn(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn 2", "flash_attn 3", "flash_attn 4"])
-def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backend, averages, packed, queries):
+def test_a_backend_equals_the_naive_backend(flash_attn, monkeypatch, backend, averages, packed, queries):
     backend, _, version = backend.partition(" ")
     if version:
         flash_attn(int(version))
@@ -92,44 +92,44 @@ def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backen
 
 
 @contextlib.contextmanager
-def noted(asked, wanted):
-    asked.append(wanted)
+def recorded(requests, requested):
+    requests.append(requested)
     yield
-    asked.append(None)
+    requests.append(None)
 
 
-def test_the_wide_value_is_computed_by_cudnn_alone_in_one_call(monkeypatch):
-    """There is no cuDNN on a CPU, so that only what torch is asked for can be seen."""
-    asked, values = [], []
+def test_a_wide_value_takes_one_call_restricted_to_cudnn(monkeypatch):
+    """A CPU has no cuDNN, so the test checks only what torch is requested to use."""
+    requests, values = [], []
     attend = F.scaled_dot_product_attention
-    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", partial(noted, asked))
+    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", partial(recorded, requests))
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, k, v, **more: values.append(v.shape[-1]) or attend(q, k, v, **more)
     )
     tensors = draw_qkvz(21, 6, 2, 8)
     ours = attention(*tensors, True, None, "torch_wide")
-    assert asked == [SDPBackend.CUDNN_ATTENTION, None] and values == [16]
+    assert requests == [SDPBackend.CUDNN_ATTENTION, None] and values == [16]
     assert_same(ours, attention(*tensors, True, None, "naive"), tensors)
-    # Neither for a single key, with which a text begins that is sampled from one token, nor with a mask.
+    # But not for a single key (the first step of sampling from one token), nor with a mask.
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]]))
     for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, packing)):
         ours, theirs = (attention(*inputs, True, documents, name) for name in ("torch_wide", "naive"))
-        assert len(asked) == 2
+        assert len(requests) == 2
         assert_same(ours, theirs, inputs)
 
 
-def test_masks_are_never_given_to_cudnn_on_a_gpu(monkeypatch):
+def test_cudnn_is_disabled_for_masks_on_a_gpu(monkeypatch):
     """At lengths of 64 modulo 128 its gradient of queries can be NaN (pytorch issue 196678)."""
-    asked = []
-    monkeypatch.setattr(sdpa, "sdpa_kernel", partial(noted, asked))
+    requests = []
+    monkeypatch.setattr(sdpa, "sdpa_kernel", partial(recorded, requests))
     on_gpu = SimpleNamespace(is_cuda=True)
     with sdpa._without_cudnn(on_gpu, torch.zeros(1)):
-        assert asked and SDPBackend.CUDNN_ATTENTION not in asked[0] and SDPBackend.MATH in asked[0]
+        assert requests and SDPBackend.CUDNN_ATTENTION not in requests[0] and SDPBackend.MATH in requests[0]
     with sdpa._without_cudnn(on_gpu, None):
-        assert len(asked) == 2
+        assert len(requests) == 2
 
 
-def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tiles(flash_attn, monkeypatch):
+def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tile_sizes(flash_attn, monkeypatch):
     module, values = flash_attn(4), []
     attend = module.flash_attn_func
     module.flash_attn_func = lambda q, k, v, **settings: values.append(v.shape[-1]) or attend(q, k, v, **settings)
@@ -145,7 +145,7 @@ def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tiles(flash_attn, mo
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("packed", [False, True])
-def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed, version):
+def test_flash_attn_gets_the_deterministic_flag(flash_attn, packed, version):
     flash_attn(version)
     tensors = draw_qkvz(21, 6, 2, 8)
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
@@ -158,21 +158,21 @@ def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed, ve
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn", "naive"])
-def test_decoding_with_a_cache_gives_the_rows_of_the_whole(flash_attn, backend, padding):
+def test_decoding_with_a_cache_equals_the_whole_sequence(flash_attn, backend, padding):
     q, k, v, z = draw_qkvz(12, 4, 2, 8)
-    # The second sequence is shorter, and so begins with padding.
+    # The second sequence is shorter and starts with padding.
     bounds = document_bounds((torch.arange(12) >= torch.tensor([[0], [padding]])).long()) if padding else None
     whole = attention(q, k, v, z, True, None if bounds is None else Packing(bounds), "naive")
-    turned_q, turned_k = rotate_groups(q, z), rotate_groups(k, z)
+    rotated_q, rotated_k = rotate_groups(q, z), rotate_groups(k, z)
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 12)):  # a prompt, tokens one by one, a few at once
-        cache = (x[:b] for x in (turned_k, v, z))
+        cache = (x[:b] for x in (rotated_k, v, z))
         seen = bounds if bounds is None else Packing(bounds[:, :, :b].clamp(max=b))
-        ours = attention(turned_q[a:b], *cache, True, seen, backend, rotate=False)
+        ours = attention(rotated_q[a:b], *cache, True, seen, backend, rotate=False)
         for x, y in zip(ours, whole, strict=True):
             torch.testing.assert_close(x, y[a:b])
 
 
-def test_documents_are_bounded_by_their_first_token_and_the_next_ones():
+def test_document_bounds_are_the_starts_of_this_and_the_next_document():
     bounds = document_bounds(torch.tensor([[0, 0, 1, 1, 1], [3, 4, 4, 5, 5]]))
     assert bounds.tolist() == [[[0, 0, 2, 2, 2], [0, 1, 1, 3, 3]], [[2, 2, 5, 5, 5], [1, 3, 3, 5, 5]]]
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
@@ -181,7 +181,7 @@ def test_documents_are_bounded_by_their_first_token_and_the_next_ones():
     assert causal_mask(2, 5, None, CPU).int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_inconsistent_arguments_are_refused():
     one, five, six = (torch.zeros(n, 1, 2, 8) for n in (1, 5, 6))
     for message, arguments in (
         ("each query's own token", (six, five, five, five)),
@@ -201,7 +201,7 @@ def test_what_does_not_fit_together_is_refused():
                 attention(*arguments, backend=backend)
 
 
-def test_unknown_backends_and_documents_out_of_order_are_refused(monkeypatch):
+def test_unsupported_backends_and_padding_after_a_sequence_are_refused(monkeypatch):
     x = torch.zeros(5, 1, 2, 8)
     with pytest.raises(ValueError, match="choose_backend"):
         attention(x, x, x, None, backend="auto")

@@ -1,4 +1,4 @@
-"""Which backend is chosen, and why one cannot run or do what is needed."""
+"""The choice of an attention backend, and the reasons why a backend cannot be used."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ def chosen(device, needs=frozenset(), wanted="auto", dtype=BF16, dim=64, **setti
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The packages that there seem to be, on a machine that seems to have an H100."""
+    """Imitate a machine with an H100 and the packages in the returned set."""
     packages = {"triton", "torch", FLA}
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in packages else "is not installed")
     monkeypatch.setattr(choice, "triton_interprets", lambda: False)
@@ -33,7 +33,7 @@ def installed(monkeypatch):
 
 @pytest.fixture
 def flash_attn(monkeypatch, installed):
-    """Installs a version of flash-attn."""
+    """Return a function that imitates an installed version of flash-attn."""
     choice._flash_attn_version.cache_clear()
     yield lambda version: monkeypatch.setattr(choice, "_flash_attn_version", lambda major, amd: version)
 
@@ -49,9 +49,9 @@ def flash_attn(monkeypatch, installed):
         ({AVERAGE}, {"dtype": FP32}, "triton", "tiled"),
         (set(), {}, "torch", "torch"),
         (set(), {"without": {"torch"}}, "triton", "naive"),
-        # SDPA would compute whole rows of documents, too.
+        # SDPA would compute the masked parts of packed documents, too.
         (set(), {"packed": True}, "triton", "torch"),
-        # With segments, torch would be slower than without them.
+        # With segments, torch is slower than without.
         ({AVERAGE}, {"segments": True}, "triton", "tiled"),
         (set(), {"segments": True}, "triton", "tiled"),
         (set(), {"segments": True, "wanted": "torch"}, "torch", "torch"),
@@ -71,7 +71,7 @@ def flash_attn(monkeypatch, installed):
         ({REFLECTIONS}, {"dim": 96}, "tiled", "tiled"),
     ],
 )
-def test_auto_is_the_first_that_can_do_and_run_it(installed, needs, settings, on_gpu, on_cpu):
+def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(installed, needs, settings, on_gpu, on_cpu):
     assert (chosen(GPU, needs, **settings), chosen(CPU, needs, **settings)) == (on_gpu, on_cpu)
 
 
@@ -104,7 +104,7 @@ def test_only_version_4_takes_wide_values(flash_attn, monkeypatch, capability, d
         assert not takes_wide_value(GPU, 64, grouped=True)
 
 
-def test_the_newest_flash_attn_that_runs_on_the_gpu_is_taken(installed, monkeypatch):
+def test_the_newest_flash_attn_that_runs_on_the_gpu_is_used(installed, monkeypatch):
     modules = {name: ModuleType(name) for name in choice.FLASH_ATTN.values()}
     monkeypatch.setattr(choice.importlib, "import_module", modules.__getitem__)
     modules["flash_attn.cute.interface"].flash_attn_func = modules["flash_attn_interface"].flash_attn_func = print
@@ -113,7 +113,7 @@ def test_the_newest_flash_attn_that_runs_on_the_gpu_is_taken(installed, monkeypa
         ((9, 0), {"flash_attn_interface"}, 3),
         ((10, 0), {"flash_attn.cute.interface", "flash_attn_interface"}, 4),
         ((10, 0), {"flash_attn_interface"}, None),
-        # Version 4 alone leaves a package flash_attn without functions, and does not run on an A100.
+        # With version 4 only, the package flash_attn has no functions; version 4 does not run on an A100.
         ((8, 0), {"flash_attn.cute.interface", "flash_attn"}, None),
     ):
         installed |= packages
@@ -136,14 +136,14 @@ def test_the_newest_flash_attn_that_runs_on_the_gpu_is_taken(installed, monkeypa
         ((7, 5), None, ("torch", "torch"), "torch"),
     ],
 )
-def test_the_choice_goes_by_the_generation_of_the_gpu(installed, monkeypatch, capability, hip, tape, rope, dim):
+def test_the_choice_depends_on_the_gpu_generation(installed, monkeypatch, capability, hip, tape, rope, dim):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert chosen(GPU, {ROTATION, AVERAGE}, dim=dim) == tape[dim > 64]
     assert chosen(GPU, {ROTATION}, dim=dim) == rope
 
 
-def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
+def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chosen(GPU, {AVERAGE}) == chosen(GPU, {AVERAGE}, dim=128) == "triton"
     assert chosen(GPU) == "torch"  # which then does without cuDNN itself
@@ -161,7 +161,7 @@ def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
         ("torch", CPU, {SCORES}, {}, "cannot compute scores from whole rows"),
     ],
 )
-def test_a_named_backend_that_cannot_is_refused_with_the_reason(flash_attn, wanted, device, needs, settings, why):
+def test_a_named_backend_that_cannot_run_is_refused_with_the_reason(flash_attn, wanted, device, needs, settings, why):
     flash_attn(3)
     with pytest.raises(ConfigError) as error:
         chosen(device, needs, wanted, **settings)

@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels of forget gates and of PaTH: what they are given, with plain forms instead."""
+"""Calls of flash-linear-attention's kernels for forget gates and PaTH, with plain implementations in their place."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
 
 
 def stand_in(monkeypatch, name, make):
-    """Put `make(plain)`, a function with the parameters of fla's `parallel_NAME`, in its place; return fla's module.
+    """Replace fla's `parallel_NAME` by `make(plain)`, a function with the same parameters; return fla's module.
 
     `plain` is the package's own plain form.
     """
@@ -41,7 +41,7 @@ def stand_in(monkeypatch, name, make):
 
 
 def documents(q, cu_seqlens):
-    """Return where each document of packed sequences begins and ends."""
+    """Return the start and end of each document of packed sequences."""
     if cu_seqlens is None:
         return [(0, q.shape[1])]
     assert len(q) == 1 and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == q.shape[1]
@@ -72,7 +72,7 @@ def path(plain):
 
 @pytest.fixture
 def fla(monkeypatch):
-    """Both stand-ins, which compute in float64; returns the module of PaTH."""
+    """Install both stand-ins, which compute in float64; return the module of PaTH."""
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
@@ -83,7 +83,7 @@ def fla(monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("reflects, gated", [(False, True), (True, False), (True, True)])
-def test_fla_is_given_what_the_naive_backend_computes_with(fla, reflects, gated, packed):
+def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, packed):
     q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
     w, betas, logits = (draw(LENGTH, 2, *rest, seed=5) for rest in ((GROUPS, DIM), (GROUPS,), (HEADS,)))
     given = {"packing": PACKING if packed else None, "log_gate_TBH": logsigmoid(logits) if gated else None}

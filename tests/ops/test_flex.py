@@ -1,4 +1,4 @@
-"""FlexAttention, uncompiled."""
+"""FlexAttention without compilation."""
 
 import logging
 from contextlib import nullcontext
@@ -28,18 +28,18 @@ PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
 
 @pytest.fixture(autouse=True)
 def gradients_on_a_cpu(monkeypatch):
-    """torch refuses them there, although its uncompiled form has them."""
+    """Enable gradients on a CPU, which torch refuses although the uncompiled function has them."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
 
 
 def layout_of(gather, world_size=1):
-    """The first rank on a GPU; `gather` adds what other ranks answer."""
+    """Return a layout of rank 0 on a GPU; `gather` imitates the answers of other ranks."""
     sizes = dict(tensor_parallel_size=1, context_parallel_size=1, world_size=world_size)
     return SimpleNamespace(device="cuda", rank=0, any_rank=bool, gather=gather, first_on_node=nullcontext, **sizes)
 
 
 def table_bias(table):
-    """A learned bias by distance and head."""
+    """Return a learned bias by distance and head."""
 
     def tile(rows, columns, table):
         at = [torch.arange(x.start, x.stop) for x in (rows, columns)]
@@ -50,7 +50,7 @@ def table_bias(table):
 
 @pytest.mark.parametrize("queries", [LENGTH, 9, 1])
 @pytest.mark.parametrize("packed", [False, True])
-def test_flex_gives_what_the_naive_backend_does_with_every_gradient(packed, queries):
+def test_flex_equals_the_naive_backend_with_all_gradients(packed, queries):
     tensors = draw_qkvz(LENGTH, HEADS, GROUPS, DIM, queries)
     table, logits = draw(12, HEADS, seed=5), draw(LENGTH, 2, HEADS, seed=6)
     given = {"packing": PACKING if packed else None, "rotate": queries == LENGTH}
@@ -60,7 +60,7 @@ def test_flex_gives_what_the_naive_backend_does_with_every_gradient(packed, quer
 
 
 def pair_by_pair(bias, batch, heads, tokens):
-    """Every pair's bias from `score`, (B, H, S, S)."""
+    """Return the bias of every pair from `score`, (B, H, S, S)."""
     score = bias.score
     for axes in ((None,) * 3 + (0,), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         score = torch.vmap(score, in_dims=axes + (None,) * len(bias.tensors))
@@ -69,7 +69,7 @@ def pair_by_pair(bias, batch, heads, tokens):
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "gates"])
-def test_a_bias_pair_by_pair_is_the_one_tile_by_tile(name):
+def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
     logits, tokens = draw(40, 2, 4, seed=3), 40
     if name == "gates":
         bias = gates_as_bias(logsigmoid(logits.float()), table_bias(draw(12, 4)).in_float32())
@@ -79,7 +79,7 @@ def test_a_bias_pair_by_pair_is_the_one_tile_by_tile(name):
         bias = built.encoding.positions(0, parameters, None, torch.zeros(40, 2, 32), NO_CACHE).bias
         assert built.encoding.needs == {POINTWISE}
     pairs, tiles = pair_by_pair(bias, 2, 4, tokens), bias.of(slice(0, tokens), slice(0, tokens))
-    # A tile of gates may leave out a number for each query.
+    # A tile of gates may omit a constant per query.
     pairs, tiles = ((x - x[..., :1]).expand(2, -1, tokens, -1).tril() for x in (pairs, tiles))
     assert pairs.std() > 0.1
     torch.testing.assert_close(pairs, tiles, atol=1e-5, rtol=1e-5)
@@ -87,7 +87,7 @@ def test_a_bias_pair_by_pair_is_the_one_tile_by_tile(name):
 
 @pytest.mark.parametrize("S, T", [(300, 300), (256, 256), (40, 300), (1, 129), (130, 390)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_blocks_of_a_mask_are_those_found_pair_by_pair(S, T, packed):
+def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed):
     starts = Packing.of(torch.arange(T) // torch.tensor([[70], [140]])).bounds_2BT[0] if packed else None
     ours = flex.block_mask(S, T, starts, CPU)
     theirs = create_block_mask(ours.mask_mod, 2 if packed else 1, 1, S, T, device="cpu")
@@ -137,7 +137,7 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         assert "the kernels of flex agree with plain torch here" in caplog.text
 
 
-def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank(monkeypatch, caplog):
+def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monkeypatch, caplog):
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in ("torch", "triton") else "missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     choice._flash_attn_version.cache_clear()
@@ -160,7 +160,7 @@ def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank
         assert "one call of cuDNN on [v | z] (on an H200" in caplog.text
         assert verified(tape, packed=True) == verified(tape, shifted_sparse=True) == "triton"
         assert asked[-1] == ("triton", True)
-        # Another rank's kernels are wrong: all ranks take the next row.
+        # Another rank's kernels are wrong, so all ranks use the next row.
         wrong = model_backend._Failure("nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaceable=True)
         elsewhere[:] = [wrong]
         assert verified(tape) == "triton" and "rank 1, nodeB" in caplog.text
@@ -172,7 +172,7 @@ def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank
             "attention backend rejected: it is torch, which does not work here (attention on cpu; tensor 0"
             in caplog.text
         )
-        # What was wrong is not what training continues with, be it slow.
+        # Training does not continue with a slow backend if kernels were wrong.
         stand_ins["triton"] = "torch"
         stand_ins["torch_wide"] = "torch"
         assert verified(tape, allow_slow=True) == "torch" and verified(rope, allow_slow=True) == "tiled"
@@ -181,8 +181,8 @@ def test_auto_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank
             verified(small_model(position_encoding="rope", kv_channels=32, attention_backend="torch"))
 
 
-def test_a_gpu_without_kernels_that_exist_elsewhere_is_no_reason_to_train_slowly(monkeypatch):
-    """CoPE has none anywhere."""
+def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
+    """CoPE has no kernels on any GPU."""
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name == "triton" else "is not installed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(model_backend, "backend_fails", lambda *_: None)
@@ -197,8 +197,8 @@ def test_a_gpu_without_kernels_that_exist_elsewhere_is_no_reason_to_train_slowly
 
 
 @pytest.mark.parametrize("name", ["gates", "table"])
-def test_what_torch_compiles_on_a_gpu_accepts_the_gradient_of_a_bias(name):
-    """It refuses tensors that need a gradient and are indexed twice; uncompiled, they work."""
+def test_the_compiled_bias_supports_gradients(name):
+    """Compilation refuses tensors that need a gradient and are indexed twice; without compilation, they work."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch._higher_order_ops.flex_attention import create_fw_bw_graph
     from torch._inductor.kernel.flex.flex_attention import validate_joint_graph

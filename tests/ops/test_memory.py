@@ -1,4 +1,4 @@
-"""What keeps little for the backward pass, against plain torch in float64, and what exists of it at once."""
+"""Memory-saving operations equal plain torch in float64, and save little for the backward pass."""
 
 import contextlib
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def labels_of(vocabulary=V, length=S):
 
 
 def plain(hidden, weight, labels, weights=None, z_loss=0.0):
-    """Return the loss, the losses by token, and the z-loss, from the logits of all tokens."""
+    """Return the loss, the token losses and the z-loss, computed from the logits of all tokens."""
     logits = hidden @ weight.T
     losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
     squares = logits.logsumexp(-1).square().T
@@ -36,7 +36,7 @@ def plain(hidden, weight, labels, weights=None, z_loss=0.0):
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operator returns."""
+    """Record the number of elements of the largest tensor that any operator returns."""
 
     numbers = 0
 
@@ -50,7 +50,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("tokens", [1, 4, S * B, 100])
-def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, z_loss, weighted):
+def test_the_chunked_loss_equals_the_loss_of_whole_logits(monkeypatch, tokens, z_loss, weighted):
     monkeypatch.setattr(chunks, "LOGITS", tokens * V + 3)
     hidden, weight, labels = draw(S, B, C), draw(V, C, seed=2), labels_of()
     weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
@@ -59,7 +59,7 @@ def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, z_loss, w
     torch.testing.assert_close(by_token, of_tokens.detach())
     torch.testing.assert_close(of_z, expected_of_z.detach())
     assert not by_token.requires_grad and not of_z.requires_grad
-    # Its gradient can be computed only once.
+    # The gradient can be computed only once.
     ours = [3.0 * loss, *torch.autograd.grad(3.0 * loss, (hidden, weight))]
     together = 3.0 * (expected + expected_of_z)
     torch.testing.assert_close(ours, [3.0 * expected, *torch.autograd.grad(together, (hidden, weight))])
@@ -67,7 +67,7 @@ def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, z_loss, w
 
 @pytest.mark.parametrize("tokens", [4, 100])
 @pytest.mark.parametrize("weighted, z_loss", [(False, 0.0), (True, 0.3)])
-def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted, z_loss):
+def test_liger_kernels_compute_the_same_loss(monkeypatch, tokens, weighted, z_loss):
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(chunks, "LOGITS", tokens * V)
     weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
@@ -82,7 +82,7 @@ def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted, z_l
         torch.testing.assert_close(ours, plain_torch, rtol=1e-5, atol=1e-6)
 
 
-def test_ligers_kernels_are_checked_before_they_train(monkeypatch):
+def test_liger_kernels_are_checked_before_training(monkeypatch):
     device, kernels = torch.device(DEVICE), pytest.importorskip("megatron_tape.ops.kernels.liger")
 
     def why():
@@ -95,7 +95,7 @@ def test_ligers_kernels_are_checked_before_they_train(monkeypatch):
     assert "ZeroDivisionError" in why()
 
 
-def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog):
+def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
     caplog.set_level("INFO")
     elsewhere, asked, answers = [], [], dict.fromkeys(("loss", "swiglu", "position update"))
     one = dict(rank=0, world_size=2, tensor_parallel_size=2, context_parallel_size=1)
@@ -115,7 +115,7 @@ def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog
     found = backend.verified_kernels(tape, layout, torch.bfloat16)
     assert found == backend.FusedKernels(position_update=True, swiglu=True, loss=True)
     assert asked == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
-    # RoPE updates nothing, and in fp32 the loss stays in plain torch.
+    # RoPE has no position update, and in fp32 the loss uses plain torch.
     assert backend.verified_kernels(rope, layout, torch.float32) == backend.FusedKernels(swiglu=True)
     elsewhere[:] = [None, None, backend._Failure("nodeB", 1, "liger-kernel is not installed")]
     assert not backend.verified_kernels(tape, layout, torch.bfloat16).loss
@@ -128,7 +128,7 @@ def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog
     assert not backend.verified_kernels(named, layout, torch.bfloat16).position_update
     answers["triton"] = "is not installed"
     assert backend.verified_kernels(tape, layout, torch.bfloat16) == backend.FusedKernels()
-    # A rank with Triton whose update is wrong ends the run on the ranks without it as well.
+    # A wrong update on a rank with Triton ends the run on the ranks without Triton, too.
     elsewhere[:] = [backend._Failure("nodeB", 1, "does not work here", "position_update")]
     with pytest.raises(NodeError, match="nodeB"):
         backend.verified_kernels(tape, layout, torch.bfloat16)
@@ -136,8 +136,8 @@ def test_the_ranks_agree_on_the_kernels_apart_from_attention(monkeypatch, caplog
     assert backend.verified_kernels(tape, layout, torch.bfloat16) == backend.FusedKernels()
 
 
-def test_rounding_in_bf16_is_at_most_that_of_whole_logits(monkeypatch):
-    """In chunks, the gradient of the weight is added up in fp32, and rounded once."""
+def test_the_bf16_rounding_error_does_not_exceed_that_of_whole_logits(monkeypatch):
+    """Chunks accumulate the gradient of the weight in fp32, which is rounded once."""
     length, vocabulary, width = 64, 96, 16
     wide = draw(length, B, width, seed=5), draw(vocabulary, width, seed=6)
     labels = labels_of(vocabulary, length)
@@ -158,7 +158,7 @@ def test_rounding_in_bf16_is_at_most_that_of_whole_logits(monkeypatch):
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-def test_the_logits_of_more_than_a_chunk_never_exist(monkeypatch, gradient):
+def test_at_most_one_chunk_of_logits_exists(monkeypatch, gradient):
     tokens, vocabulary = 2, 50
     hidden, weight, labels = draw(S, B, C), draw(vocabulary, C), labels_of(vocabulary)
     monkeypatch.setattr(chunks, "LOGITS", tokens * vocabulary)
@@ -170,7 +170,7 @@ def test_the_logits_of_more_than_a_chunk_never_exist(monkeypatch, gradient):
     assert largest.numbers == max(tokens * vocabulary, vocabulary * C) < S * B * vocabulary / 4
 
 
-def test_a_loss_that_is_not_finite_makes_every_gradient_so():
+def test_a_non_finite_loss_makes_every_gradient_non_finite():
     hidden, weight = draw(S, B, C), draw(V, C)
     with torch.no_grad():
         hidden[2, 1, 0] = float("inf")
@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_makes_every_gradient_so():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_swiglu_is_that_of_plain_torch_and_keeps_its_input_alone(dtype):
+def test_swiglu_equals_plain_torch_and_saves_only_its_input(dtype):
     both, kept = draw(S, B, 2 * C, dtype=dtype), []
     gate, up = both.chunk(2, dim=-1)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):

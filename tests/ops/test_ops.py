@@ -1,4 +1,4 @@
-"""Each fast form against its plain one in float64, outputs and every gradient, at odd sizes."""
+"""Fast implementations equal their references in float64, outputs and all gradients, at odd sizes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from megatron_tape.ops.rotation import rotate, rotate_groups
 @pytest.mark.parametrize("length", [1, 7, 63, 65])
 @pytest.mark.parametrize("heads, groups", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_averages_every_value_with_one_map(length, heads, groups, packed):
+def test_attention_averages_v_and_z_with_one_attention_map(length, heads, groups, packed):
     q, k, v, z = draw_qkvz(length, heads, groups, 8)
     documents = torch.tensor([[i // 5 for i in range(length)], [i // 11 for i in range(length)]]) if packed else None
     ours = attention(q, k, v, z, True, None if documents is None else Packing.of(documents))
@@ -28,7 +28,7 @@ def test_attention_averages_every_value_with_one_map(length, heads, groups, pack
 
 @pytest.mark.parametrize("tokens", [1, 5, 33])
 @pytest.mark.parametrize("heads, groups, inner", [(4, 4, 16), (6, 2, 5), (3, 1, 7)])
-def test_collapsed_update_equals_the_literal_one(tokens, heads, groups, inner):
+def test_the_collapsed_update_equals_the_literal_update(tokens, heads, groups, inner):
     z, u, gate = draw(tokens, groups, 8), draw(tokens, heads, 8, seed=1), draw(tokens, inner, seed=2)
     mixing, up, down = draw(groups, heads, seed=3), draw(inner, groups, seed=4), draw(groups, inner, seed=5)
     ours = contextualize(mix_tokens(z, u, mixing), gate, up, down)
@@ -39,7 +39,7 @@ def test_collapsed_update_equals_the_literal_one(tokens, heads, groups, inner):
 
 @pytest.mark.parametrize("tokens", [1, 33])
 @pytest.mark.parametrize("heads, groups, inner, full", [(4, 4, 16, True), (6, 2, 5, True), (3, 3, 7, False)])
-def test_the_compact_update_is_the_plain_one_and_keeps_z_u_and_gate(tokens, heads, groups, inner, full):
+def test_the_compact_update_equals_the_plain_update_and_saves_z_u_and_gate(tokens, heads, groups, inner, full):
     z, u, gate = draw(tokens, groups, 8), draw(tokens, heads, 8, seed=1), draw(tokens, inner, seed=2)
     mixing = draw(groups, heads, seed=3) if full else draw(heads, seed=3)
     inputs, kept = (z, u, gate, mixing, draw(inner, groups, seed=4), draw(groups, inner, seed=5)), []
@@ -50,19 +50,19 @@ def test_the_compact_update_is_the_plain_one_and_keeps_z_u_and_gate(tokens, head
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_rounding_of_the_compact_update_of_an_fp32_state_is_at_most_twice_that_of_the_plain_one(full):
+def test_the_compact_update_of_an_fp32_state_has_at_most_twice_the_rounding_error(full):
     shapes = [(40, 4, 16), (40, 4, 16), (40, 9), (4, 4) if full else (4,), (9, 4), (4, 9)]
     exact = [draw(*shape, seed=i).detach() for i, shape in enumerate(shapes)]
     inputs = [x.float() if i == 0 else x.bfloat16() for i, x in enumerate(exact)]
     assert inexact(lambda *x: [compact_update(*x)], lambda *x: [plain_update(*x)], inputs, torch.bfloat16) is None
 
 
-def test_mixing_per_head_is_a_diagonal_matrix():
+def test_mixing_per_head_equals_a_diagonal_matrix():
     z, u, scale = draw(5, 4, 8), draw(5, 4, 8, seed=1), draw(4)
     assert_same(mix_tokens(z, u, scale), mix_tokens(z, u, scale.diag()), (z, u, scale))
 
 
-def test_rotation_is_the_complex_product_and_groups_share_a_state():
+def test_rotation_is_a_complex_product_and_heads_of_a_group_share_a_state():
     q, z = draw(5, 2, 6, 8), draw(5, 2, 3, 8, seed=1)
 
     def as_complex(x):

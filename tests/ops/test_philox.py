@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the published test vectors, parts that equal the whole, and the distributions."""
+"""Counter-based random numbers: published test vectors, independence of partitioning, and distributions."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from megatron_tape.ops import philox
 from megatron_tape.ops.philox import key_of, normal, uniform
 
-# From kat_vectors of the authors' library Random123.
+# From kat_vectors in the authors' library Random123.
 VECTORS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -17,14 +17,14 @@ VECTORS = [
 
 
 @pytest.mark.parametrize("counter, key, words", VECTORS)
-def test_words_are_those_that_the_authors_publish(counter, key, words):
+def test_words_equal_the_published_test_vectors(counter, key, words):
     counter, key = ([int(word, 16) for word in part.split()] for part in (counter, key))
     found = philox.philox(tuple(torch.tensor(word) for word in counter), tuple(key))
     assert " ".join(f"{int(word):08x}" for word in found) == words
 
 
 @pytest.mark.parametrize("draw", [normal, uniform])
-def test_any_part_has_the_numbers_of_the_whole(draw):
+def test_a_part_has_the_same_numbers_as_the_whole(draw):
     key = key_of(3, "matrix")
     whole = draw(key, range(41), range(53), "cpu")
     assert len(whole.unique()) > 0.999 * whole.numel()
@@ -49,7 +49,7 @@ def test_numbers_are_normal_or_uniform_and_independent():
     assert 0 < u[0] and u[-1] <= 1 and (u - torch.arange(n) / n).abs().max() < 1.95 * n**-0.5
 
 
-def test_normal_numbers_are_box_and_mullers():
+def test_normal_numbers_follow_box_and_muller():
     words = torch.tensor([0, 1, 2**31, 2**32 - 2**8, 123456789, 2**16 + 7])
     first, second = (word.flatten() for word in torch.meshgrid(words, words, indexing="ij"))
     pair = torch.empty(len(first), 2)

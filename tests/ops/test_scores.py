@@ -1,4 +1,4 @@
-"""What an encoding may do to scores: every backend that declares it gives the results of the plain form."""
+"""Changes of scores by an encoding: every backend that supports them equals explicit scores."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def inputs(queries=LENGTH):
 
 
 def slopes_and_table():
-    """A bias by distance and head, and one by token and sequence: a table that rows and columns are taken from."""
+    """Return a bias by distance and head, and one by token and sequence, gathered from a table."""
     slopes, table = draw(HEADS, seed=4), draw(2, 1, LENGTH, LENGTH, seed=5)
 
     def tile(rows, columns, slopes, table):
@@ -39,7 +39,7 @@ def slopes_and_table():
 
 
 def plain(q, k, v, z, added, packing, rotated):
-    """Softmax attention with explicit scores, written again."""
+    """Compute softmax attention with explicit scores, independently of the backends."""
     q, k, v, z = (x.transpose(0, 1) for x in (q, k, v, z))
     per_group = HEADS // GROUPS
     k, v, z = (x.repeat_interleave(per_group, 2) for x in (k, v, z))
@@ -63,7 +63,7 @@ def plain(q, k, v, z, added, packing, rotated):
 @pytest.mark.parametrize("queries", [LENGTH, 9, 1])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
-def test_biases_and_gates_with_every_gradient(backend, packed, queries):
+def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, packed, queries):
     tensors, rotated = inputs(queries), queries == LENGTH
     packing = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]])) if packed else None
     learned, bias = slopes_and_table()
@@ -80,7 +80,7 @@ def test_biases_and_gates_with_every_gradient(backend, packed, queries):
 
 
 def counting(scores, q, k, seen, tokens, weight):
-    """Positions that count how many keys matter (as in CoPE): a row's scores depend on all scores of the row."""
+    """Rewrite scores with positions that count the relevant keys (as in CoPE), so a row depends on all its scores."""
     r, t = tokens.stop - tokens.start, tokens.stop
     assert q.shape == (2, HEADS, r, DIM) and k.shape == (2, GROUPS, t, DIM) and seen.shape[2:] == (r, t)
     counted = scores.sigmoid().masked_fill(~seen, 0.0).flip(-1).cumsum(-1).flip(-1)
@@ -104,7 +104,7 @@ def test_scores_can_be_rewritten_from_whole_rows(backend):
 @pytest.mark.parametrize("queries", [LENGTH, 7])
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
-    """Together with a bias, gates, a state that is averaged, and what `prepare` makes of queries and keys."""
+    """The case includes a bias, gates, an averaged state, and queries and keys changed by `prepare`."""
     tensors, (of_bias, bias) = inputs(queries), slopes_and_table()
     gates, weight = draw(LENGTH, 2, HEADS, seed=7), draw(1, seed=6)
     packing = Packing.of(torch.arange(LENGTH).expand(2, -1) // 8) if packed else None
@@ -114,7 +114,7 @@ def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
     assert_same(ours, theirs, [*tensors, *of_bias, gates, weight])
 
 
-def test_the_gradient_of_a_bf16_table_is_not_added_up_in_bf16():
+def test_the_gradient_of_a_bf16_table_is_accumulated_in_fp32():
     q, k, v, z = (x.detach().bfloat16() for x in inputs())
     table = draw(HEADS, 3, seed=8).detach().bfloat16()
 
@@ -134,8 +134,8 @@ def test_the_gradient_of_a_bf16_table_is_not_added_up_in_bf16():
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_rounded_outputs_do_not_blur_the_gradients_of_gates_of_other_tokens(shifted):
-    """A row of the gradient of scores adds up to zero only if the output is exact; a gate's gradient adds up rows."""
+def test_rounded_outputs_do_not_affect_the_gate_gradients_of_other_tokens(shifted):
+    """Rows of the scores' gradient sum to zero only if the output is exact, and a gate's gradient sums such rows."""
     length, groups = 320, 2
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(length, 2, n, 16, generator=generator).bfloat16() for n in (4, groups, groups, 4)]
@@ -157,8 +157,8 @@ def test_rounded_outputs_do_not_blur_the_gradients_of_gates_of_other_tokens(shif
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
-def test_gradients_of_gates_beside_rows_of_scores_in_bf16_are_those_of_fp32():
-    """Where averages are rounded, what a row's gradients lack or exceed would reach the gates of all tokens before."""
+def test_gate_gradients_with_rewritten_scores_in_bf16_equal_those_in_fp32():
+    """If averages were rounded, a row's error would reach the gates of all earlier tokens."""
     q, k, v = (draw(200, 1, n, DIM, seed=n).detach() for n in (2, 1, 1))
     gates, direction = -0.01 * draw(200, 1, 2).detach().square(), draw(200, 1, 2, DIM).detach()
     found = {}
@@ -174,7 +174,7 @@ def test_gradients_of_gates_beside_rows_of_scores_in_bf16_are_those_of_fp32():
 
 @pytest.mark.parametrize("length", [200, 300])
 @pytest.mark.parametrize("backend", ["tiled", "torch"])
-def test_gates_of_keys_near_a_query_are_not_rounded_as_those_far_away(backend, length):
+def test_gates_of_nearby_keys_avoid_the_rounding_error_of_distant_keys(backend, length):
     qkv = [draw(length, 1, 2, DIM, seed=n).detach().bfloat16() for n in range(3)]
     gates = logsigmoid(draw(length, 1, 2, seed=3).detach().float())
     exact = attention(*(x.double() for x in qkv), log_gate_TBH=gates.double(), backend="naive")[0]

@@ -1,4 +1,4 @@
-"""Shifted sparse attention against explicit masks, outputs and all gradients."""
+"""Shifted sparse attention equals attention with explicit masks, outputs and all gradients."""
 
 import itertools
 
@@ -20,7 +20,7 @@ DOCUMENTS = torch.stack([torch.arange(T) >= 20, torch.arange(T) // 17])
 
 
 def explicit(q, k, v, z, average, documents):
-    """One softmax over explicit masks, one for each head: a quarter of the tokens, half of the heads shifted."""
+    """Compute attention with a mask per head: segments of a quarter of the tokens, half of the heads shifted."""
     heads, groups, length = q.shape[2], k.shape[2], T // 4
     segments = []
     for head in range(heads):
@@ -80,7 +80,7 @@ def test_segments_are_quarters_and_do_not_wrap():
 
 
 @pytest.mark.parametrize("backend", ["naive", "torch", "tiled"])
-def test_biases_and_gates_are_those_of_the_heads(backend):
+def test_shifted_heads_get_their_own_biases_and_gates(backend):
     q, k, v, _ = draw_qkvz(T, 9, 3, D)
     slopes, gates = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), -torch.rand(T, B, 9, dtype=torch.float64)
 
@@ -98,7 +98,7 @@ def test_biases_and_gates_are_those_of_the_heads(backend):
         shifted_attention(q, k, v, None, segments, rescore=Rescore(lambda scores, *_: scores))
 
 
-def test_the_head_alone_decides_whether_it_is_shifted():
+def test_only_the_head_decides_whether_attention_is_shifted():
     for groups in (2, 3, 4, 6, 8, 9, 32):
         for ranks in (ranks for ranks in range(1, groups + 1) if groups % ranks == 0):
             local = groups // ranks

@@ -1,4 +1,4 @@
-"""What pipeline stages send each other."""
+"""Tensors that pipeline stages send each other."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from megatron_tape.ops.stage_boundary import pack, packed_width, unpack
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_states_and_gradients_cross_a_boundary_bit_for_bit(dtype, copies):
+def test_states_and_gradients_cross_a_stage_boundary_bit_for_bit(dtype, copies):
     generator = torch.Generator().manual_seed(0)
     tokens, batch, width = 5, 2, 6
-    # All bit patterns, those of NaN and infinity among them; T may be several times the tokens of the rank.
+    # All bit patterns, including NaN and infinity; T may be a multiple of the rank's tokens.
     shape = (copies * tokens, batch, 3, 4)
     state = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int32).view(torch.float32)
     hidden = torch.randn(tokens, batch, width, generator=generator).to(dtype).requires_grad_()
