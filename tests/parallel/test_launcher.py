@@ -1,4 +1,4 @@
-"""Variables that a launcher has left in a shell are refused before a process takes them for its own."""
+"""Stale launcher variables in the environment are refused before a process group is created."""
 
 import re
 
@@ -15,7 +15,7 @@ from pretrain import compare, evaluate, preflight, train
 def launched(monkeypatch):
     def set_variables(**variables):
         for name in (*LAUNCHER, "LOCAL_WORLD_SIZE", "SLURM_RESTART_COUNT", "TAPE_ATTEMPT"):
-            monkeypatch.setenv(name, "")  # so that what earlier tests have set comes back
+            monkeypatch.setenv(name, "")  # so that monkeypatch restores the values
             monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -28,14 +28,14 @@ ALONE = [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0"
 
 
 @pytest.mark.parametrize("variables", [WHOLE, *ALONE])
-def test_a_launched_process_and_one_alone_may_start(launched, variables):
+def test_a_launched_process_and_a_single_process_may_start(launched, variables):
     launched(**variables)
     check_launcher_environment()
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"])
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_what_a_launcher_would_have_set_is_named(launched, missing, rank):
+def test_a_missing_launcher_variable_is_named(launched, missing, rank):
     ranks = {"RANK": rank, "LOCAL_RANK": rank}
     launched(**{name: value for name, value in (WHOLE | ranks).items() if name != missing})
     with pytest.raises(UserError, match=f"but {missing} is not set; .*unset") as caught:
@@ -43,15 +43,15 @@ def test_what_a_launcher_would_have_set_is_named(launched, missing, rank):
     assert missing in caught.value.subjects
 
 
-NO_NUMBERS = ["x", "-1", "²", "01", "9" * 5000]
+INVALID_NUMBERS = ["x", "-1", "²", "01", "9" * 5000]
 
 
 @pytest.mark.parametrize(
     "name, value",
     [("RANK", "2"), ("LOCAL_RANK", "7"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536")]
-    + [(name, value) for name in ("RANK", "SLURM_RESTART_COUNT", "LOCAL_WORLD_SIZE") for value in NO_NUMBERS],
+    + [(name, value) for name in ("RANK", "SLURM_RESTART_COUNT", "LOCAL_WORLD_SIZE") for value in INVALID_NUMBERS],
 )
-def test_a_variable_that_cannot_be_is_named_with_its_value(launched, name, value):
+def test_an_invalid_launcher_variable_is_named_with_its_value(launched, name, value):
     launched(**WHOLE | {name: value})
     with pytest.raises(UserError, match=re.escape(value[:40])) as caught:
         check_launcher_environment()
@@ -68,7 +68,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("program", STARTS)
-def test_programs_refuse_a_number_of_processes_that_an_earlier_launcher_left(launched, program, capfd):
+def test_programs_refuse_a_world_size_left_by_an_earlier_launcher(launched, program, capfd):
     launched(WORLD_SIZE="4")
     status, said = started(program, capfd)
     assert status == 2 and said.startswith("error: WORLD_SIZE is 4, but RANK is not set; ") and said.count("\n") == 1
@@ -76,9 +76,7 @@ def test_programs_refuse_a_number_of_processes_that_an_earlier_launcher_left(lau
 
 @pytest.mark.parametrize("rank", ["1", "x"])
 @pytest.mark.parametrize("program", STARTS)
-def test_programs_say_what_is_wrong_with_a_rank_that_an_earlier_launcher_left(
-    launched, monkeypatch, program, rank, capfd
-):
+def test_programs_refuse_a_rank_left_by_an_earlier_launcher(launched, monkeypatch, program, rank, capfd):
     monkeypatch.setattr(command_line, "REPORT_TIMEOUT", 0.0)
     launched(RANK=rank)
     status, said = started(program, capfd)
@@ -87,7 +85,7 @@ def test_programs_say_what_is_wrong_with_a_rank_that_an_earlier_launcher_left(
 
 @pytest.mark.parametrize("number", ["abc", "", "7"])
 @pytest.mark.parametrize("program", ["train", "preflight"])
-def test_a_number_of_no_attempt_is_refused(launched, tmp_path, program, number, capfd):
+def test_an_invalid_attempt_number_is_refused(launched, tmp_path, program, number, capfd):
     launched(TAPE_ATTEMPT=number)
     module = {"train": train, "preflight": preflight}[program]
     with pytest.raises(SystemExit) as stop:
@@ -97,7 +95,7 @@ def test_a_number_of_no_attempt_is_refused(launched, tmp_path, program, number, 
 
 
 def started(program, capfd):
-    """Start a program; return its exit status and what it says to stderr."""
+    """Start a program; return its exit status and its output on stderr."""
     try:
         return STARTS[program](), capfd.readouterr().err
     except SystemExit as stop:

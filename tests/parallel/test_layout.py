@@ -1,4 +1,4 @@
-"""Process groups: how many there are, how long they wait, how they are aborted; deterministic kernels."""
+"""Process groups (number, timeouts, abort), devices, deterministic kernels and random streams."""
 
 import os
 import pathlib
@@ -29,13 +29,13 @@ def timeouts():
 
 
 @pytest.fixture(autouse=True)
-def afresh():
+def without_process_groups():
     abort_process_groups()
     yield
     abort_process_groups()
 
 
-def test_every_group_even_a_kept_one_waits_longer_than_the_watch():
+def test_all_process_groups_time_out_later_than_the_watch():
     initialize_distributed(timeout=100.0)
     assert timeouts() == {timedelta(seconds=700)}
     initialize_distributed(timeout=7200.0)
@@ -44,14 +44,14 @@ def test_every_group_even_a_kept_one_waits_longer_than_the_watch():
     assert timeouts() == {timedelta(days=365)}
 
 
-def test_no_additional_gloo_groups_are_made():
+def test_no_additional_gloo_groups_are_created():
     initialize_distributed()
     names = [group.group_desc for group in distributed_c10d._world.pg_map]
     assert "TENSOR_MODEL_PARALLEL_GROUP" in names and not [name for name in names if "GLOO" in name]
     assert len(names) <= 18
 
 
-def test_aborted_groups_are_made_anew():
+def test_process_groups_can_be_created_after_an_abort():
     layout = initialize_distributed()
     abort_process_groups()
     assert not dist.is_initialized()
@@ -60,7 +60,7 @@ def test_aborted_groups_are_made_anew():
     assert again.any_rank(True) and again.groups.tp is not layout.groups.tp
 
 
-def test_an_address_of_rank_0_that_does_not_resolve_is_refused(monkeypatch):
+def test_an_unresolvable_address_of_rank_0_is_refused(monkeypatch):
     for name, value in {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -73,12 +73,12 @@ def test_an_address_of_rank_0_that_does_not_resolve_is_refused(monkeypatch):
         initialize_distributed()
 
 
-def test_gloo_takes_the_address_of_the_nodes_name(monkeypatch):
+def test_gloo_uses_the_address_of_the_hostname(monkeypatch):
     def fails(*arguments, **options):
         raise socket.gaierror
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for own, found in (("127.0.0.9", "127.0.0.9"), ("203.0.113.7", "127.0.0.1")):  # the second is no interface's
+    for own, found in (("127.0.0.9", "127.0.0.9"), ("203.0.113.7", "127.0.0.1")):  # no interface has the second address
         places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, type, places=places: places)
         assert launcher.gloo_address() == found
@@ -88,7 +88,7 @@ def test_gloo_takes_the_address_of_the_nodes_name(monkeypatch):
     assert launcher.gloo_address() is None
 
 
-def test_deterministic_kernels_leave_everything_as_it_was():
+def test_deterministic_kernels_restores_all_settings():
     def state():
         memory, cudnn = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn
         flags = torch.are_deterministic_algorithms_enabled(), memory, cudnn.deterministic, cudnn.benchmark
@@ -105,7 +105,7 @@ def test_deterministic_kernels_leave_everything_as_it_was():
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Make this one look like a machine with so many GPUs, of which torch sees some, and so many processes."""
+    """Return a function that imitates a node with `gpus` GPUs, `seen` by torch, and a number of processes."""
 
     def change(gpus, seen, processes=1, cuda="13.0"):
         monkeypatch.setattr(layouts, "NVIDIA_DRIVER", pathlib.Path("/dev/null" if gpus else tmp_path / "none"))
@@ -145,7 +145,7 @@ def test_idle_or_unusable_gpus_are_refused(machine, caplog, wanted, case, proble
     assert error.value.key == "train.device" and problem in error.value.problem
 
 
-def test_megatron_stays_as_it_is_where_cuda_exists(monkeypatch):
+def test_megatron_is_not_patched_if_cuda_is_available(monkeypatch):
     from megatron.core.tensor_parallel import random
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

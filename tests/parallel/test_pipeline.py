@@ -1,4 +1,4 @@
-"""Pipeline stages against one process: losses, gradients, checkpoints, and everything else that a run does."""
+"""Pipeline stages equal one process: losses, gradients, checkpoints, and the other features of a run."""
 
 from pathlib import Path
 
@@ -34,12 +34,12 @@ def more(groups):
     return [group["more"] for group in groups[:2]]
 
 
-OF_SPEED = ("time", "slowest_rank")
+TIMING_METRICS = ("time", "slowest_rank")
 RUNS = [f"{case}-{layout}" for layout in (*LAYOUTS[2], *LAYOUTS[4]) for case in run_under(layout)]
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_stages_train_as_one_process_does(equal, run):
+def test_pipeline_stages_have_the_losses_of_one_process(equal, run):
     case = run.partition("-")[0]
     rows, expected = equal["rows"][run], equal["rows"][f"{case}-alone"]
     assert len(rows) == STEPS
@@ -51,9 +51,10 @@ def test_stages_train_as_one_process_does(equal, run):
 
 
 def tolerance(run, case):
-    """With tensor parallelism, sums are rounded differently, which Adam enlarges in the following steps.
+    """Return the relative tolerance of a loss.
 
-    Without stages, the two gradients of a tied embedding are added up in bf16, and with them in fp32.
+    With tensor parallelism, sums are rounded differently, which Adam amplifies in the following steps. In bf16, the two
+    gradients of a tied embedding are summed in bf16 without stages, and in fp32 with stages.
     """
     if "bf16" in case:
         return 2e-3 if "tied" in case else 1e-4
@@ -61,25 +62,27 @@ def tolerance(run, case):
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.partition("-")[0] in COMPARED])
-def test_every_gradient_is_that_of_one_process(equal, run):
+def test_pipeline_stages_have_the_gradients_of_one_process(equal, run):
     case, _, layout = run.partition("-")
     alone = layout in ("pp2", "pp2_v2", "pp4")
-    # Where sums keep their order, the second step, too, in which no matrix of TAPE is zero any more.
+    # Where sums keep their order, also the second step, in which TAPE's matrices are no longer zero.
     for step in (1, 2) if alone and case != "tied" else (1,):
         gradients, expected = (equal["gradients"][name][step] for name in (run, f"{case}-alone"))
         assert gradients.keys() == expected.keys() and len(gradients) > 25
-        # Of gradients of 1e-5, as TAPE's are at the start, other sums differ by more.
+        # TAPE's first gradients, about 1e-5, differ by more if sums change their order.
         bound = 1e-6 if alone else 1e-5
         for key, value in expected.items():
             assert torch.allclose(gradients[key], value, rtol=0, atol=bound * value.abs().max()), (step, key)
 
 
 @pytest.mark.parametrize("run", ["evaluated", "frozen", "not_finite", "extended"])
-def test_whatever_a_run_does_is_the_same_with_stages(more, run):
-    """Evaluations, samples, a stage that trains nothing, a loss that is not finite, LoRA."""
+def test_other_features_of_a_run_are_the_same_with_stages(more, run):
+    """The features: evaluation, samples, a stage without trainable parameters, a non-finite loss, LoRA."""
     expected, rows = (group["rows"][run] for group in more)
     for row, other in zip(rows, expected, strict=True):
-        keys, others = ({key for key in found if key not in OF_SPEED and "second" not in key} for found in (row, other))
+        keys, others = (
+            {key for key in found if key not in TIMING_METRICS and "second" not in key} for found in (row, other)
+        )
         assert keys == others
         for key in keys:
             assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-4)), key  # NaN is null
@@ -87,7 +90,7 @@ def test_whatever_a_run_does_is_the_same_with_stages(more, run):
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_run_continues_with_other_stages_or_without(more, move):
+def test_a_run_continues_with_another_number_of_stages(more, move):
     rows, states = more[1]["rows"], more[1]["states"]
     same = move == "same"
     for row, other in zip(rows[f"{move}_continued"], rows[f"{move}_whole"], strict=True):
@@ -98,7 +101,7 @@ def test_a_run_continues_with_other_stages_or_without(more, move):
     assert state.keys() == expected.keys() == alone.keys()
     assert not same or all(torch.equal(state[key], expected[key]) for key in state)
     for key, value in alone.items():
-        # Adam makes much of the rounding of single gradients that are almost zero.
+        # Adam amplifies the rounding error of single gradients that are almost zero.
         assert (state[key] - value).abs().mean() <= 1e-4 * value.abs().max(), key
 
 

@@ -1,5 +1,5 @@
-"""Two processes that share the model or the tokens against one: weights, logits, losses, every gradient, what they send
-each other, training with other encodings, and checkpoints."""
+"""Two tensor- or context-parallel processes equal one: weights, logits, losses, all gradients, communication, training
+with every encoding, and checkpoints."""
 
 import pytest
 import tensor_parallel_cases
@@ -51,8 +51,8 @@ def test_shifting_positions_changes_no_logit(results):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, direction):
-    """TAPE may add 2 * S*B*C/tp numbers a layer and direction to RoPE's collectives."""
+def test_tape_adds_at_most_two_small_all_to_alls_per_layer(results, direction):
+    """TAPE may add 2 * S*B*C/tp elements per layer and direction to RoPE's collectives."""
     shape = results["shape"]
     for layout in ("tp2_cp1", "tp1_cp2"):
         tape, rope = (sum(results["numbers"][f"{name}_{layout}"][direction].values()) for name in ("tape", "rope"))
@@ -62,7 +62,7 @@ def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, directio
 
 
 @pytest.mark.parametrize("encoding", [name for name in tensor_parallel_cases.COUNTED if name != "rope"])
-def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
+def test_an_encoding_sends_the_estimated_bytes(results, encoding):
     shape, settings = results["shape"], tensor_parallel_cases.COUNTED[encoding]
     declared = encoding_of(small_model(**settings, num_query_groups=4))
     tokens = shape["S"] * shape["B"]
@@ -77,7 +77,7 @@ def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
 
 
 @pytest.mark.parametrize("encoding", tensor_parallel_cases.COUNTED)
-def test_the_estimate_counts_what_context_ranks_send(results, encoding):
+def test_context_ranks_send_the_estimated_bytes(results, encoding):
     model = small_model(**tensor_parallel_cases.COUNTED[encoding], num_query_groups=4)
     plan = of_model(model, 2, "fp32", train__global_batch_size=2, parallel__context_parallel_size=2)
     numbers = results["numbers"][f"{encoding}_tp1_cp2"]
@@ -86,7 +86,7 @@ def test_the_estimate_counts_what_context_ranks_send(results, encoding):
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_under_zero_3_each_rank_draws_its_part_of_the_whole_weights(results, cp):
+def test_under_zero_3_each_rank_initializes_its_partition_of_the_same_weights(results, cp):
     result = results["partitions"][cp]
     assert len(result["names"]) > 50 and result["fraction"] == pytest.approx(1 / 2, abs=0.01)
     assert not result["wrong"] and not result["whole"] and not result["wrong_in_engine"]
@@ -94,8 +94,8 @@ def test_under_zero_3_each_rank_draws_its_part_of_the_whole_weights(results, cp)
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 @pytest.mark.parametrize("layout", ["tensor", "sharded"])
-def test_an_encoding_trains_alike_under_every_layout(group, name, layout):
-    """Under ZeRO 3, the parameters that attention reads must be whole there."""
+def test_an_encoding_has_the_same_losses_under_every_layout(group, name, layout):
+    """Under ZeRO 3, parameters that attention reads must be gathered."""
     steps = group["encodings"]["steps"][name]
     assert steps[layout] == pytest.approx(steps["alone"], rel=5e-5)
 
@@ -108,7 +108,7 @@ def test_an_encoding_resumes_under_tensor_parallelism(group, name):
 
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
-def test_what_each_process_holds_and_saves_of_an_encoding_is_counted(group, name):
+def test_parameters_and_activations_of_an_encoding_per_process_equal_the_estimate(group, name):
     model = small_model(**settings_of(name))
     held, saved = group["encodings"]["costs"][name]
     assert held == parameter_count(model, tensor_size=2)
@@ -116,13 +116,13 @@ def test_what_each_process_holds_and_saves_of_an_encoding_is_counted(group, name
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_save_sends_each_rank_no_more_than_what_it_writes(group, stage):
+def test_a_save_sends_each_rank_only_the_tensors_that_it_writes(group, stage):
     state = group["saves"]["states"][stage]
-    # Of a rank's half, about half belongs to the other one.
+    # About half of a rank's half belongs to the other rank.
     assert state["right"] and 0.1 < state["share"] < 0.4
 
 
-def test_resuming_reads_each_file_once_by_the_rank_that_the_plan_says(group):
+def test_resuming_reads_each_file_once_on_the_planned_rank(group):
     result = group["saves"]["resumed"]
     assert result["same"] and result["changed"]
     assert result["opened"] == result["planned"]
@@ -130,12 +130,12 @@ def test_resuming_reads_each_file_once_by_the_rank_that_the_plan_says(group):
     assert all(result["opened"])
 
 
-def test_a_file_that_one_rank_cannot_read_any_more_is_reported_on_all(group):
+def test_a_read_error_on_one_rank_is_reported_on_all_ranks(group):
     (message,) = set(group["saves"]["unreadable"])
     assert "(rank 1): " in message and ".safetensors cannot be read ([Errno 5]" in message
 
 
-def test_a_full_disk_on_one_rank_is_reported_on_all_and_costs_no_checkpoint(group):
+def test_a_full_disk_on_one_rank_is_reported_on_all_and_damages_no_checkpoint(group):
     result = group["saves"]
     (message,) = set(result["messages"])
     assert "checkpoint 2" in message and "rank 1" in message
