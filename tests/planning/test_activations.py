@@ -1,4 +1,4 @@
-"""Counted parameters and activations against models that are built and tensors that are saved."""
+"""Estimated parameters and activations equal those of built models and saved tensors."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_those_of_the_built_model_and_of_its_shards(shape):
+def test_estimated_parameters_equal_those_of_the_built_model_and_its_shards(shape):
     model = small_model(**SHAPES[shape], attention_backend="torch")
     parameters = list(build(model)[0].parameters())
     assert parameter_count(model) == sum(p.numel() for p in parameters)
@@ -38,7 +38,7 @@ def test_parameters_are_those_of_the_built_model_and_of_its_shards(shape):
 
 @pytest.mark.parametrize("precision, recompute", [("bf16", "none"), ("fp32", "selective"), ("bf16", "full")])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_saved_activations_are_those_counted(shape, precision, recompute):
+def test_saved_activations_equal_the_estimate(shape, precision, recompute):
     model = small_model(**SHAPES[shape], attention_backend="torch")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     saved = saved_bytes(build(model, recompute=recompute, dtype=dtype)[0], model)
@@ -46,19 +46,19 @@ def test_saved_activations_are_those_counted(shape, precision, recompute):
 
 
 @pytest.mark.parametrize("shape, recompute", [*((shape, "none") for shape in SHAPES), ("tape", "selective")])
-def test_saved_activations_of_packed_documents_are_those_counted(shape, recompute):
+def test_saved_activations_of_packed_documents_equal_the_estimate(shape, recompute):
     model = small_model(**SHAPES[shape], attention_backend="torch")
     saved = saved_bytes(build(model, recompute=recompute)[0], model, packed=True)
     assert on_cpu(model, 2, "fp32", recompute, data__reset_attention_mask=True) == pytest.approx(saved, rel=0.02)
 
 
-def test_saved_activations_of_a_larger_model_are_those_counted_and_tape_keeps_little_more_than_rope():
+def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_little():
     saved = {}
     for encoding in ("tape", "rope"):
         model = middle_model(encoding)
         saved[encoding] = saved_bytes(build(model)[0], model)
         assert on_cpu(model, 2, "fp32") == pytest.approx(saved[encoding], rel=0.01)
-        # GPUs keep no normalised copy.
+        # On a GPU, no normalized copy is saved.
         assert activations(of_model(model, 2, "fp32")).saved == pytest.approx(saved[encoding], rel=0.15)
     assert saved["rope"] < saved["tape"] <= 1.25 * saved["rope"]
 
@@ -72,7 +72,7 @@ def test_saved_activations_of_a_larger_model_are_those_counted_and_tape_keeps_li
         ("rope", ["norms", "output"]),
     ],
 )
-def test_an_extension_trains_and_saves_what_is_counted(encoding, trains, recompute):
+def test_trainable_parameters_and_activations_of_an_extension_equal_the_estimate(encoding, trains, recompute):
     model, extension = middle_model(encoding), ExtensionConfig(trains=trains, lora_rank=4)
     built, _ = build(model, recompute=recompute, lora=extension if extension.adds_lora else None)
     freeze_parameters(built, parameter_filter(extension), recompute != "none")

@@ -1,4 +1,4 @@
-"""The attention backend that a plan assumes, against the table by which `auto` chooses, and what `estimate` prints."""
+"""The attention backend that a plan assumes equals the choice of `auto`, and `estimate` prints it."""
 
 import pytest
 from plans import recipe
@@ -32,7 +32,7 @@ def path(generation, *overrides, name="tape_1b"):
         (OTHER_GPU, ["--model.attention_backend=flash_attn"], "flash_attn"),
     ],
 )
-def test_the_backend_follows_the_generation_and_what_a_run_needs(generation, overrides, backend):
+def test_the_planned_backend_depends_on_the_gpu_generation_and_the_run(generation, overrides, backend):
     assert path(generation, *overrides).backend == backend
 
 
@@ -45,7 +45,7 @@ def test_the_backend_follows_the_generation_and_what_a_run_needs(generation, ove
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--processes=8", "--search"]])
-def test_an_estimate_says_which_backend_it_assumes(capsys, arguments, said, more):
+def test_an_estimate_names_the_assumed_backend(capsys, arguments, said, more):
     estimate.main(["--config", "pretrain/recipes/tape_1b.yaml", *arguments, *more])
     (line,) = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("attention") and "assumed" in line

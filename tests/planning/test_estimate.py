@@ -1,4 +1,4 @@
-"""What `python -m pretrain.estimate` prints: the estimate, advice, assumed times and the search for a layout."""
+"""The output of `python -m pretrain.estimate`: the estimate, advice, assumed times and the search for a layout."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ from pretrain import estimate
 
 @pytest.fixture
 def run(capsys):
-    """Runs the command; returns its output and its warnings."""
+    """Return a function that runs the command and returns its output and warnings."""
 
     def run(*arguments, name="tape_1b", status=0):
         assert estimate.main(["--config", str(RECIPES / f"{name}.yaml"), *arguments]) == status
@@ -29,7 +29,7 @@ def run(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Runs the command, which refuses; returns its one line."""
+    """Return a function that runs the command with invalid arguments and returns its error, one line."""
 
     def refused(*arguments):
         assert status_of(lambda: estimate.main(["--config", str(RECIPES / "tape_1b.yaml"), *arguments])) == 2
@@ -56,7 +56,7 @@ def test_the_command_prints_the_numbers(run):
     assert error == ""
 
 
-def test_the_command_reads_overrides_and_takes_as_many_processes_as_the_model_needs(run):
+def test_the_command_reads_overrides_and_assumes_the_minimum_number_of_processes(run):
     output, _ = run("--train.micro_batch_size", "1", "--parallel.tensor_model_parallel_size=4")
     assert re.search(r"^layout +4 processes: 4 tensor parallel x 1 data parallel", output, re.M)
     assert re.search(r"^  per model-parallel rank", output, re.M)
@@ -69,7 +69,7 @@ def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run):
         (row,) = re.findall(r"^host memory of each writer of a save +([\d.]+) GiB, (\d+) writers$", output, re.M)
         found[writers] = float(row[0]), int(row[1])
     assert found["2"] == (pytest.approx(2 * found["4"][0], abs=0.01), 2) and found["4"][1] == 4
-    # By default one for each GiB, as far as there are processes.
+    # By default one writer per GiB, limited by the number of processes.
     assert found["null"] == (pytest.approx(found["4"][0] / 2, abs=0.01), 8)
     assert found["2"][0] == pytest.approx(checkpoint_bytes(of_recipe(8, *two[1:])) / GIB / 2, rel=0.01)
     assert "writer" not in run(*two).out
@@ -85,9 +85,9 @@ def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run):
         ("position_encoding=xpos", False, ""),
     ],
 )
-def test_attention_slower_than_that_of_rope_is_a_warning(run, settings, slower, warned, more):
-    told = run(*f"--model.{settings}".split(), *more, name="tape_155m").err
-    assert warned in told and (" must " in told) == slower, told
+def test_attention_slower_than_ropes_is_a_warning(run, settings, slower, warned, more):
+    warnings = run(*f"--model.{settings}".split(), *more, name="tape_155m").err
+    assert warned in warnings and (" must " in warnings) == slower, warnings
 
 
 RECOMPUTED = ["--train.recompute=full", "--train.micro_batch_size=1"]
@@ -99,13 +99,13 @@ TWO = ["--parallel.tensor_model_parallel_size=2", "--deepspeed.zero_stage=2"]
     "arguments, size",
     [(["--gpu-memory=1"], 1), (["--gpu=A100-40GB", "--processes=1", ONE], 40), (["--train.micro_batch_size=64"], 80)],
 )
-def test_what_does_not_fit_is_a_warning(run, arguments, size):
+def test_exceeding_the_gpu_memory_is_a_warning(run, arguments, size):
     _, error = run(*TWO, *arguments)
     assert re.fullmatch(rf"warning: .* GiB does not fit in {size} GiB, of which .*--search.*\n", error), error
 
 
-def test_what_fits_is_no_warning(run):
-    """Under ZeRO 3 weights of 129 GiB in bf16 are never whole on one GPU."""
+def test_fitting_into_the_gpu_memory_gives_no_warning(run):
+    """Under ZeRO 3, no GPU holds all weights, which are 129 GiB in bf16."""
     alone = [ONE, "--parallel.pipeline_model_parallel_size=1", "--parallel.virtual_pipeline_size=1"]
     settings = ["--processes=512", "--gpu-memory=80", *alone, "--deepspeed.zero_stage=3", *RECOMPUTED]
     assert run(*settings, "--train.global_batch_size=512", name="tape_70b").err == ""
@@ -154,7 +154,7 @@ def test_a_step_time_is_marked_as_assumed_and_has_two_digits(run):
         ("--gpu=H200", " s on H200 at"),
     ],
 )
-def test_the_step_time_is_that_of_the_named_gpu_or_is_said_to_be_unknown(run, option, said):
+def test_the_step_time_is_estimated_for_the_named_gpu_or_reported_as_unknown(run, option, said):
     assert re.search(said, run(option).out, re.M)
 
 
@@ -166,7 +166,7 @@ def test_a_search_names_the_settings_of_the_fastest_layout(run, tmp_path):
     assert {"--parallel.sequence_parallel", "--parallel.pipeline_layers"} < set(settings)
 
 
-def test_a_search_tries_only_what_the_settings_allow(run):
+def test_a_search_tries_only_valid_layouts(run):
     output = run("--processes=8", "--optimizer.kind=muon", "--search").out
     assert "--deepspeed.zero_stage 3" not in output and "layouts cannot run: optimizer.kind is 'muon'" in output
 
@@ -179,7 +179,7 @@ def test_a_search_lists_the_fastest_layouts_that_fit(run):
     assert all(float(row[3]) <= 0.9 * 40 for row in rows)
 
 
-def test_a_search_without_a_layout_that_fits_lists_the_smallest_and_without_any_says_why(run):
+def test_a_search_without_a_fitting_layout_lists_the_smallest_or_the_reasons(run):
     output = run("--search", "--processes=16", "--gpu-memory=1", status=1).out
     assert "none fits in 1 GiB, of which 10% must stay free; the smallest:\n" in output
     sizes = [float(size) for size in re.findall(r" ([\d.]+)  [\d.]+ of them", output.partition("smallest:")[2])]

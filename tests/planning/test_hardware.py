@@ -1,4 +1,4 @@
-"""Peaks of GPUs by the names that CUDA states."""
+"""Peak FLOP/s of GPUs by the names that CUDA reports."""
 
 import pytest
 
@@ -27,10 +27,10 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_of_cuda_has_the_peak_of_its_data_sheet(name):
+def test_a_gpu_name_of_cuda_has_the_peak_of_its_data_sheet(name):
     assert peak_flops(name) == NAMES[name]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_other_gpus_and_parts_of_gpus_have_no_peak(name):
+def test_unknown_gpus_and_gpu_partitions_have_no_peak(name):
     assert peak_flops(name) is None

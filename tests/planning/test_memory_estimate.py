@@ -1,4 +1,4 @@
-"""Counted memory, FLOPs and disk space against arithmetic by hand."""
+"""Estimated memory, FLOPs and disk space equal arithmetic by hand."""
 
 import pytest
 from plans import of_recipe
@@ -14,7 +14,7 @@ EXTENSION = ["--extension.trains=[position,lora,embeddings,norms]", ONE]
 
 
 def state(stage, precision, *overrides):
-    """Bytes of weights, gradients and optimizer state per parameter: one GPU's share on 4 of them without TP."""
+    """Return bytes of weights, gradients and optimizer state per parameter on each of 4 GPUs, without TP."""
     plan = of_recipe(4, ONE, f"--deepspeed.zero_stage={stage}", f"--train.precision={precision}", *overrides)
     found = memory(plan)
     parts = found.weights, found.gradients, found.optimizer
@@ -33,12 +33,12 @@ def state(stage, precision, *overrides):
         (3, "bf16", [2 / 4, 4 / 4, 12 / 4]),
     ],
 )
-def test_state_is_sharded_as_the_zero_stage_says(stage, precision, expected):
+def test_state_is_sharded_according_to_the_zero_stage(stage, precision, expected):
     assert state(stage, precision) == expected
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_muon_has_one_moment_of_a_matrix_and_an_average_is_as_large_as_one(stage):
+def test_muon_has_one_moment_per_matrix_and_weight_averaging_adds_another(stage):
     layout = [ONE, f"--deepspeed.zero_stage={stage}", "--train.precision=fp32"]
     average, muon = "--train.average={kind: ema}", "--optimizer.kind=muon"
     plain, averaged, both = (of_recipe(4, *layout, *more) for more in ([], [average], [average, muon]))
@@ -63,27 +63,27 @@ def test_frozen_parameters_have_weights_but_no_gradient_and_no_optimizer_state(s
     assert found.optimizer == pytest.approx(12 * trained / 4, abs=16)
     assert checkpoint_bytes(plan) == 4 * (held - trained) + 12 * trained
     assert checkpoint_bytes(of_recipe(4, *settings, "--checkpoint.frozen=false")) == 12 * trained
-    # A third of the arithmetic of every frozen matrix is saved.
+    # Frozen matrices need a third less arithmetic.
     lora, matrices = parameter_count(model, extension, ["lora"]), parameter_count(model, kinds=[*MATRICES, "output"])
     assert flops_per_token(model, extension) == flops_per_token(model) - 2 * matrices + 6 * lora
 
 
-def test_everything_adds_up_to_the_peak():
+def test_the_parts_of_memory_sum_to_the_peak():
     found = memory(of_recipe(8))
     stays = found.weights + found.gradients + found.optimizer
     assert found.peak == stays + found.layer_activations + found.logits + found.buffers + found.working
     assert found.peak > stays + found.layer_activations + found.logits
 
 
-def test_the_step_of_adam_is_the_peak_where_activations_are_few():
+def test_memory_peaks_in_the_step_of_adam_if_activations_are_small():
     small = ["--train.micro_batch_size=1", "--model.seq_length=64", "--deepspeed.reduce_bucket_size=1000000"]
     plan = of_recipe(1, ONE, *small)
-    # bf16 weights, fp32 gradients, copy and moments, and the largest matrix in fp64, for its norm.
+    # bf16 weights; fp32 gradients, weights and moments; and the largest matrix in fp64, for its norm.
     largest = plan.model.vocab_size * plan.model.hidden_size
     assert memory(plan).peak == (2 + 4 + 12) * plan.elements + 8 * largest
 
 
-def test_a_second_bucket_fills_while_the_first_is_averaged():
+def test_overlapping_averaging_needs_a_second_bucket():
     def found(size):
         return memory(of_recipe(16, "--train.micro_batch_size=1", ZERO_2, f"--deepspeed.reduce_bucket_size={size}"))
 
@@ -101,12 +101,12 @@ def test_flops_tokens_and_disk_follow_from_the_configuration():
     one = checkpoint_bytes(plan)
     assert one == 12 * plan.elements and checkpoints_bytes(plan) == 3 * one
     assert checkpoints_bytes(of_recipe(4, "--checkpoint.keep_every=2000", name="tape_155m")) == (3 + 5) * one
-    # Tensor-parallel ranks save the norms and TAPE's matrices each.
+    # Every tensor-parallel rank saves the norms and TAPE's matrices.
     two = of_recipe(8, TWO)
     assert 0 < checkpoint_bytes(two) / (12 * parameter_count(two.model)) - 1 < 0.01
 
 
-def test_settings_that_should_save_memory_do():
+def test_memory_saving_settings_reduce_the_peak():
     def peak(*overrides):
         return memory(of_recipe(8, TWO, ZERO_2, *overrides)).peak
 
@@ -119,7 +119,7 @@ def test_settings_that_should_save_memory_do():
     assert peak("--model.position_encoding=rope") < peak(by_triton) == peak(packed) == peak(by_triton, packed)
     assert peak(by_triton) < peak(by_torch) < peak(by_torch, packed)
     for precision in ("fp32", "bf16"):
-        # ZeRO 3 keeps the weights of small models gathered.
+        # ZeRO 3 does not free the gathered weights of small models.
         fixed = f"--train.precision={precision}", ONE, "--deepspeed.overlap_comm=true", "--model.num_layers=64"
         peaks = [peak(f"--deepspeed.zero_stage={stage}", *fixed) for stage in (3, 2, 1)]
         assert peaks == sorted(peaks)

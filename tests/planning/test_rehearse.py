@@ -1,4 +1,4 @@
-"""Rehearsals on fake GPUs agree with the arithmetic and find planted mistakes."""
+"""Rehearsals on fake GPUs agree with the estimate and detect planted errors."""
 
 import json
 import os
@@ -17,7 +17,7 @@ COSTS = "a_collective_in_the_wrong_group_a_buffer_kept_twice_and_an_all_gather_o
 
 
 def rehearsed(which, folder):
-    """Run the cases in a process of their own: a rehearsal changes torch for good."""
+    """Run the cases in a separate process, because a rehearsal patches torch permanently."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     arguments = [sys.executable, rehearsal_cases.__file__, which, str(folder / "small.yaml")]
@@ -42,22 +42,22 @@ def differing(case):
 
 
 @pytest.mark.parametrize("name", QUICK_CASES)
-def test_memory_and_collectives_are_those_estimated(quick, name):
+def test_memory_and_collectives_equal_the_estimate(quick, name):
     assert not quick[name]["faults"]
     assert not differing(quick[name]), quick[name]["rows"]
     assert all(quick[name]["rows"][row][0] > 0 for row in ("weights", "kept by a forward pass", "peak"))
 
 
 @pytest.mark.parametrize("name, items", [("zero_1", 7), ("zero_3", 3)])
-def test_a_step_waits_for_the_gpu_no_more_often_than_is_known(quick, name, items):
-    """For the loss of two micro-batches, the norm (of each of ZeRO 1's groups), and whether it is finite."""
+def test_a_step_synchronizes_with_the_gpu_only_at_known_places(quick, name, items):
+    """The places are the losses of two micro-batches, the norms of ZeRO's groups, and the test that they are finite."""
     assert quick[name]["waits"]["update pass: item"] == items
     assert not [wait for wait in quick[name]["waits"] if not wait.startswith("update pass: ")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
-def test_memory_and_collectives_of_many_configurations_are_those_estimated(many, name):
+def test_memory_and_collectives_of_many_configurations_equal_the_estimate(many, name):
     assert not many[name]["faults"]
     assert many[name]["backend"] == ("torch_wide" if name.startswith("chosen") else "torch")
     assert not differing(many[name]), many[name]["rows"]
@@ -72,7 +72,7 @@ def test_memory_and_collectives_of_many_configurations_are_those_estimated(many,
         (WAITS, "copy to the GPU at tests/rehearsal_cases.py:"),
     ],
 )
-def test_a_mistake_that_a_gpu_refuses_or_waits_for_is_found_with_its_place(quick, name, fault):
+def test_wrong_devices_and_synchronizations_are_reported_with_their_place(quick, name, fault):
     assert any(fault in sentence for sentence in quick[name]["faults"]), quick[name]["faults"]
 
 
@@ -84,13 +84,13 @@ def test_a_mistake_that_a_gpu_refuses_or_waits_for_is_found_with_its_place(quick
         ("an all-gather of the state", "tensor parallel: all-to-all"),
     ],
 )
-def test_a_mistake_that_costs_memory_or_traffic_is_found(quick, mistake, row):
+def test_excess_memory_and_communication_are_reported(quick, mistake, row):
     assert not quick[COSTS]["faults"]
     assert row in differing(quick[COSTS]), quick[COSTS]["rows"]
     assert row not in differing(quick["zero_1"])
 
 
-def test_the_command_reports_and_touches_no_run(quick):
+def test_the_command_prints_a_report(quick):
     report = quick["command"]["report"]
     assert quick["command"]["status"] == 0, report
     assert report.startswith("rank 3 of 4: 2 tensor parallel x 2 data parallel, ZeRO 2, bf16") and "no fault" in report

@@ -1,4 +1,4 @@
-"""Assumed step times against arithmetic by hand, and the search for the fastest layout."""
+"""Estimated step times equal arithmetic by hand; the search finds the fastest layouts."""
 
 from collections import Counter
 
@@ -32,22 +32,22 @@ ALONE = [ONE, "--deepspeed.zero_stage=1"]
 @pytest.mark.parametrize(
     "processes, sizes, group, kind, seconds",
     [
-        # A ring of four in a node passes three quarters of the bytes on.
+        # In a ring of four within a node, each rank sends three quarters of the bytes.
         (8, (4, 1, 1), TENSOR, ALL_GATHER, 0.75e9 / 1e10),
         (8, (4, 1, 1), TENSOR, ALL_REDUCE, 2 * 0.75e9 / 1e10),
         (8, (1, 4, 1), CONTEXT, ALL_TO_ALL, 0.75e9 / 1e10),
-        # All eight members of a node share the node's links to another node; one member alone has one link.
+        # Eight ranks of a node share its links to another node; a single rank uses one link.
         (16, (1, 1, 1), DATA, ALL_GATHER, 15 / 16 * 1e9 / 8e9),
         (16, (8, 1, 1), DATA, ALL_GATHER, 0.5e9 / 1e9),
-        # Four context ranks side by side, and the next four eight stages further: half a node has members.
+        # Four adjacent context ranks, and four more eight stages later: half of each node's GPUs are members.
         (64, (1, 4, 8), DATA, ALL_GATHER, 7 / 8 * 1e9 / 4e9),
-        # Of an all-to-all of four, two in each of two nodes, half goes to the other node.
+        # In an all-to-all of two nodes with two ranks each, half of the bytes goes to the other node.
         (16, (4, 4, 1), CONTEXT, ALL_TO_ALL, 0.5e9 / 1e9),
         (8, (1, 1, 4), PIPELINE, SEND, 1e9 / 1e10),
         (32, (4, 1, 4), PIPELINE, SEND, 1e9 / 1e9),
     ],
 )
-def test_collectives_take_what_a_ring_or_single_messages_take(processes, sizes, group, kind, seconds):
+def test_collectives_take_the_time_of_a_ring_or_of_single_messages(processes, sizes, group, kind, seconds):
     names = ("tensor_model", "context", "pipeline_model")
     plan = of_recipe(processes, *(f"--parallel.{name}_parallel_size={size}" for name, size in zip(names, sizes)))
     assert _seconds(plan, group, kind, 10**9, ROUND) == pytest.approx(seconds)
@@ -55,7 +55,7 @@ def test_collectives_take_what_a_ring_or_single_messages_take(processes, sizes, 
 
 @pytest.mark.parametrize("encoding", ["tape", "rope", "fox"])
 @pytest.mark.parametrize("more", [[], ["--extension.trains=[lora,norms]", "--extension.lora_rank=4"]])
-def test_the_flops_of_stages_are_those_of_the_model(encoding, more):
+def test_the_flops_of_all_stages_sum_to_those_of_the_model(encoding, more):
     settings = [f"--model.position_encoding={encoding}", ONE, *more]
     whole = of_recipe(8, *settings)
     stages = of_recipe(8, *settings, "--parallel.pipeline_model_parallel_size=4").of_stages()
@@ -63,28 +63,28 @@ def test_the_flops_of_stages_are_those_of_the_model(encoding, more):
     assert found == flops_per_token(whole.model, whole.extension)
 
 
-def test_a_step_takes_its_flops_and_bytes_at_the_rates():
+def test_a_step_takes_its_flops_and_bytes_at_the_assumed_rates():
     plan = of_recipe(4, "--model.position_encoding=rope", *ALONE)
     found = step_time(plan, ROUND)
     matrices = 16 * (2048 * 64 * (32 + 2 * 8) + 2048 * 2048 + 3 * 2048 * 8192) + 2048 * plan.model.vocab_size
     pairs = 16 * 2048 * 4096
     assert found.computation == pytest.approx(6 * (matrices + pairs) * 512 * 4096 / 4 / (EFFICIENCY * 1e15))
-    # Four GPUs scatter the sums of fp32 gradients around a ring, and gather bf16 weights.
+    # Four GPUs reduce-scatter fp32 gradients in a ring, and all-gather bf16 weights.
     assert found.communication == pytest.approx((4 + 2) * plan.elements * 3 / 4 / 1e10)
     assert found.bubble == 0 and found.total == found.computation + found.communication
 
 
-def test_recomputation_repeats_the_forward_pass_of_layers_and_selective_that_of_all_but_attention():
+def test_full_recomputation_repeats_the_forward_pass_and_selective_omits_attention():
     none, selective, full = (of_recipe(4, ONE, f"--train.recompute={kind}") for kind in ("none", "selective", "full"))
     once = flops_per_step(none) // none.tokens_per_step
     output = 6 * 2048 * none.model.vocab_size
     assert recomputed_flops_per_token(none) == 0 and recomputed_flops_per_token(full) * 3 == once - output
-    # Scores and two averages, but for the last layer, which averages no state.
+    # Scores and two averages; the last layer does not average the state.
     attention = 2 * (16 * 3 - 1) * 2048 * 4096 // 2
     assert recomputed_flops_per_token(full) - recomputed_flops_per_token(selective) == attention
 
 
-def test_stages_wait_for_as_many_micro_batches_as_the_schedule_says():
+def test_stages_wait_as_long_as_the_pipeline_schedule_implies():
     settings = [ONE, "--parallel.pipeline_model_parallel_size=4", "--train.micro_batch_size=1"]
     plain, virtual = (
         of_recipe(4, *settings, f"--parallel.virtual_pipeline_size={size}", "--train.global_batch_size=16")
