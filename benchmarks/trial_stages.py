@@ -22,8 +22,8 @@ from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
 
 _RUN, _GRADIENT = (
-    "test_a_run_gives_what_the_cpu_gives[{}]",
-    "test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most[{}]",
+    "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu[{}]",
+    "test_gradients_have_at_most_twice_the_error_of_plain_torch[{}]",
 )
 TRAINED = [_RUN.format(name) for name in ("tape fp32", "tape bf16 ZeRO 2", "rope fp32", "rope bf16 ZeRO 2")]
 TRAINED += [_GRADIENT.format(f"gradients of tape-dtype{number}") for number in (0, 1)]

@@ -1,4 +1,4 @@
-"""`benchmarks.gpu_trial`: stages end within their limits, results survive, and the summary says what was wrong."""
+"""`benchmarks.gpu_trial` enforces time limits, preserves results, and reports problems in the summary."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from megatron_tape.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Programs in place of stages, whose argument is the file of their results.
+# Programs that replace stages; their argument is the file of results.
 WORKS = "import json, sys; json.dump({'found': 1}, open(sys.argv[1], 'w')); print('measured')"
 CRASHES = f"{WORKS}; import os; os.kill(os.getpid(), 11)"
 HANGS = """
@@ -31,7 +31,7 @@ time.sleep(99)
 
 @pytest.fixture
 def trial(monkeypatch, tmp_path, capsys):
-    """Return a function that runs a trial of stages, given as (least, limit, program); and returns what it wrote."""
+    """Return a function that runs a trial of stages (min_seconds, limit, program) and returns its results."""
 
     def run(stages, *options):
         monkeypatch.setattr(gpu_trial, "STAGES", [Stage(name, "", *of[:2]) for name, of in stages.items()])
@@ -67,7 +67,7 @@ def test_a_stage_that_hangs_or_crashes_costs_only_its_limit(trial, tmp_path):
         trial(stages)
 
 
-def test_a_trial_in_which_nothing_ran_is_not_a_success(trial):
+def test_a_trial_without_any_stage_fails(trial):
     status, _, out = trial({"long": (60, 90, HANGS)}, "--minutes=0.5")
     assert status == 1 and "- nothing ran: it needs 60 s" in out
 
@@ -86,7 +86,7 @@ def test_wheels_are_installed_for_the_stages(trial, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_results_exist_if_the_trial_is_ended_in_the_middle(tmp_path, number):
+def test_results_survive_if_the_trial_is_killed(tmp_path, number):
     program = f"""
 import sys
 from benchmarks import gpu_trial
@@ -112,7 +112,7 @@ gpu_trial.command_line.run(gpu_trial.main)
     ends(json.loads(hangs.read_text())["child"])
 
 
-def test_a_python_without_packages_shows_the_help_and_is_refused(tmp_path):
+def test_without_packages_help_works_and_a_trial_is_refused(tmp_path):
     def without_packages(*options):
         command = [sys.executable, "-S", "-m", "benchmarks.gpu_trial", *options]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
@@ -130,7 +130,7 @@ def crash_or_hang(case):
     raise ValueError("does not compile")
 
 
-def test_a_kernel_that_crashes_or_hangs_ends_only_its_own_process(monkeypatch, tmp_path):
+def test_a_kernel_that_crashes_or_hangs_affects_only_its_own_case(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.kernel_cases.CASE_SECONDS", 12.0)
     cases = [Case("2x32", name, 5) for name in ("crashes", "hangs", "fails")]
     found = {case["name"]: case for case in run_cases(crash_or_hang, cases)}
@@ -143,14 +143,14 @@ def test_a_kernel_that_crashes_or_hangs_ends_only_its_own_process(monkeypatch, t
     assert trial_stages._crashed(checked) == {"triton", "torch"}
 
 
-def test_the_results_of_a_gpu_are_summed_up():
+def test_recorded_gpu_results_are_summarized():
     recorded = json.loads((ROOT / "benchmarks/results/h200/first/results.json").read_text())
     text = "\n".join(summary(recorded))
     assert "NVIDIA H200" in text and "No GPU" not in text and "| step-1.3b: TAPE's MFU | 42.6 % |" in text
     assert "| 12x64@1024 | tape triton |" in text and "| position update |" in text
 
 
-def test_wrong_results_are_problems_and_goals_stand_beside_what_was_measured():
+def test_the_summary_lists_wrong_results_and_compares_figures_with_goals():
     case = {"shape": "12x64", "length": 272, "seconds": 1.0}
     cases = [
         case | {"name": "attention", "worst": 0.5, "inexact": []},

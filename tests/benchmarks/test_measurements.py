@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end at its smallest size, and gives no figure to what is wrong."""
+"""Every benchmark runs at its smallest size, and gives no figure for wrong results."""
 
 import gc
 import json
@@ -16,7 +16,7 @@ from megatron_tape.ops.backends import tiled
 
 @pytest.fixture
 def recorded(monkeypatch, tmp_path):
-    """Return a function that runs a benchmark with options, and returns its record."""
+    """Return a function that runs a benchmark and returns its record."""
 
     def run(module, *options):
         path, threads = tmp_path / "here" / "record.json", torch.get_num_threads()
@@ -35,7 +35,7 @@ def recorded(monkeypatch, tmp_path):
 KERNELS = ("--tokens=32", "--repetitions=1")
 
 
-def test_attention_is_timed_next_to_rope(recorded):
+def test_attention_times_are_compared_with_rope(recorded):
     options = [*KERNELS, "--shapes", "4/2x32@16", "2x32@34", "--without", "triton"]
     grouped, long = recorded(attention, *options)["results"]
     assert [(result["shape"], result["batch"]) for result in (grouped, long)] == [("4/2x32@16", 2), ("2x32@34", 1)]
@@ -52,7 +52,7 @@ def test_attention_is_timed_next_to_rope(recorded):
     assert grouped["rejected"]["triton"] == "is excluded by --without" and "flash_attn" in grouped["rejected"]
 
 
-def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
+def test_interpreted_kernels_are_checked_but_not_timed(recorded, capsys):
     (result,) = recorded(attention, "--toy")["results"]
     timings = result["timed"]["forward+backward"]
     assert (
@@ -61,7 +61,7 @@ def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
     assert "| tape triton | exact, not timed |" in capsys.readouterr().out
 
 
-def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
+def test_an_inexact_candidate_gets_no_figure(recorded, monkeypatch, capsys):
     exact = attention.attend
 
     def attend(encoding, backend, *tensors):
@@ -75,7 +75,7 @@ def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
     assert "| tape torch | 16 tokens: tensor 0" in capsys.readouterr().out
 
 
-def test_wrong_shapes_are_refused_and_nothing_begins_when_time_is_over(recorded, capsys):
+def test_wrong_shapes_are_refused_and_nothing_starts_after_the_deadline(recorded, capsys):
     for shape in ("4x32", "4/3x32@8", "4x31@8"):
         with pytest.raises(ConfigError):
             attention.parse(["--shapes", shape])
@@ -86,7 +86,7 @@ def test_wrong_shapes_are_refused_and_nothing_begins_when_time_is_over(recorded,
     assert "tape torch" in late["no_time"] and late["timed"]["forward"] == {}
 
 
-def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_does():
+def test_a_failing_candidate_does_not_stop_the_others_but_a_gpu_fault_does():
     calls = {"works": 0, "fails at once": 0, "fails later": 0}
 
     def function(name, limit, error):
@@ -108,13 +108,13 @@ def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_
         timing.timed(functions, 5, torch.device("cpu"))
 
 
-def test_generation_and_prompts_are_timed_beside_llama(recorded):
+def test_decode_and_prefill_times_are_compared_with_llama(recorded):
     rows = recorded(generate, "--toy", "--passes=2")["lengths"]["64"]
     assert set(rows) == {"dynamic", "static", "prompt"} and rows["prompt"]["timed"] == 2
     assert all(0 < row["tape_over_llama"] < 100 for row in rows.values())
 
 
-def test_prompts_through_wrong_attention_get_no_figure(recorded, monkeypatch):
+def test_wrong_prefill_attention_gets_no_figure(recorded, monkeypatch):
     right = attention_tape.attend_by_blocks
     for wrong in (
         lambda *x: [right(*x)[0], torch.zeros(x[0].transpose(1, 2).shape).to(x[0])],
@@ -128,7 +128,7 @@ def test_prompts_through_wrong_attention_get_no_figure(recorded, monkeypatch):
 ENCODINGS = ["--shape=toy", "--repetitions=1", "--context=32", "--tokens=2"]
 
 
-def test_every_encoding_stands_beside_rope_and_is_freed(recorded, monkeypatch):
+def test_every_encoding_is_compared_with_rope_and_freed(recorded, monkeypatch):
     models, build = [], encodings.build_model
 
     def watched(config, layout):

@@ -1,4 +1,4 @@
-"""Training steps are measured beside each other, if the models may be compared."""
+"""Training steps of several models are compared if the models have the same losses at initialization."""
 
 import dataclasses
 import gzip
@@ -28,7 +28,7 @@ def measured(folder, *options, against=()):
 
 @pytest.fixture(scope="module")
 def alternating(tmp_path_factory):
-    """In fp32, with both rivals and a profile; and the folder of the record."""
+    """Return the record of an fp32 run with both rivals and a profile, and its folder."""
     folder = tmp_path_factory.mktemp("alternating")
     return measured(folder, "--profile", "--commit=abc", against=RIVALS), folder
 
@@ -47,7 +47,7 @@ def check(record, processes=1):
         assert 0 < found["memory"]["peak"]
 
 
-def test_tape_rope_and_rivals_learn_the_same_tokens_in_turns(alternating):
+def test_tape_rope_and_rivals_alternate_and_learn_the_same_tokens(alternating):
     record, folder = alternating
     check(record)
     models, seconds = record["models"], {name: found["seconds"] for name, found in record["models"].items()}
@@ -67,7 +67,7 @@ def test_tape_rope_and_rivals_learn_the_same_tokens_in_turns(alternating):
             assert json.load(file)["traceEvents"]
 
 
-def test_a_rival_that_cannot_take_a_step_is_left_out_and_bf16_trains(tmp_path, monkeypatch):
+def test_a_rival_that_cannot_take_a_step_is_skipped_and_bf16_trains(tmp_path, monkeypatch):
     def step(self):
         raise torch.OutOfMemoryError("no room")
 
@@ -79,7 +79,7 @@ def test_a_rival_that_cannot_take_a_step_is_left_out_and_bf16_trains(tmp_path, m
     assert record["run"]["recompute"] == "full" and record["models"]["rope"]["attention"] == "tiled"
 
 
-def test_two_tensor_parallel_processes_train_as_one(alternating):
+def test_two_tensor_parallel_processes_have_the_losses_of_one(alternating):
     (written, record), (also_written, _) = run_group("train_step_cases", 2)["records"]
     assert written and not also_written
     check(record, processes=2)
@@ -88,7 +88,7 @@ def test_two_tensor_parallel_processes_train_as_one(alternating):
 
 
 @pytest.mark.parametrize("precision, std", [("fp32", 0.5), ("bf16", 20.0)])  # a small change is lost in rounding
-def test_no_figure_is_given_for_a_model_that_does_not_start_as_rope(precision, std, tmp_path, monkeypatch):
+def test_different_losses_at_initialization_give_no_figure(precision, std, tmp_path, monkeypatch):
     declared = TapePosition.parameters
 
     def parameters(self, layer):
@@ -100,7 +100,7 @@ def test_no_figure_is_given_for_a_model_that_does_not_start_as_rope(precision, s
     assert not list(tmp_path.iterdir())
 
 
-def test_the_155m_shape_is_the_recipe():
+def test_the_155m_shape_equals_the_recipe():
     recipe = parse_run_config(["--config", "pretrain/recipes/tape_155m.yaml"])
     ours = run_config("tape", SHAPES["155m-1k"], "bf16")
     assert ours.model == recipe.model

@@ -1,4 +1,4 @@
-"""Wheels for a machine without a network are collected whole."""
+"""Wheels for a machine without a network are collected completely or not at all."""
 
 import subprocess
 import zipfile
@@ -20,7 +20,7 @@ def write_wheel(folder, name="toy", tags="py3-none-any"):
             archive.writestr(file, text)
 
 
-def test_wheels_are_collected_and_built_for_another_python_or_not_at_all(tmp_path, monkeypatch):
+def test_all_wheels_are_collected_and_built_or_none(tmp_path, monkeypatch):
     index, source, output = tmp_path / "index", tmp_path / "built-1.0", tmp_path / "collected"
     index.mkdir()
     source.mkdir()

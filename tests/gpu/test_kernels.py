@@ -1,7 +1,7 @@
-"""Every fused kernel against plain torch and float64, in the shapes of real models.
+"""Every fused kernel is as exact as plain torch, compared with float64, in the shapes of real models.
 
-On a GPU (`TESTS_ON=gpu python -m pytest -m gpu`) there are many shapes and dtypes, the most important first. Without
-one, Triton interprets the kernels in one tiny shape.
+On a GPU (`TESTS_ON=gpu python -m pytest -m gpu`) the tests cover many shapes and dtypes, the most important first.
+Without a GPU, Triton interprets the kernels in one tiny shape.
 """
 
 import re
@@ -21,10 +21,10 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 SHAPES = ("12x64", "32x128", "32/8x64", "32/8x128", "16x128", "8x32", "8x80", "8x96") if ON_GPU else ("2x32",)
-"""Heads, or heads/groups, times their width: the 155M recipe, a 7B model, the 1B recipe, and other widths."""
+"""Heads, or heads/groups, and head dimension: the 155M recipe, a 7B model, the 1B recipe, and other sizes."""
 PRECISIONS = tuple(DTYPES) if ON_GPU else ("fp32",)
 LENGTH, TOKENS = (None, 48) if ON_GPU else (5, 5)
-"""Tokens of a sequence, by default those of a check before training, and tokens of a position update."""
+"""Sequence length (None: that of the check before training), and tokens of a position update."""
 LENGTHS, MANY_TOKENS = ((1, 63, 1025, 4096), 10_000) if ON_GPU else ((1,), 15)
 
 NAMES = [
@@ -41,7 +41,7 @@ NAMES += [
     "attention of one query to a cache",
 ]
 KINDS = [(shape, precision) for precision in PRECISIONS for shape in SHAPES]
-"""Those of one kind share compiled kernels and follow each other, so that mostly one worker of xdist gets them."""
+"""Tests of one kind share compiled kernels. They are adjacent, so that mostly one pytest-xdist worker runs them."""
 REPEATABLE = ("attention", "attention of packed documents", "position update")
 
 
@@ -52,7 +52,7 @@ def shapes_of(text):
 
 
 def check_of(name, shapes, dtype):
-    """Return the check of this name, or None where the kernel does not fit this GPU or these shapes."""
+    """Return the check of this name, or None if there is no kernel for this GPU and shape."""
     if name == "position update of a state in the type of the rest":
         shapes = replace(shapes, fp32_state=False)
     if name == "position update with a scale per head":
@@ -70,21 +70,21 @@ def check_of(name, shapes, dtype):
 
     inputs = found["attention"].inputs
     if name == "attention of inputs that are not contiguous":
-        return Check(attends("triton", prepare=apart), attends("torch"), inputs)
+        return Check(attends("triton", prepare=strided), attends("torch"), inputs)
     if name == "attention of one query to a cache":
         inputs = [inputs[0][:1], *inputs[1:]]
     return Check(attends("triton", False), attends("torch", False), inputs)
 
 
-def apart(x):
-    """Return x as a view whose sequences lie apart, between other numbers, as a model's queries and keys do."""
+def strided(x):
+    """Return x as a non-contiguous view into a larger tensor, like a model's queries and keys."""
     between = torch.stack([x, torch.full_like(x, float("nan"))], dim=3).transpose(0, 1).contiguous().transpose(0, 1)
     return between[:, :, :, 0]
 
 
 @contextmanager
 def nan_in_new_memory():
-    """Fill memory that `torch.empty` and `torch.empty_like` return with NaN, so that what is not written shows."""
+    """Fill the results of `torch.empty` and `torch.empty_like` with NaN, so that unwritten outputs are detected."""
 
     def filled(function):
         def call(*arguments, **named):
@@ -101,16 +101,16 @@ def nan_in_new_memory():
 
 
 def assert_exact(check, dtype, record_property):
-    """The largest deviation, in relation to what is allowed, is in the report."""
+    """Assert that all deviations are allowed; the test report contains the largest one."""
     if check is None:
-        pytest.skip("there is no such kernel for this shape, or it does not fit the shared memory")
+        pytest.skip("no kernel for this shape, or it exceeds the shared memory")
     with nan_in_new_memory():
         found = list(deviations(*check, dtype))
     assert found
     worst = max(found, key=lambda deviation: deviation.error / deviation.allowed)
     record_property("error", f"{worst.error:.1e}")
     record_property("plain_torch", f"{worst.rounding:.1e}")
-    inexact = [str(deviation) for deviation in found if not deviation.exact]  # also those that are NaN
+    inexact = [str(deviation) for deviation in found if not deviation.exact]  # includes NaN
     assert not inexact, "; ".join(inexact[:3])
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_is_as_exact_as_plain_torch(name, shape, precision, record_prop
 
 @pytest.mark.parametrize("name", REPEATABLE)
 @pytest.mark.parametrize("shape, precision", KINDS)
-def test_a_deterministic_run_gives_the_same_bits_again(name, shape, precision, record_property):
+def test_deterministic_kernels_give_the_same_bits_twice(name, shape, precision, record_property):
     def results():
         leaves = [x.detach().requires_grad_() for x in check.inputs]
         outputs = [x for x in check.ours(*leaves) if x is not None]
@@ -146,7 +146,7 @@ def test_attention_is_exact_at_any_length(name, length, shape, precision, record
     if ON_GPU and precision != "bf16":
         pytest.skip("other dtypes are checked at one length")
     shapes = shapes_of(shape)
-    # A few heads suffice for what depends on the length, and float64's scores of all of them would not fit.
+    # A few heads suffice, and float64 scores of all heads would not fit into memory.
     groups = min(shapes.groups, 2 if shapes.heads == shapes.groups else 1)
     few = replace(shapes, heads=shapes.heads // shapes.groups * groups, groups=groups)
     check = kernel_checks(few, DTYPES[precision], DEVICE, length)[name]
@@ -154,6 +154,6 @@ def test_attention_is_exact_at_any_length(name, length, shape, precision, record
 
 
 @pytest.mark.parametrize("shape, precision", KINDS)
-def test_the_position_update_is_exact_where_every_program_takes_many_tokens(shape, precision, record_property):
+def test_the_position_update_is_exact_with_many_tokens_per_program(shape, precision, record_property):
     found = kernel_checks(shapes_of(shape), DTYPES[precision], DEVICE, 1, MANY_TOKENS)
     assert_exact(found.get("position update"), DTYPES[precision], record_property)

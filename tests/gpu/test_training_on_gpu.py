@@ -1,10 +1,10 @@
-"""20 real steps of TAPE and RoPE on a GPU give the CPU's losses, gradient norms and gradients.
+"""20 training steps of TAPE and RoPE on a GPU have the losses, gradient norms and gradients of a CPU.
 
-The small model learns real text through `pretrain.train` itself: Megatron's layers and datasets, DeepSpeed's ZeRO and,
-on the GPU (`TESTS_ON=gpu`), the fused kernels, which TAPE's runs ask for by name. In fp32 the GPU, or several, must
-give the CPU's figures; in bf16, under every ZeRO stage, with packed documents and with recomputation, it must stay near
-them. Without a GPU, Triton interprets the kernels, and two steps are taken. The most important of these tests are a
-stage of `benchmarks.gpu_trial`.
+A small model learns real text with `pretrain.train`: Megatron's layers and datasets, DeepSpeed's ZeRO and, on the GPU
+(`TESTS_ON=gpu`), the fused kernels, which TAPE's runs select by name. In fp32, one or several GPUs must reproduce the
+CPU's figures; in bf16, under every ZeRO stage, with packed documents and with recomputation, they must be close.
+Without a GPU, Triton interprets the kernels, and two steps are taken. The most important of these tests form a stage of
+`benchmarks.gpu_trial`.
 """
 
 import math
@@ -21,11 +21,11 @@ pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gpu
 
 QUICK = ("tape bf16 ZeRO 2", "gradients of tape packed")
-"""What is run without a GPU if slow tests are left out."""
+"""The cases that are not marked slow without a GPU."""
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative error of a gradient that is always allowed, as in `ops.parity`."""
 PLAIN = {torch.float32: 1e-4, torch.bfloat16: 0.2}
-"""Relative error of plain torch on the device: far above rounding, far below what a wrong gradient shows."""
+"""Maximum relative error of plain torch on the device: far above rounding, far below a wrong gradient's."""
 
 
 def slow(name):
@@ -41,14 +41,14 @@ def folder(tmp_path_factory, run_tool):
 
 @pytest.fixture(scope="module")
 def expected(folder, request):
-    """What the CPU computes, in a process of its own and in the order in which the tests ask for it."""
+    """Return a function for results on the CPU, which another process computes in the order of the tests."""
     names = [item.callspec.params.get("name") for item in request.session.items if item.module is request.module]
-    wanted = dict.fromkeys(
+    required = dict.fromkeys(
         name if name in GRADIENTS else (RUNS | TOGETHER)[name].expected
         for name in names
         if name in RUNS or name in TOGETHER or name in GRADIENTS
     )
-    program = training_runs.start(folder, "cpu", list(wanted))
+    program = training_runs.start(folder, "cpu", list(required))
     yield lambda name: Side(folder, "cpu").result(name, program)
     program.kill()
     program.wait()
@@ -56,12 +56,12 @@ def expected(folder, request):
 
 @pytest.fixture(scope="module")
 def device(folder):
-    """The device's side, which trains in this process, once for each name."""
+    """The runs on the device, which this process trains once per name."""
     from megatron_tape.ops import parity
 
     side, found, length = Side(folder, "device"), {}, parity.LENGTH
     if not ON_GPU:
-        parity.LENGTH = 17  # interpreted, the check of the kernels before a run would take minutes
+        parity.LENGTH = 17  # the interpreted check of the kernels would take minutes
 
     def rows(name):
         if name not in found:
@@ -83,7 +83,7 @@ def assert_close(rows, others, tolerance):
 
 
 @pytest.mark.parametrize("name", map(slow, RUNS))
-def test_a_run_gives_what_the_cpu_gives(name, device, expected):
+def test_a_run_has_the_losses_and_gradient_norms_of_the_cpu(name, device, expected):
     run = RUNS[name]
     rows = device.rows(name)
     assert_close(rows, expected(run.expected), run.tolerance)
@@ -96,7 +96,7 @@ def test_a_run_gives_what_the_cpu_gives(name, device, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][: 1 + ON_GPU])
 @pytest.mark.parametrize("name", map(slow, GRADIENTS))
-def test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most(name, dtype, device, expected):
+def test_gradients_have_at_most_twice_the_error_of_plain_torch(name, dtype, device, expected):
     truth = expected(name)
 
     def errors(backend):
@@ -106,7 +106,7 @@ def test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most
         return {name: error if math.isfinite(error) else math.inf for name, error in relative.items()}
 
     plain, fused = errors("torch"), errors(BACKEND)
-    # The rounding of a small tensor may be small by chance, so it counts as at least the median of all.
+    # The rounding error of a small tensor may be small by chance, so the median of all is a lower bound.
     typical, floor = statistics.median(plain.values()), FLOOR[dtype]
     wrong = {name: error for name, error in fused.items() if not error <= 2 * max(plain[name], typical) + floor}
     assert not wrong, f"plain torch: { ({name: plain[name] for name in wrong}) }"
@@ -115,7 +115,7 @@ def test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most
 
 
 @pytest.mark.parametrize("name", [slow("tape deterministic")])
-def test_a_run_continued_in_another_process_ends_with_the_same_bits(name, device, folder):
+def test_a_resumed_run_ends_with_the_same_bits(name, device, folder):
     rows, digests = device.rows(name), device.digests(name)
     device.forget_second_half(name)
     again = device.result(name, training_runs.start(folder, "device", [name]))
@@ -124,7 +124,7 @@ def test_a_run_continued_in_another_process_ends_with_the_same_bits(name, device
 
 
 @pytest.mark.parametrize("name", map(slow, TOGETHER))
-def test_several_processes_train_as_one(name, device, folder, expected):
+def test_several_processes_have_the_losses_of_one(name, device, folder, expected):
     processes = min(len(os.environ["TESTED_GPUS"].split(",")), SIZE.batch) if ON_GPU else 2
     if processes < 2:
         pytest.skip("there is one GPU")

@@ -1,9 +1,9 @@
-"""Small real trainings of TAPE and RoPE, on a GPU or, as what it is compared with, on the CPU; see test_training.py.
+"""Small training runs of TAPE and RoPE, on a GPU and, for comparison, on the CPU; see test_training_on_gpu.py.
 
-    python tests/gpu/training_runs.py FOLDER cpu|device NAME...        runs what is named, in a process of its own
+    python tests/gpu/training_runs.py FOLDER cpu|device NAME...        computes the named results
 
-`cpu` is plain torch; `device` is the GPU with the fused kernels or, on a machine without one, the CPU, where Triton
-interprets them. Results are files of FOLDER, so that processes can wait for each other.
+`cpu` is plain torch; `device` is the GPU with the fused kernels or, without a GPU, the CPU, where Triton interprets
+them. Results are files in FOLDER, so that processes can wait for each other.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ import torch.nn.functional as F
 from megatron_tape.position import model_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not whether this process sees a GPU: the one that computes what is expected sees none, and computes the same.
+# Not whether this process sees a GPU: the CPU's process sees none, but must use the same sizes.
 ON_GPU = os.environ.get("TESTS_ON") == "gpu"
 BACKEND = "triton"
 TIMEOUT = 240.0
-"""Seconds to wait for a result of another process."""
+"""Seconds to wait for another process's result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A small model that the fused kernels support, and how long it is trained."""
+    """Sizes of a small model that the fused kernels support, and of its training."""
 
     layers: int
     heads: int
@@ -44,11 +44,11 @@ class Size:
     seq_length: int
     batch: int
     micro_batch: int
-    """On one process; on several, each gets its share of the batch at once."""
+    """Size on one process; each of several processes takes its share of the batch at once."""
     steps: int
     text_bytes: int
     document: int
-    """Characters of a document; a sequence of training holds several documents."""
+    """Characters of a document; a training sequence contains several documents."""
     vocab_size: int = 1024
 
 
@@ -57,14 +57,14 @@ if ON_GPU:
     SIZE = Size(4, 4, 64, seq_length=256, batch=8, micro_batch=4, steps=20, text_bytes=1_000_000, document=300)
 
 SAME = {"train/loss": 1e-5, "train/grad_norm": 2e-4, "validation/loss": 1e-5}
-"""Relative difference, at any step, between two fp32 runs that round sums in another order. Between plain torch, the
-tiled backend and recomputation under ZeRO 3, on a CPU, it was 3e-7, 4e-6 and 5e-7."""
+"""Maximum relative difference at any step between fp32 runs with different orders of summation. On a CPU, with plain
+torch, the tiled backend and recomputation under ZeRO 3, it was 3e-7, 4e-6 and 5e-7."""
 NEAR = {"train/loss": 0.005, "train/grad_norm": 0.05, "validation/loss": 0.005}
-"""Relative difference between bf16 and fp32; on a CPU it was 7e-4, 9e-3 and 6e-4."""
+"""Maximum relative difference between bf16 and fp32; on a CPU it was 7e-4, 9e-3 and 6e-4."""
 
 
 class Run(NamedTuple):
-    """A run on the device, and the run on the CPU whose figures it must give within a tolerance."""
+    """A run on the device, and the name of the CPU run that it must equal within a tolerance."""
 
     expected: str
     tolerance: dict[str, float]
@@ -97,17 +97,17 @@ RUNS = {
     "tape bf16 ZeRO 2 not overlapping": Run("tape fp32", NEAR, (ZERO(2), BF16, "--deepspeed.overlap_comm=false")),
     "tape deterministic": Run("tape fp32", NEAR, (ZERO(2), *((BF16,) if ON_GPU else ()), *DETERMINISTIC)),
 }
-"""The most important first."""
+"""Runs of one process, the most important first."""
 TOGETHER = {
     "tape fp32 data parallel": Run("tape fp32", SAME, (ZERO(2),)),
     "tape fp32 tensor parallel": Run("tape fp32", SAME, (ZERO(1), TENSOR_PARALLEL)),
 }
-"""What several processes compute together."""
+"""Runs of several processes."""
 GRADIENTS = ("gradients of tape", "gradients of rope", "gradients of tape packed")
 
 
 class Side:
-    """The runs of one side in this process."""
+    """The runs on the CPU or on the device."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.on_device = folder, name == "device"
@@ -115,7 +115,7 @@ class Side:
         self.rank, self.processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     def result(self, name: str, program: subprocess.Popen) -> object:
-        """Return what `program`, another process, computes for `name`, as soon as it has."""
+        """Wait for the result of `name` that the process `program` computes, and return it."""
         path, deadline = self.results / f"{name}.pt", time.monotonic() + TIMEOUT
         while not path.exists():
             assert program.poll() in (None, 0), f"{name}: the process that computes it has failed"
@@ -124,7 +124,7 @@ class Side:
         return torch.load(path, weights_only=True)
 
     def compute(self, name: str) -> None:
-        """Write the result of `name` to its file."""
+        """Compute the result of `name` and write it to its file."""
         if name in GRADIENTS:
             found = self.gradients(name, torch.float64, "naive")
         else:
@@ -139,12 +139,12 @@ class Side:
         return self.results / name.replace(" ", "-")
 
     def backend(self, encoding: str, precision: str) -> str:
-        """Return the attention backend: on the device, TAPE's is named, so that no other one can step in."""
+        """Return the attention backend; TAPE's on the device is named, so that `auto` cannot choose another."""
         interpretable = ON_GPU or precision == "fp32"
         return BACKEND if self.on_device and encoding == "tape" and interpretable else "auto"
 
     def train(self, name: str) -> list[dict]:
-        """Run the training command, which continues a run that was interrupted; return the rows of its metrics."""
+        """Run the training command, which resumes an interrupted run; return the rows of its metrics."""
         from pretrain import train
 
         run = (RUNS | TOGETHER)[name]
@@ -166,7 +166,7 @@ class Side:
         return self.directory(name) / "checkpoints" / f"step-{SIZE.steps:08d}"
 
     def digests(self, name: str) -> dict[str, str]:
-        """Return a digest of every file of tensors in a run's last checkpoint."""
+        """Return the digest of every tensor file in a run's last checkpoint."""
         files = self.last_checkpoint(name).glob("tensors*")
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
@@ -177,7 +177,7 @@ class Side:
                 shutil.rmtree(path)
 
     def build(self, encoding: str, dtype: torch.dtype, backend: str, weights: dict):
-        """Return a model on this side's device, with whole weights by Hugging Face's names."""
+        """Return a model on this side's device with `weights`, whole tensors by Hugging Face names."""
         from megatron_tape.checks.arguments import parse_run_config
         from megatron_tape.model.language_model import LanguageModel, transformer_config
         from megatron_tape.model.weights import load_weights
@@ -193,7 +193,7 @@ class Side:
         return model
 
     def gradients(self, name: str, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
-        """Return the loss of the first step and its gradients by parameter, in float64 on the CPU."""
+        """Return the loss of the first step and its gradients by parameter, as float64 tensors on the CPU."""
         import numpy as np
 
         from megatron_tape.data.batches import documents_from_tokens
@@ -222,7 +222,7 @@ class Side:
 
 
 def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subprocess.Popen:
-    """Start a process, or several that train together, that compute what is named."""
+    """Start one process, or several in one process group, that compute the named results."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     launcher.append(f"--nproc-per-node={processes}")
     command = [sys.executable, *(launcher if processes > 1 else []), __file__, str(folder), side, *names]
@@ -237,10 +237,10 @@ def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subp
 
 
 def recipe(folder: Path, encoding: str) -> str:
-    """Return the settings that all runs of an encoding share."""
+    """Return the recipe that all runs of an encoding share."""
     width = SIZE.heads * SIZE.head_dim
-    # The rate moves TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn gradients that are nothing
-    # but rounding errors into whole steps, and equal runs would drift apart.
+    # The learning rate changes TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn gradients that are
+    # only rounding errors into full steps, and equal runs would diverge.
     return f"""
 model: {{position_encoding: {encoding}, num_layers: {SIZE.layers}, hidden_size: {width}, ffn_hidden_size: {3 * width},
         num_attention_heads: {SIZE.heads}, seq_length: {SIZE.seq_length}, vocab_size: {SIZE.vocab_size},
@@ -257,7 +257,7 @@ logging: {{interval: 1, sample_tokens: 1, tensorboard: false}}
 
 
 def prepare(folder: Path, run_tool) -> None:
-    """Write what all runs need into `folder`: real text, tokenized by this project's tools, weights and recipes."""
+    """Write the inputs of all runs into `folder`: tokenized real text, weights and recipes."""
     corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer.model"
     with open(corpus, "w", encoding="utf-8") as file:
         written = 0
@@ -276,10 +276,10 @@ def prepare(folder: Path, run_tool) -> None:
 
 
 def write_start(folder: Path, encoding: str) -> None:
-    """Write a recipe, and a checkpoint to begin with, whose weights bf16 can hold and none of which are zero.
+    """Write a recipe and an initial checkpoint with non-zero weights that bf16 represents exactly.
 
-    TAPE's matrices usually start at zero, at which it is RoPE; errors in what they multiply would not show. Both
-    encodings begin with the same weights but for those matrices.
+    TAPE's matrices are usually zero at initialization, which makes it RoPE and would hide errors. Apart from those
+    matrices, both encodings start with the same weights.
     """
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.io.records import read_yaml
@@ -298,19 +298,19 @@ def write_start(folder: Path, encoding: str) -> None:
         else:
             weight = weight * 0.05 if len(shape) > 1 else 1 + weight * 0.1
         weights[name] = weight.bfloat16().float()
-    with contextlib.redirect_stderr(io.StringIO()):  # it says how to train from them
+    with contextlib.redirect_stderr(io.StringIO()):  # hides the printed advice
         write_imported(folder / f"start-{encoding}", model, weights, "weights drawn at random")
     torch.save(weights, folder / f"start-{encoding}.pt")
 
 
 def main() -> None:
-    """Compute what the command line names."""
+    """Compute the results that the command line names."""
     folder, name, *names = sys.argv[1:]
     side = Side(Path(folder), name)
     if side.on_device and not ON_GPU:
         from megatron_tape.ops import parity
 
-        parity.LENGTH = 17  # interpreted, the check of the kernels before a run would take minutes
+        parity.LENGTH = 17  # the interpreted check of the kernels would take minutes
     for each in names:
         side.compute(each)
 
