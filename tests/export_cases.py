@@ -78,9 +78,9 @@ def main(folder, data):
     tokenizer = load_tokenizer(f"{data}/tokenizer.model")
     ids = tokenizer.encode(Path(data, "held_out.txt").read_text(encoding="utf-8"))
     text = torch.tensor(ids[: 2 * LENGTH]).view(2, LENGTH)
-    kept = {"text": text}
+    saved = {"text": text}
     for name, overrides in cases().items():
         run(data, name, *settings(data), *overrides)
-        kept[name] = logits(data, name, [*settings(data), *overrides], text)
+        saved[name] = logits(data, name, [*settings(data), *overrides], text)
     if dist.get_rank() == 0:
-        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, f"{data}/logits.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in saved.items()}, f"{data}/logits.safetensors")

@@ -85,7 +85,7 @@ def mistakes():
         return norm(self, hidden_states)
 
     def keeps(self, hidden_states):
-        self.kept = hidden_states.detach().float()
+        self.buffer = hidden_states.detach().float()
         return norm(self, hidden_states)
 
     def to_heads(self, x_sBN):

@@ -17,8 +17,8 @@ FLA = "fla.ops.forgetting_attn"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def chosen(device, needs=frozenset(), wanted="auto", dtype=BF16, dim=64, **settings):
-    return choose_backend(wanted, device, dtype, dim, needs, **settings).backend
+def chosen(device, needs=frozenset(), requested="auto", dtype=BF16, dim=64, **settings):
+    return choose_backend(requested, device, dtype, dim, needs, **settings).backend
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def flash_attn(monkeypatch, installed):
         # With segments, torch is slower than without.
         ({AVERAGE}, {"segments": True}, "triton", "tiled"),
         (set(), {"segments": True}, "triton", "tiled"),
-        (set(), {"segments": True, "wanted": "torch"}, "torch", "torch"),
+        (set(), {"segments": True, "requested": "torch"}, "torch", "torch"),
         ({AVERAGE}, {"dim": 48}, "torch_wide", "tiled"),
         ({AVERAGE}, {"dim": 48, "packed": True}, "torch", "tiled"),
         (set(), {"dim": 512}, "torch", "torch"),
@@ -151,7 +151,7 @@ def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wanted, device, needs, settings, why",
+    "requested, device, needs, settings, why",
     [
         ("triton", CPU, {AVERAGE}, {}, "needs a GPU, and this runs on cpu"),
         ("triton", GPU, {AVERAGE}, {"dim": 48}, "supports heads of 32, 64, 80, 96, 128, not 48"),
@@ -161,11 +161,11 @@ def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
         ("torch", CPU, {SCORES}, {}, "cannot compute scores from whole rows"),
     ],
 )
-def test_a_named_backend_that_cannot_run_is_refused_with_the_reason(flash_attn, wanted, device, needs, settings, why):
+def test_a_named_backend_that_cannot_run_is_refused_with_the_reason(flash_attn, requested, device, needs, settings, why):
     flash_attn(3)
     with pytest.raises(ConfigError) as error:
-        chosen(device, needs, wanted, **settings)
-    assert error.value.key == "model.attention_backend" and error.value.problem == f"is {wanted}, which {why}"
+        chosen(device, needs, requested, **settings)
+    assert error.value.key == "model.attention_backend" and error.value.problem == f"is {requested}, which {why}"
 
 
 def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):

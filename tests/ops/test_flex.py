@@ -141,10 +141,10 @@ def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monke
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in ("torch", "triton") else "missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     choice._flash_attn_version.cache_clear()
-    exact, stand_ins, elsewhere, asked = parity.backend_fails, {}, [], []
+    exact, stand_ins, elsewhere, requested = parity.backend_fails, {}, [], []
 
     def here(name, shapes, dtype, device, packed):
-        asked.append((name, packed))
+        requested.append((name, packed))
         return exact(stand_ins.get(name, "tiled"), shapes, torch.float32, CPU, packed)
 
     monkeypatch.setattr(model_backend, "backend_fails", here)
@@ -155,11 +155,11 @@ def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monke
         return verified_backend(model, layout, torch.bfloat16, **settings)
 
     with caplog.at_level(logging.INFO):
-        assert verified(tape) == "torch_wide" and asked == [("torch_wide", False)]
+        assert verified(tape) == "torch_wide" and requested == [("torch_wide", False)]
         assert "the kernels of torch_wide agree with plain torch here" in caplog.text
         assert "one call of cuDNN on [v | z] (on an H200" in caplog.text
         assert verified(tape, packed=True) == verified(tape, shifted_sparse=True) == "triton"
-        assert asked[-1] == ("triton", True)
+        assert requested[-1] == ("triton", True)
         # Another rank's kernels are wrong, so all ranks use the next row.
         wrong = model_backend._Failure("nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaceable=True)
         elsewhere[:] = [wrong]

@@ -97,7 +97,7 @@ def test_liger_kernels_are_checked_before_training(monkeypatch):
 
 def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
     caplog.set_level("INFO")
-    elsewhere, asked, answers = [], [], dict.fromkeys(("loss", "swiglu", "position update"))
+    elsewhere, requested, answers = [], [], dict.fromkeys(("loss", "swiglu", "position update"))
     one = dict(rank=0, world_size=2, tensor_parallel_size=2, context_parallel_size=1)
     layout = SimpleNamespace(
         device="cuda",
@@ -106,7 +106,7 @@ def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
         **one,
     )
     for name in ("loss", "swiglu"):
-        make = lambda size, *_, n=name: asked.append((n, size))  # noqa: E731
+        make = lambda size, *_, n=name: requested.append((n, size))  # noqa: E731
         monkeypatch.setattr(backend, f"{name}_check", make)
     monkeypatch.setattr(backend, "update_checks", lambda *_: {"position update": None})
     monkeypatch.setattr(backend, "first_failure", lambda checks, *_: answers[next(iter(checks))])
@@ -114,7 +114,7 @@ def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
     tape, rope = (small_model(position_encoding=name) for name in ("tape", "rope"))
     found = backend.verified_kernels(tape, layout, torch.bfloat16)
     assert found == backend.FusedKernels(position_update=True, swiglu=True, loss=True)
-    assert asked == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
+    assert requested == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
     # RoPE has no position update, and in fp32 the loss uses plain torch.
     assert backend.verified_kernels(rope, layout, torch.float32) == backend.FusedKernels(swiglu=True)
     elsewhere[:] = [None, None, backend._Failure("nodeB", 1, "liger-kernel is not installed")]
@@ -181,11 +181,11 @@ def test_a_non_finite_loss_makes_every_gradient_non_finite():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_swiglu_equals_plain_torch_and_saves_only_its_input(dtype):
-    both, kept = draw(S, B, 2 * C, dtype=dtype), []
+    both, saved = draw(S, B, 2 * C, dtype=dtype), []
     gate, up = both.chunk(2, dim=-1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         ours = swiglu(both)
-    assert [x.data_ptr() for x in kept] == [both.data_ptr()]
+    assert [x.data_ptr() for x in saved] == [both.data_ptr()]
     theirs, direction = F.silu(gate) * up, draw(S, B, C, dtype=dtype, seed=8).detach()
     assert torch.equal(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(x, both, direction) for x in (ours, theirs)))

@@ -42,10 +42,10 @@ def test_the_collapsed_update_equals_the_literal_update(tokens, heads, groups, i
 def test_the_compact_update_equals_the_plain_update_and_saves_z_u_and_gate(tokens, heads, groups, inner, full):
     z, u, gate = draw(tokens, groups, 8), draw(tokens, heads, 8, seed=1), draw(tokens, inner, seed=2)
     mixing = draw(groups, heads, seed=3) if full else draw(heads, seed=3)
-    inputs, kept = (z, u, gate, mixing, draw(inner, groups, seed=4), draw(groups, inner, seed=5)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+    inputs, saved = (z, u, gate, mixing, draw(inner, groups, seed=4), draw(groups, inner, seed=5)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
         ours = compact_update(*inputs)
-    assert kept == [x.data_ptr() for x in inputs]
+    assert saved == [x.data_ptr() for x in inputs]
     assert_same(ours, plain_update(*inputs), inputs)
 
 

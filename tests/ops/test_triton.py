@@ -148,10 +148,10 @@ def test_the_update_reads_one_half_of_attentions_output_without_a_copy():
     both = torch.stack([torch.full_like(u, float("nan")), u], dim=2)
     half = both[:, :, 1].requires_grad_()
     assert not half.is_contiguous()
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.setdefault(x.data_ptr(), x), lambda x: x):
         ours = fused_update(z, half, *rest)
-    assert half.data_ptr() in kept
+    assert half.data_ptr() in saved
     torch.testing.assert_close(ours, plain_update(z, u, *rest), rtol=1e-5, atol=1e-5)
     slope = torch.randn_like(ours)
     gradients = [torch.autograd.grad(f(z, half, *rest), half, slope)[0] for f in (fused_update, plain_update)]
@@ -213,17 +213,17 @@ def test_an_error_in_one_row_is_named(tensor, row):
 
 
 def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
-    kept = {}
+    saved = {}
 
     def keep(x):
-        kept[x.data_ptr()] = x.numel() * x.element_size()
+        saved[x.data_ptr()] = x.numel() * x.element_size()
         return x
 
     inputs = [draw(64, 2, n, 32, dtype=BF16, seed=n).requires_grad_() for n in (4, 2, 2, 2)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         outputs = attention(*inputs, True, None, "triton")
-    assert sum(kept.values()) == sum(x.nbytes for x in (*inputs, *outputs)) + 4 * 64 * 2 * 4
-    assert {x.data_ptr() for x in (*inputs, *outputs)} <= set(kept)
+    assert sum(saved.values()) == sum(x.nbytes for x in (*inputs, *outputs)) + 4 * 64 * 2 * 4
+    assert {x.data_ptr() for x in (*inputs, *outputs)} <= set(saved)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def machine(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wanted, case, problem",
+    "device, case, problem",
     [
         ("auto", dict(gpus=8, seen=8, processes=8), None),
         ("auto", dict(gpus=0, seen=0), None),
@@ -133,15 +133,15 @@ def machine(monkeypatch, tmp_path):
         ("auto", dict(gpus=8, seen=0, cuda=None), None),
     ],
 )
-def test_idle_or_unusable_gpus_are_refused(machine, caplog, wanted, case, problem):
+def test_idle_or_unusable_gpus_are_refused(machine, caplog, device, case, problem):
     machine(**case)
     if problem is None:
-        check_devices(wanted)
-        warned = wanted == "auto" and case["gpus"] > case["seen"]
+        check_devices(device)
+        warned = device == "auto" and case["gpus"] > case["seen"]
         assert ("built without CUDA" in caplog.text) == warned
         return
     with pytest.raises(ConfigError) as error:
-        check_devices(wanted)
+        check_devices(device)
     assert error.value.key == "train.device" and problem in error.value.problem
 
 
