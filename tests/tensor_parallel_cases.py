@@ -89,7 +89,7 @@ def run(built, tokens, batch, by_token):
 
 @dataclass
 class Case:
-    """The result of one process; parameters of other kinds than `trained` are frozen, if given."""
+    """A model to run on one process and on several; `trained` limits the kinds of trainable parameters."""
 
     changes: dict = field(default_factory=dict)
     recompute: str = "none"
@@ -219,7 +219,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
 
 
 def cases():
-    """Under both kinds of parallelism."""
+    """Return the cases for tensor and context parallelism."""
     weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(4)) / 16
     found = {name: Case(changes, by_token=name == "tape") for name, changes in VARIANTS.items()}
     found |= {name: Case(**settings) for name, settings in LORA_VARIANTS.items()}
@@ -232,14 +232,14 @@ def cases():
 
 
 def without_sequence_parallel():
-    """Of tensor parallelism alone."""
+    """Return the cases for tensor parallelism without sequence parallelism."""
     found = {name: {"changes": {"position_encoding": name}} for name in ("rope", "toy_head_gate")}
     found |= LORA_WITHOUT_SEQUENCE_PARALLEL
     return {f"{name}_split_by_heads": Case(**case, sequence_parallel=False) for name, case in found.items()}
 
 
 def shared_groups():
-    """Of context parallelism: key/value groups that the ranks cannot divide among themselves."""
+    """Return the cases for context parallelism with key/value groups that the number of ranks does not divide."""
     three = {"num_attention_heads": 12, "num_query_groups": 3, "kv_channels": 8}
     found = {"tape_of_one_group": Case({"num_query_groups": 1})}
     found |= {f"{name}_of_three_groups": Case(VARIANTS[name] | three) for name in SHARING}
@@ -248,9 +248,9 @@ def shared_groups():
 
 
 def every_layout(of_both, of_tensor, of_context, layouts):
-    """The results of each case under each layout (tensor and context parallel), by their names.
+    """Return the results of each case under each layout (tensor and context parallel sizes), by name.
 
-    `of_tensor` and `of_context` are those of one kind of parallelism without the other.
+    `of_tensor` and `of_context` are run only under that kind of parallelism.
     """
     for case in (of_both | of_tensor | of_context).values():
         case.alone()

@@ -1,4 +1,4 @@
-"""megatron_tape.command_line: a tool's exit status and one sentence say how it ended, also where its streams fail."""
+"""megatron_tape.command_line: exit status, error messages and escaping, including streams that fail."""
 
 import io
 import os
@@ -37,20 +37,20 @@ def run(redirections, tmp_path):
     )
 
 
-def test_a_full_stdout_is_a_failure_in_one_sentence(tmp_path):
+def test_a_full_disk_behind_stdout_is_reported_in_one_sentence(tmp_path):
     done = run(">/dev/full", tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "a library's warningerror: No space left on device: stdout"
 
 
-def test_a_reader_that_has_seen_enough_ends_the_tool_silently(tmp_path):
+def test_a_closed_pipe_ends_the_tool_silently(tmp_path):
     done = run("| true; exit ${PIPESTATUS[0]}", tmp_path)
     assert done.returncode in (0, 1)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 @pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.refusing(): main()"])
-def test_what_stdout_cannot_encode_is_escaped(shared):
+def test_characters_that_stdout_cannot_encode_are_escaped(shared):
     main = "main = lambda: print('na\xefve', chr(0x4F60), chr(0xDCE9))"
     program = f"from megatron_tape import command_line\n{main}\n{shared}"
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
@@ -63,7 +63,7 @@ SHOWN = r"evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
 
 
 @pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.refusing(): main()"])
-def test_what_a_terminal_would_obey_is_escaped_wherever_it_is_printed(shared):
+def test_control_characters_are_escaped_in_all_output(shared):
     main = (
         "def main():\n print(text)\n command_line.say(text)\n raise FileError(text + chr(10), 'has problem\\r', 'fix')"
     )
@@ -76,7 +76,7 @@ def test_what_a_terminal_would_obey_is_escaped_wherever_it_is_printed(shared):
     assert done.returncode == 2 and printed.endswith(f"error: {SHOWN}\\n has problem\\r; fix\n")
 
 
-def test_progress_on_a_terminal_clears_its_line_and_escapes_what_it_shows(monkeypatch):
+def test_progress_on_a_terminal_clears_its_line_and_escapes_control_characters(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     for name in ("stdout", "stderr"):
@@ -93,7 +93,7 @@ def test_progress_on_a_terminal_clears_its_line_and_escapes_what_it_shows(monkey
 
 
 class PanicException(BaseException):
-    """Called like that of Rust code, which has no module that could be imported."""
+    """Imitates the exception of Rust code, which is in no module that could be imported."""
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ class PanicException(BaseException):
         (PanicException("index out of bounds"), "error: a library failed (index out of bounds); one of the input"),
     ],
 )
-def test_no_memory_and_a_panic_are_a_sentence(error, sentence, capsys):
+def test_out_of_memory_and_a_panic_are_reported_in_one_sentence(error, sentence, capsys):
     def main():
         raise error
 
@@ -119,7 +119,7 @@ def test_no_memory_and_a_panic_are_a_sentence(error, sentence, capsys):
         command_line.status_of(main)
 
 
-def test_names_of_files_that_are_not_text_keep_their_bytes_where_python_lets_them():
+def test_undecodable_file_names_are_printed_as_bytes_with_surrogateescape():
     program = "from megatron_tape import command_line\ncommand_line.run(lambda: print('\\xe9', chr(0xDCE9)))"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:surrogateescape"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)

@@ -31,7 +31,7 @@ def test_there_are_programs():
     assert len(PROGRAMS) >= 2
 
 
-def test_the_map_names_what_is_there():
+def test_the_map_lists_all_packages_and_only_existing_paths():
     text = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
     table, tree = text.split("## The tree")
     folder, named = ROOT, []
@@ -56,7 +56,7 @@ def test_every_recipe_of_an_extension_is_listed():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_paths_lead_somewhere(page):
+def test_links_and_paths_exist(page):
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
     paths = re.findall(r"`((?:megatron_tape|pretrain|slurm|tests|benchmarks|docs)/[\w./-]+)`", text)
@@ -92,7 +92,7 @@ def prose(page):
     return " ".join(line for line in text.splitlines() if not line.startswith(("    ", "|", "#"))).split()
 
 
-def test_no_passage_stands_twice():
+def test_no_passage_is_repeated():
     """Thirty words in a row stand in one place only; another page links to it."""
     places, repeated = {}, []
     for page in PAGES:

@@ -19,7 +19,7 @@ def test_output_appears_only_when_the_block_succeeds(tmp_path):
     assert os.listdir(path.parent) == ["file"]
 
 
-def test_existing_output_is_refused_or_survives_until_the_new_one_is_complete(tmp_path):
+def test_existing_output_is_refused_or_kept_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(FileError, match="--overwrite"), atomic_output(path):
@@ -34,7 +34,7 @@ def test_existing_output_is_refused_or_survives_until_the_new_one_is_complete(tm
     assert path.read_text() == "new"
 
 
-def test_what_another_process_writes_is_refused_and_what_a_killed_one_left_taken_over(tmp_path):
+def test_output_of_a_running_process_is_refused_and_of_a_killed_process_replaced(tmp_path):
     first = PartialFile(tmp_path / "file")
     with pytest.raises(FileError, match="another process"):
         PartialFile(tmp_path / "file")
@@ -63,7 +63,7 @@ def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
 
 
 @pytest.mark.parametrize("writer", [atomic_output, atomic_directory])
-def test_an_unfinished_output_that_is_a_link_is_refused_and_a_leftover_is_not_filled(tmp_path, writer):
+def test_a_partial_output_that_is_a_link_is_refused_and_a_leftover_is_replaced(tmp_path, writer):
     thesis, partial = tmp_path / "precious" / "thesis", tmp_path / "out.partial"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
@@ -127,7 +127,7 @@ def test_a_full_disk_names_the_output(tmp_path):
     assert error.value.filename == str(tmp_path / "directory") and os.listdir(tmp_path) == []
 
 
-def test_a_small_file_is_replaced_whole_or_not_at_all_and_a_failure_leaves_nothing(tmp_path):
+def test_a_small_file_is_replaced_atomically_and_a_failure_leaves_no_temporary_file(tmp_path):
     path, staging = tmp_path / "file", tmp_path / "staging"
     staging.mkdir()
     write_whole(path, [b"o", b"ld"])

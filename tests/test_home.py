@@ -1,4 +1,4 @@
-"""megatron_tape.home: what `~` in arguments and settings becomes, and where caches go without a home directory."""
+"""megatron_tape.home: expansion of `~` in arguments and settings, and caches without a home directory."""
 
 import getpass
 import os
@@ -18,7 +18,7 @@ NOBODY = "~no-such-user/x"
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-    """An environment without settings of caches, whose temporary files go to a folder of their own."""
+    """Remove variables of caches from the environment, and use a separate folder for temporary files."""
     for name in (*CACHES, "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME", "RANK"):
         monkeypatch.setenv(name, "")  # so that what is set in the test is undone
         monkeypatch.delenv(name)
@@ -27,7 +27,7 @@ def environment(monkeypatch, tmp_path):
     return monkeypatch
 
 
-def test_a_tilde_is_the_home_directory_only_at_the_beginning(monkeypatch):
+def test_a_tilde_is_expanded_only_at_the_beginning(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert [expand_home(path) for path in ("~", "~/x", "~/x/~", "x~", "./~", "/~/x")] == [
         *("/home/me", "/home/me/x", "/home/me/x/~", "x~", "./~", "/~/x")
@@ -36,7 +36,7 @@ def test_a_tilde_is_the_home_directory_only_at_the_beginning(monkeypatch):
         expand_home(NOBODY)
 
 
-def test_options_of_all_programs_expand_paths_and_leave_other_texts(monkeypatch):
+def test_options_of_all_programs_expand_only_paths(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     parser = command_line.Parser()
     parser.add_argument("paths", nargs="*")
@@ -69,7 +69,7 @@ def test_without_a_home_directory_caches_are_temporary_and_rank_0_says_so(enviro
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_models_in_a_read_only_directory_are_still_read(environment, tmp_path, capsys, shared):
+def test_models_in_a_read_only_cache_can_be_read(environment, tmp_path, capsys, shared):
     models = tmp_path / ".cache" / "huggingface"
     models.mkdir(parents=True)
     access, read_only = os.access, str(models if shared else tmp_path)
@@ -95,14 +95,14 @@ def test_a_user_without_a_name_gets_one(environment, tmp_path):
     assert os.environ["USER"] == str(os.getuid())
 
 
-def test_nobody_else_can_write_to_a_private_directory(environment):
+def test_no_other_user_can_write_to_a_private_directory(environment):
     made = home.private_directory("caches")
     assert made == home.private_directory("caches") and os.stat(made).st_mode & 0o077 == 0
     os.chmod(made, 0o777)
     assert home.private_directory("caches") != made
 
 
-def test_no_program_imports_matplotlib_or_transformers_before_it_has_provided_caches():
+def test_no_program_imports_matplotlib_transformers_or_torch_at_the_top():
     folder = Path(__file__).parents[1]
     programs = [
         path.with_suffix("").relative_to(folder)

@@ -92,7 +92,7 @@ def faults():
         yield f"circle: {' <- '.join(error.args[1])}"
 
 
-def test_imports_point_downward_and_form_no_circle():
+def test_imports_follow_the_order_and_form_no_cycle():
     found = list(faults())
     assert not found, "\n".join(found)
 
@@ -111,7 +111,7 @@ WITHOUT_TORCH += [
 ]
 
 
-def test_what_reads_settings_and_files_imports_no_torch():
+def test_modules_that_read_settings_and_files_do_not_import_torch():
     named = [f"megatron_tape.{name}." for name in WITHOUT_TORCH]
     modules = [module for module in imports_of("megatron_tape") if f"{module}.".startswith(tuple(named))]
     assert len(modules) >= len(named)

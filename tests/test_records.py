@@ -1,4 +1,4 @@
-"""Records: a value that was read has the requested shape, or one sentence says why not."""
+"""Records: a value is validated when it is read, and errors are one sentence."""
 
 import os
 from typing import Any, Literal
@@ -24,7 +24,7 @@ class Shape(Needed, total=False):
 GOOD = '{"step": 3, "sizes": {"a": [1, 2]}, "seconds": 2, "outcome": "failed", "rest": [{}], "unknown": 1}'
 
 
-def test_a_value_of_the_shape_comes_back_as_it_is(tmp_path):
+def test_a_valid_record_is_returned_unchanged(tmp_path):
     assert parse_record(GOOD, Shape)["sizes"] == {"a": [1, 2]}
     assert parse_record('{"step": 3, "sizes": {}, "seconds": null}', Shape)["seconds"] is None
     write_record(tmp_path / "record.json", {"step": 1, "sizes": {}})
@@ -63,13 +63,13 @@ def test_a_wrong_record_is_described_in_one_sentence(text, sentence):
         (Shape, {"step": 1, "sizes": {str(i): ["a"] * 5 for i in range(5)}}),
     ],
 )
-def test_the_first_wrong_item_is_the_only_one_of_which_an_error_is_made(shape, value):
+def test_validation_stops_at_the_first_wrong_item(shape, value):
     with pytest.raises(ValidationError) as caught:
         validator(shape).validate_python(value, strict=True)
     assert caught.value.error_count() == 1
 
 
-def test_a_file_is_named_and_its_size_and_kind_are_known_before_it_is_read(tmp_path):
+def test_size_and_type_of_a_file_are_checked_before_reading(tmp_path):
     path = tmp_path / "record.json"
     path.write_text("[]")
     with pytest.raises(ValueError, match=f"{path} cannot be used: it is a list"):
@@ -105,8 +105,8 @@ def test_yaml_is_checked_in_the_same_way(tmp_path, text, sentence):
     assert read_yaml(path, Shape)["step"] == 3
 
 
-def test_a_number_of_more_than_64_bits_is_read_where_any_value_may_stand():
-    """Hugging Face's tokenizers have a largest length of 10^30."""
+def test_an_integer_beyond_64_bits_is_read_if_any_value_is_allowed():
+    """The maximum length of Hugging Face's tokenizers is 10^30."""
     assert parse_record('{"model_max_length": 1000000000000000019884624838656}', dict[str, Any]) == {
         "model_max_length": 1e30
     }

@@ -1,4 +1,4 @@
-"""The one writer of safetensors files, against the library that reads them."""
+"""The writer of safetensors files, verified with the safetensors library."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megatron_tape.io.safetensors import write_safetensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_tensors_keep_their_type_shape_and_every_bit_and_lie_where_the_places_say(tmp_path, dtype):
+def test_tensors_are_written_bit_for_bit_at_the_returned_offsets(tmp_path, dtype):
     matrix = torch.arange(6).reshape(2, 3).to(dtype)
     tensors = {"matrix": matrix, "transposed": matrix.T, "scalar": torch.tensor(1).to(dtype)}
     tensors["empty"] = torch.zeros(0, 3).to(dtype)
@@ -29,12 +29,12 @@ def test_tensors_keep_their_type_shape_and_every_bit_and_lie_where_the_places_sa
         assert file.metadata() == {"step": "100"}
 
 
-def test_announced_tensors_are_taken_one_at_a_time_and_converted(tmp_path):
+def test_tensors_are_read_from_an_iterator_one_at_a_time_and_converted(tmp_path):
     announced = {name: torch.empty(2, dtype=torch.float16, device="meta") for name in ("a", "b")}
     tensors = (torch.tensor([1.5, -6e4]) * factor for factor in (1, 0, 2))
     write_safetensors(tmp_path / "file", announced, tensors)
     assert load_file(tmp_path / "file")["a"].tolist() == [1.5, -6e4]
-    assert next(tensors).tolist() == [3.0, -12e4]  # no more are taken than were announced
+    assert next(tensors).tolist() == [3.0, -12e4]  # the iterator is not advanced further
     with pytest.raises(UserError) as error:
         write_safetensors(tmp_path / "file", announced, [torch.tensor([1.5, 7e4])])
     assert error.value.subject == "a" and "fp16" in error.value.problem

@@ -1,4 +1,4 @@
-"""Figures as programs print them."""
+"""Formatting of numbers with units."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from megatron_tape.text import byte_size, flop_count
         (4.2e18, "4.20 EFLOP"),
     ],
 )
-def test_flops_have_the_unit_that_shows_three_digits(value, shown):
+def test_flops_are_printed_with_three_digits(value, shown):
     assert flop_count(value) == shown
 
 
@@ -25,5 +25,5 @@ def test_flops_have_the_unit_that_shows_three_digits(value, shown):
     "value, shown",
     [(12, "12 bytes"), (2**20 * 25.3, "25.3 MiB"), (2**30 * 1.5, "1.50 GiB"), (2**30 * 139, "139 GiB")],
 )
-def test_bytes_have_the_binary_unit_that_shows_three_digits(value, shown):
+def test_bytes_are_printed_with_three_digits_and_a_binary_unit(value, shown):
     assert byte_size(value) == shown

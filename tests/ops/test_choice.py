@@ -161,7 +161,9 @@ def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
         ("torch", CPU, {SCORES}, {}, "cannot compute scores from whole rows"),
     ],
 )
-def test_a_named_backend_that_cannot_run_is_refused_with_the_reason(flash_attn, requested, device, needs, settings, why):
+def test_a_named_backend_that_cannot_run_is_refused_with_the_reason(
+    flash_attn, requested, device, needs, settings, why
+):
     flash_attn(3)
     with pytest.raises(ConfigError) as error:
         chosen(device, needs, requested, **settings)
