@@ -213,7 +213,7 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
         return State("starting", True)
     idle, limit = now - beat["since"], beat.get("hang_timeout")
     if limit is not None and idle > limit:
-        return State("stuck", False, f"nothing happened for {duration(idle)} while {beat['stage']}")
+        return State("stuck", False, f"no progress for {duration(idle)} while {beat['stage']}")
     return State("running", True, f"{beat['stage']}, for {duration(idle)}")
 
 

@@ -232,7 +232,7 @@ def test_resume_none_does_not_overwrite_a_run_and_a_path_is_followed(run, capfd)
             "model.vocab_size is 32",
         ),
         ("logging.directory={data}/a.bin/x", True, "logging.directory"),
-        ("data.prefix={data}/damaged", True, "not whole"),
+        ("data.prefix={data}/damaged", True, "incomplete or damaged"),
         ("data.tokenizer={data}/other_end.json", True, "--append-eod"),  # no document has this end
     ],
 )

@@ -169,7 +169,7 @@ def _token_documents(source: Source) -> Iterator[np.ndarray]:
     except (ValueError, OSError) as error:
         raise FileError(source.path, f"cannot be read: {error}") from None
     if problem is not None:
-        raise FileError(source.path, f"is not whole: {problem}", "write it again")
+        raise FileError(source.path, f"is damaged: {problem}", "write it again")
     train, validation, _ = split_shares(source.split) if source.split else (0.0, 1.0, 0.0)
     for index in range(round(train * len(dataset)), round((train + validation) * len(dataset))):
         yield dataset.document(index)
