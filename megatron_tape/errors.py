@@ -76,7 +76,7 @@ class TrainingStopped(RuntimeError):
     """Training cannot continue; the message is the reason."""
 
 
-def refuse(refused: bool, subject: str | tuple[str, ...], problem: str, fix: str = "") -> None:
-    """Raise `ConfigError` with these parts if `refused` is true."""
-    if refused:
+def refuse(condition: bool, subject: str | tuple[str, ...], problem: str, fix: str = "") -> None:
+    """Raise `ConfigError` with these parts if `condition` is true."""
+    if condition:
         raise ConfigError(subject, problem, fix)

@@ -140,7 +140,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     for name in names:
         refuse(name not in TASKS, name, "is not a task", choices)
     values = {name: given.values.get(name) or {} for name in names}
-    with given.placing_errors():
+    with given.add_places_to_errors():
         fix = "give --TASK.setting value, or --config FILE.yaml"
         settings = build(sections, values, fix=fix)
         tasks = [TASKS[name](getattr(settings, name)) for name in names]

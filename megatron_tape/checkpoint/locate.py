@@ -13,7 +13,7 @@ from typing import Any
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.directories import MANIFEST, Source, State
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.inputs import check_writable, naming_the_setting
+from megatron_tape.data.inputs import check_writable, convert_path_errors
 from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_yaml
@@ -137,7 +137,7 @@ def check_directories(config: RunConfig) -> None:
     check_writable("checkpoint.directory", config.checkpoint.directory)
     _refuse_checkpoints_of_another_run(config)
     resume = config.checkpoint.resume
-    with naming_the_setting("checkpoint.resume", resume):
+    with convert_path_errors("checkpoint.resume", resume):
         missing = resume not in ("auto", "none") and not Path(resume).is_dir()
     fix = "set it to auto, none or a checkpoint's path"
     refuse(missing, "checkpoint.resume", f"is {resume}, which is not a directory", fix)

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_tape.checkpoint.directories import read_manifest
 from megatron_tape.checkpoint.locate import checkpoint_to_continue
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.inputs import naming_the_setting
+from megatron_tape.data.inputs import convert_path_errors
 from megatron_tape.data.tokenizer import (
     Tokenizer,
     difference,
@@ -79,7 +79,7 @@ def check_same_tokenizer(given: str, own: Tokenizer, name: str, fix: str) -> Tok
 def check_tokenizer_exists(config: RunConfig) -> None:
     """Raise ConfigError if neither `data.tokenizer` nor a tokenizer in the checkpoint to continue exists."""
     given = config.data.tokenizer
-    with naming_the_setting(_KEY, given):
+    with convert_path_errors(_KEY, given):
         missing = given is not None and not Path(given).exists()
     fix = "train or fetch it, or correct the path"
     refuse(missing and saved_tokenizer_directory(config) is None, _KEY, f"is {given}, which does not exist", fix)

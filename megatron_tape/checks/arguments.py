@@ -41,7 +41,7 @@ def parse_run_config(
     fix = f"add to {' or '.join(given.files)}, or give --section.key value"
     if not given.files:
         fix = "give --config RECIPE, such as --config tape_demo"
-    with given.placing_errors():
+    with given.add_places_to_errors():
         name = Path(given.files[-1]).stem if given.files else "unnamed"
         config = build(RunConfig, with_base_settings(given.values, base, f"runs/{name}"), fix=fix)
         _ = config.data.source

@@ -40,7 +40,7 @@ class Given:
     files: list[str] = field(default_factory=list)
 
     @contextmanager
-    def placing_errors(self) -> Iterator[None]:
+    def add_places_to_errors(self) -> Iterator[None]:
         """Add the file and line of its subject to a ConfigError."""
         try:
             yield

@@ -25,7 +25,7 @@ class Stage:
     """Index of the stage's first training sample, which is also the first of a step."""
 
     @contextlib.contextmanager
-    def naming_the_setting(self) -> Iterator[None]:
+    def rename_error_subjects(self) -> Iterator[None]:
         """Report errors about `data.prefix` under the setting that defines this stage."""
         try:
             yield

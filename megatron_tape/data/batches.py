@@ -231,7 +231,7 @@ def build_batches(
     fix = "raise its share or train.steps: the batch size has changed since the run started"
     refuse(stages[-1].start >= samples.stop, ("data.stages", "train.steps"), problem, fix)
     for stage in stages:
-        with stage.naming_the_setting():
+        with stage.rename_error_subjects():
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
 
     sizes = [end - stage.start for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples.stop])]

@@ -32,7 +32,7 @@ def check_data_files(config: RunConfig) -> None:
     Raises OSError if the file system fails.
     """
     for stage in stages_of(config):
-        with stage.naming_the_setting():
+        with stage.rename_error_subjects():
             _check_prefixes(stage.config)
     # An existing cache may be complete, and need not be writable.
     cache = config.data.resolved_cache_directory
@@ -42,7 +42,7 @@ def check_data_files(config: RunConfig) -> None:
         if path is None:
             continue
         key = f"data.examples.{name}"
-        with naming_the_setting(key, path):
+        with convert_path_errors(key, path):
             missing = not Path(path).is_file()
         refuse(missing, key, f"is {path}, but there is no such file", "correct it")
         fix = "give uncompressed JSON lines, .jsonl or .json (unzip those of SCROLLS first)"
@@ -52,7 +52,7 @@ def check_data_files(config: RunConfig) -> None:
 def _check_prefixes(config: RunConfig) -> None:
     for prefix in blend(config.data.prefix)[0]:
         for suffix in (".idx", ".bin"):
-            with naming_the_setting("data.prefix", prefix):
+            with convert_path_errors("data.prefix", prefix):
                 missing = not Path(prefix + suffix).is_file()
             problem = "no dataset matches it" if is_pattern(prefix) else f"{prefix}{suffix} does not exist"
             fix = "correct it, or finish preprocessing the corpus"
@@ -61,7 +61,7 @@ def _check_prefixes(config: RunConfig) -> None:
 
 def check_writable(key: str, directory: str | None, existing_is_enough: bool = False) -> None:
     """Raise ConfigError for the setting `key` if its directory cannot be created or written."""
-    with naming_the_setting(key, directory):
+    with convert_path_errors(key, directory):
         parts = [Path(directory), *Path(directory).parents] if directory else []
         existing = next((path for path in parts if path.exists()), None)
         if existing is None or (existing_is_enough and existing == Path(directory) and existing.is_dir()):
@@ -71,7 +71,7 @@ def check_writable(key: str, directory: str | None, existing_is_enough: bool = F
 
 
 @contextmanager
-def naming_the_setting(key: str, path: str | None) -> Iterator[None]:
+def convert_path_errors(key: str, path: str | None) -> Iterator[None]:
     """Convert errors that are caused by the path, rather than by the file system, into ConfigError for `key`."""
     try:
         yield
@@ -91,7 +91,7 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
     raise_file_limit()
     tokenizer = load_run_tokenizer(config)
     for stage in stages_of(config):
-        with stage.naming_the_setting():
+        with stage.rename_error_subjects():
             _check_training_datasets(stage.config, tokenizer)
     if config.data.source == "prefix" and config.train.validates:
         large_enough(config, "validation")
@@ -137,7 +137,7 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
     refuse(different is not None, ("data.tokenizer", "checkpoint.resume"), f"{config.data.tokenizer} {different}", fix)
     origins: dict[str, Origin | None] = {}
     for stage in stages_of(config):
-        with stage.naming_the_setting():
+        with stage.rename_error_subjects():
             try:
                 # Without a record, compare them with the datasets of previous stages.
                 origins |= check_tokenizer([*origins, *blend(stage.config.data.prefix)[0]], record, name)

@@ -12,13 +12,13 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
 
-MANY_PASSES = 4
+MANY_EPOCHS = 4
 """Up to four epochs, repeated text is nearly as useful as new text (Muennighoff et al., "Scaling Data-Constrained
 Language Models", 2023)."""
 
 
 @dataclass(frozen=True)
-class Member:
+class DatasetPart:
     """The long documents of a dataset, or its other documents, as one part of a mix. Only ratios of weights matter."""
 
     prefix: str
@@ -27,24 +27,24 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Pools:
+class DocumentPools:
     """The parts of a mix: `long` gets the fraction `share`, `others` the rest.
 
     Within both, datasets have the weights of `data.prefix`, or weights by tokens if it has none. Parts with less than
     one sequence are excluded. `others` is empty if the share is 1.
     """
 
-    long: list[Member]
-    others: list[Member]
+    long: list[DatasetPart]
+    others: list[DatasetPart]
 
 
-def find_pools(config: RunConfig) -> Pools:
+def find_pools(config: RunConfig) -> DocumentPools:
     """Divide the training documents by length. Raises ConfigError if a required pool has less than one sequence."""
     seq_length, minimum = config.model.seq_length, config.data.long_documents.minimum
     share = config.data.long_documents.share
     prefixes, weights = blend(config.data.prefix)
     all_lengths = [training_lengths(prefix, config.data.split) for prefix in prefixes]
-    pools = Pools([], [])
+    pools = DocumentPools([], [])
     for pool, key, relation, fix in (
         (pools.long, "minimum", "at least", "lower minimum, or add longer documents"),
         (pools.others, "share", "less than", "set share to 1, or raise minimum"),
@@ -58,7 +58,7 @@ def find_pools(config: RunConfig) -> Pools:
             largest = max(largest, tokens)
             if tokens > seq_length:
                 weight = float(tokens) if weights is None else weights[index]
-                pool.append(Member(prefix, weight, tokens))
+                pool.append(DatasetPart(prefix, weight, tokens))
         if not pool:
             dataset = "the largest dataset" if len(prefixes) > 1 else prefixes[0]
             raise ConfigError(
@@ -70,10 +70,10 @@ def find_pools(config: RunConfig) -> Pools:
     return pools
 
 
-def passes(members: list[Member], tokens: int) -> dict[str, float]:
+def epochs_by_dataset(parts: list[DatasetPart], tokens: int) -> dict[str, float]:
     """Return the number of epochs over each part, by prefix, for a run that draws `tokens` tokens from all parts."""
-    total = sum(member.weight for member in members)
-    return {member.prefix: tokens * member.weight / total / member.tokens for member in members}
+    total = sum(part.weight for part in parts)
+    return {part.prefix: tokens * part.weight / total / part.tokens for part in parts}
 
 
 def training_lengths(prefix: str, split: str) -> np.ndarray:

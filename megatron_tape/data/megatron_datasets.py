@@ -25,7 +25,13 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
 from megatron_tape.data.inputs import large_enough
-from megatron_tape.data.long_documents import MANY_PASSES, Pools, find_pools, passes, training_lengths
+from megatron_tape.data.long_documents import (
+    MANY_EPOCHS,
+    DocumentPools,
+    epochs_by_dataset,
+    find_pools,
+    training_lengths,
+)
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel import megatron_patches
 
@@ -49,7 +55,7 @@ class Plan:
     whole: Blend
     splits: list[Blend | None]
     """The blend of each required split, training first; None if `pools` replace it."""
-    pools: Pools | None
+    pools: DocumentPools | None
     """The parts of the training data with `data.long_documents`."""
 
 
@@ -189,7 +195,7 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
 
 
 def mix_with_long_documents(
-    config: RunConfig, settings: DatasetSettings, pools: Pools, size: int, build: bool
+    config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int, build: bool
 ) -> Mixed:
     """Return `size` training samples of `settings.blend`, a fraction of them from long documents.
 
@@ -198,25 +204,25 @@ def mix_with_long_documents(
     minimum, share = config.data.long_documents.minimum, config.data.long_documents.share
     cache, seq_length = settings.path_to_cache, config.model.seq_length
     mix = Mixed(cache, [share, 1 - share] if pools.others else [1.0], size)
-    long = Mixed(cache, [member.weight for member in pools.long], mix.counts[0])
-    for member in pools.long:
+    long = Mixed(cache, [part.weight for part in pools.long], mix.counts[0])
+    for part in pools.long:
 
-        def make(prefix: str = member.prefix) -> dict[str, np.ndarray]:
+        def make(prefix: str = part.prefix) -> dict[str, np.ndarray]:
             lengths = training_lengths(prefix, config.data.split)
             return cut_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
 
-        cut = cached(cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), member.prefix, make)
-        long.datasets.append(DocumentWindows(settings.open(member.prefix), cut, seq_length, config.train.seed))
+        cut = cached(cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), part.prefix, make)
+        long.datasets.append(DocumentWindows(settings.open(part.prefix), cut, seq_length, config.train.seed))
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
-        of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None
-        blend_of_others = ([member.prefix for member in pools.others], of_others)
+        of_others = [part.weight for part in pools.others] if len(pools.others) > 1 else None
+        blend_of_others = ([part.prefix for part in pools.others], of_others)
         shorter = replace(settings, blend=blend_of_others, documents_below=minimum)  # type: ignore[call-arg]
         mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
     if not build and dist.get_rank() == 0:
-        for kind, members, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
-            for prefix, times in passes(members, count * seq_length).items():
-                level, start = (logging.WARNING, "warning: ") if times > MANY_PASSES else (logging.INFO, "")
+        for kind, parts, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
+            for prefix, times in epochs_by_dataset(parts, count * seq_length).items():
+                level, start = (logging.WARNING, "warning: ") if times > MANY_EPOCHS else (logging.INFO, "")
                 logger.log(level, "%sthe run trains %.2f epochs on the %s documents of %s", start, times, kind, prefix)
     return mix
 
@@ -242,12 +248,12 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
     datasets = []
     # Open each split separately, since each has its own datasets. Unused splits and datasets that are too small are
     # excluded, because Megatron loops forever when it indexes a split without documents.
-    for i, members in enumerate(plan.splits):
-        if members is None:
+    for i, split_blend in enumerate(plan.splits):
+        if split_blend is None:
             datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
             continue
         samples = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
-        split_settings = replace(settings, blend=members)  # type: ignore[call-arg]
+        split_settings = replace(settings, blend=split_blend)  # type: ignore[call-arg]
         datasets.append(open_split(AllDocuments, split_settings, i, samples, build))
     return datasets
 

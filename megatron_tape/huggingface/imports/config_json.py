@@ -220,8 +220,8 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
     """Raise UserError if a setting that affects the model is not supported."""
 
-    def refuse(refused: bool, key: str, accepted: object) -> None:
-        if refused:
+    def refuse(condition: bool, key: str, accepted: object) -> None:
+        if condition:
             raise cannot_import(settings, path, key, str(accepted))
 
     for key, accepted in _SUPPORTED.items():
