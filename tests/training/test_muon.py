@@ -99,7 +99,7 @@ def test_a_run_continues_only_with_its_own_moments(tmp_path, capfd):
     arguments.append(option("data.prefix", f"{write_all(tmp_path)}/a"))
     assert train.main([*arguments, "--train.steps=1"]) == 0
     assert train.main([*arguments, "--train.steps=2", "--optimizer.kind=muon"]) == 2
-    assert "was trained with adamw" in capfd.readouterr().err
+    assert "has the optimizer state of adamw" in capfd.readouterr().err
     assert train.main([*arguments, "--train.steps=2"]) == 0
 
 
