@@ -133,7 +133,7 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
     except ValueError as error:  # of a library, perhaps in several lines
         sentence, status = " ".join(str(error).split()), EXIT_REFUSED
     except BaseException as error:
-        if (sentence := unforeseen(error)) is None:
+        if (sentence := describe_fatal_error(error)) is None:
             raise
         status = 1
     with suppress(OSError):
@@ -141,7 +141,7 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
     return status
 
 
-def unforeseen(error: BaseException) -> str | None:
+def describe_fatal_error(error: BaseException) -> str | None:
     """Return a sentence for an error that any call may raise: memory that runs out, or a panic of Rust code."""
     reason, name = " ".join(str(error).split())[:300], type(error).__name__
     # torch, which need not be imported, has errors of its own.
@@ -154,22 +154,22 @@ def unforeseen(error: BaseException) -> str | None:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """End the process as `run` does if a mistake is found, in a program of many ranks, which has its own signals."""
     escape_unprintable()
     try:
         yield
     except UserError as error:
-        say_refusal(error)
+        print_error(error)
         raise SystemExit(EXIT_REFUSED) from None
     except BaseException as error:
-        if (sentence := unforeseen(error)) is None:
+        if (sentence := describe_fatal_error(error)) is None:
             raise
-        say_refusal(sentence)
+        print_error(sentence)
         raise SystemExit(1) from None
 
 
-def say_refusal(error: UserError | str) -> None:
+def print_error(error: UserError | str) -> None:
     """Print a mistake, which mostly every rank of a program finds; all but rank 0 wait before they do."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":

@@ -68,7 +68,7 @@ def _main(argv: list[str] | None) -> int:
     try:
         check_launcher_environment()
     except UserError as error:
-        command_line.say_refusal(error)  # on every rank, since RANK may be left over from another launcher
+        command_line.print_error(error)  # on every rank, since RANK may be left over from another launcher
         return EXIT_REFUSED
     try:
         options, tasks = read_command(argv)
@@ -95,7 +95,7 @@ def _main(argv: list[str] | None) -> int:
         command_line.say(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}")
         return 1
     except BaseException as error:
-        if (sentence := command_line.unforeseen(error)) is None:
+        if (sentence := command_line.describe_fatal_error(error)) is None:
             raise
         command_line.say(f"error (rank {rank}): {sentence}")
         return 1

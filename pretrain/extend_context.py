@@ -8,13 +8,13 @@ works as in pretrain.train. To continue a run after MODEL was removed, give its 
 import sys
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.command_line import refusing
+from megatron_tape.command_line import exit_on_user_error
 from pretrain.train import supervised
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and train; return the exit status. Reports mistakes in one sentence, before it imports torch."""
-    with refusing():
+    with exit_on_user_error():
         config = parse_run_config(argv, __doc__.strip())
     return supervised(config, extends=True)
 

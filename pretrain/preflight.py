@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     timeout = "seconds to wait for each rank after rank 0 has imported torch, and again for the all-reduce"
     add("--timeout", type=float, default=300, help=f"{timeout} (default: %(default)s)")
     add("--no-memory-check", action="store_true", help="start even if the estimate exceeds the memory of the GPUs")
-    with command_line.refusing():
+    with command_line.exit_on_user_error():
         check_launcher_environment()
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.command_line import refusing, say_refusal, unforeseen
+from megatron_tape.command_line import describe_fatal_error, exit_on_user_error, print_error
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import (
     EXIT_REFUSED,
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None)
 
     `trains` selects the trained parameters; see `training.trainer.Trainer`.
     """
-    with refusing():
+    with exit_on_user_error():
         config = parse_run_config(argv)
     return supervised(config, extends=False, trains=trains)
 
@@ -50,7 +50,7 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
 
     `extends` is whether the command extends another model (see `checks.check`).
     """
-    with refusing():
+    with exit_on_user_error():
         check_launcher_environment()
     with contextlib.closing(Watch(config.train.hang_timeout)) as watch:
         return _supervised(config, watch, extends, trains)
@@ -59,7 +59,7 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
 def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "ParameterFilter | None") -> int:
     rank, size = rank_and_size()
     is_rank_0 = rank == 0
-    with refusing():
+    with exit_on_user_error():
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
     if attempt is not None:
         watch.attach(attempt, rank)
@@ -68,12 +68,12 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
         check(config, level, size, extends)
     except UserError as error:
-        say_refusal(error)
+        print_error(error)
         if is_rank_0:
             watch.record_end(REFUSED, str(error))
         return EXIT_REFUSED
     except (OSError, MemoryError) as error:
-        message = unforeseen(error)
+        message = describe_fatal_error(error)
         if message is None and isinstance(error, OSError):
             message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
         watch.record_end(FAILED, message)
@@ -102,7 +102,7 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
-        sentence = str(error) if foreseen else unforeseen(error)
+        sentence = str(error) if foreseen else describe_fatal_error(error)
         message = sentence or f"{type(error).__name__}: {error}"
         # Recorded before the process groups are aborted, which makes other ranks fail as a consequence.
         bad_nodes = error.subjects if isinstance(error, NodeError) else ()

@@ -49,7 +49,7 @@ def test_a_closed_pipe_ends_the_tool_silently(tmp_path):
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.refusing(): main()"])
+@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"])
 def test_characters_that_stdout_cannot_encode_are_escaped(shared):
     main = "main = lambda: print('na\xefve', chr(0x4F60), chr(0xDCE9))"
     program = f"from megatron_tape import command_line\n{main}\n{shared}"
@@ -62,7 +62,7 @@ EVIL = "evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
 SHOWN = r"evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
 
 
-@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.refusing(): main()"])
+@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"])
 def test_control_characters_are_escaped_in_all_output(shared):
     main = (
         "def main():\n print(text)\n command_line.say(text)\n raise FileError(text + chr(10), 'has problem\\r', 'fix')"
@@ -110,7 +110,7 @@ def test_out_of_memory_and_a_panic_are_reported_in_one_sentence(error, sentence,
         raise error
 
     assert command_line.status_of(main, unavailable=75) == 1
-    with pytest.raises(SystemExit, match="1"), command_line.refusing():
+    with pytest.raises(SystemExit, match="1"), command_line.exit_on_user_error():
         main()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all(line.startswith(sentence) for line in lines)

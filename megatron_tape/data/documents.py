@@ -1,4 +1,4 @@
-"""Find files of documents, and parse the texts in them with place and reason for every bad one."""
+"""Find the input files of documents and parse their texts. Each bad document is reported with its place and reason."""
 
 import argparse
 import contextlib
@@ -23,11 +23,11 @@ from megatron_tape.data.raw_chunks import (
 from megatron_tape.errors import FileError
 
 FORMATS = """input formats, by the ending of the file's name:
-  .jsonl .json   JSON lines: one object per line, its text under --text-key; blank lines are left out
+  .jsonl .json   JSON lines: one object per line, its text under --text-key; blank lines are skipped
   .parquet       one document per row, its text in the column --text-key
   .txt           plain UTF-8 text: the whole file is one document
-.jsonl, .json and .txt may be compressed: .gz or .zst follows. A file that is given twice, even through a link, is read
-once."""
+.jsonl, .json and .txt may be compressed, with .gz or .zst appended. A file that is given twice, even through a link,
+is read once."""
 
 _EXAMPLES, _KEYS_SHOWN = 3, 10
 _EMPTY = "empty text"
@@ -36,7 +36,7 @@ LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot hold"
 
 @dataclass
 class Problems:
-    """How many documents were bad, by reason, and the first few examples of each."""
+    """Number of bad documents by reason, and the first few examples of each."""
 
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -47,26 +47,25 @@ class Problems:
         examples.extend(places[: _EXAMPLES - len(examples)])
 
     def merge(self, other: "Problems") -> None:
-        """Count the bad documents of a later chunk."""
+        """Add the bad documents of a later chunk."""
         for reason, places in other.examples.items():
             self.add(reason, *places, count=other.counts[reason])
 
     def first(self) -> tuple[str, str] | None:
-        """Return place and reason of the first bad document, or None."""
+        """Return the place and the reason of the first bad document, or None."""
         return next(((places[0], reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
-        """Yield a sentence for every reason."""
+        """Yield one sentence per reason."""
         for reason, count in self.counts.most_common():
             more = ", ..." if count > len(self.examples[reason]) else ""
             yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
 
 
 def find_inputs(patterns: list[str]) -> list[str]:
-    """Return the files that paths and glob patterns name: in the order of the patterns, sorted within each.
+    """Return the files that match paths and glob patterns, in the order of the patterns, sorted within each.
 
-    A file that is named again is left out. Raises FileError when a pattern matches no file, or a file is of an unknown
-    format.
+    Duplicates are skipped. Raises FileError if a pattern matches no file or a file has an unknown format.
     """
     files: dict[str, str] = {}
     for pattern in patterns:
@@ -84,21 +83,21 @@ def find_inputs(patterns: list[str]) -> list[str]:
 
 
 def document_bytes_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that bounds a document, and with it memory."""
+    """Add the option that limits the size of a document, and thus memory."""
     parser.add_argument(
         "--max-document-bytes",
         type=command_line.whole_number,
         default=DOCUMENT_BYTES,
         metavar="N",
-        help="a larger line of JSON, row or .txt, decompressed, is a bad document; tokenizing takes up to 150 bytes of "
-        "memory for each byte in every worker (default: %(default)s)",
+        help="a JSON line, row or .txt that is larger when decompressed is a bad document; tokenizing takes up to 150 "
+        "bytes of memory per byte in every worker (default: %(default)s)",
     )
 
 
 def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[list[str], list[int], Problems]:
-    """Return the texts of a chunk, the line or row number of each, and what is wrong with the others.
+    """Return the texts of a chunk, their line or row numbers, and the problems of its bad documents.
 
-    An empty text is a problem, too, unless `keep_empty`. A blank line is no document.
+    An empty text is bad unless `keep_empty` is true. Blank lines are skipped.
     """
     problems, texts, numbers = Problems(), [], []
     lines = isinstance(chunk.payload, bytes)
@@ -118,7 +117,7 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
 def check_text_key(path: str, text_key: str) -> None:
     """Raise FileError, with the keys that exist, if the first record of a file has no text key.
 
-    Other faults, and files that can be read only once, such as pipes, are left to the reader of the file.
+    Does not check anything else, and skips files that can be read only once, such as pipes.
     """
     if not os.path.isfile(path):
         return
@@ -140,9 +139,9 @@ def check_text_key(path: str, text_key: str) -> None:
 def read_texts(
     paths: list[str], text_key: str, keep_empty: bool = False, document_bytes: int = DOCUMENT_BYTES
 ) -> Iterator[tuple[str, int]]:
-    """Yield every text with how many bytes of the inputs have been read; raises FileError at the first bad one.
+    """Yield each text and the number of input bytes read so far. Raises FileError at the first bad document.
 
-    An empty text is a bad one, unless `keep_empty`, and so is one of more than `document_bytes`.
+    A text is bad if it has more than `document_bytes`, or if it is empty and `keep_empty` is false.
     """
     for path in paths:
         check_text_key(path, text_key)
@@ -166,7 +165,7 @@ def _split_lines(payload: bytes) -> list[bytes]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Return the value of a JSON line; raises ValueError, which says what is wrong with it."""
+    """Parse a JSON line. Raises ValueError with the reason."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -179,7 +178,7 @@ def parse_json(line: bytes) -> Any:
 
 
 def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
-    """Return the text of a JSON line, or the reason why it has none."""
+    """Return the text of a JSON line, or an empty text and the reason."""
     try:
         record = parse_json(line)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Examples of an input and its target, as SCROLLS has them: read from JSON lines, and cut to a model's context.
+"""Read examples of an input and its target from JSON lines, as in SCROLLS, and truncate them to a model's context.
 
-Training and evaluation cut alike. Imports no torch.
+Training and evaluation truncate in the same way. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Example:
     place: str
     """File and line, for messages."""
     key: str | None
-    """Its `id`; lines of the same id are one example with several targets. None if it has none."""
+    """The `id`, if any. Lines with the same id are one example with several targets."""
     input: str
     target: str
 
 
 def read_examples(path: str, split: str) -> Iterator[Example]:
-    """Yield the examples of a file of JSON lines, or of the split in one of the hub's zips of SCROLLS.
+    """Yield the examples of a file of JSON lines, or of a split in one of the Hub's zips of SCROLLS.
 
-    A line has `input`, and `output` or `target`, and may have an `id`. Raises FileError, which names file and line.
+    A line has `input`, `output` or `target`, and optionally `id`. Raises FileError with the file and the line.
     """
     try:
         for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
@@ -79,52 +79,52 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_example(place: str, line: bytes) -> Example:
-    """Return the example of a line; raises FileError, which names its place, if there is none."""
-    mend = "repair or remove it"
+    """Parse a line as an example. Raises FileError with its place if it is not one."""
+    fix = "repair or remove it"
     try:
         record = parse_json(line)
     except ValueError as error:
-        raise FileError(place, f"cannot be used: {error}", mend) from None
+        raise FileError(place, f"cannot be used: {error}", fix) from None
     if not isinstance(record, dict):
-        raise FileError(place, "is not a JSON object", mend)
+        raise FileError(place, "is not a JSON object", fix)
     target_key = "target" if "target" in record else "output"
     for key in ("input", target_key):
         value: Any = record.get(key)
         if not isinstance(value, str):
-            fix = "give a file whose every line has input, and output or target (the test split of SCROLLS has none)"
-            raise FileError(place, f"has no text as its {key}", fix)
+            targets = "give a file with input, and output or target, in every line (the test split of SCROLLS has none)"
+            raise FileError(place, f"has no text as its {key}", targets)
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise FileError(place, f"has a lone surrogate in its {key}", mend) from None
+            raise FileError(place, f"has a lone surrogate in its {key}", fix) from None
     key = record.get("id")
     return Example(place, None if key is None else str(key), record["input"], record[target_key])
 
 
 @dataclass(frozen=True)
-class Cut:
+class EncodedExample:
     """An example as token ids."""
 
     prompt: list[int]
     target: list[int]
-    input_cut: bool
-    """Whether the end of the input was left out."""
-    target_cut: bool
+    input_truncated: bool
+    """Whether the end of the input was cut off."""
+    target_truncated: bool
 
 
-class Cutter:
-    """Makes token ids of examples: a prompt of at most `length` - `target_tokens` and a target of `target_tokens`.
+class ExampleEncoder:
+    """Encode examples: a prompt of at most `length` - `target_tokens` tokens and a target of at most `target_tokens`.
 
-    The prompt is the template with the input, of which the end is left out if it is too long, as SCROLLS' own baselines
-    do: questions stand at the beginning.
+    The prompt is the template with the input. The end of an input that is too long is cut off, as in SCROLLS' own
+    baselines, because questions are at the beginning.
     """
 
     def __init__(
         self, encode: Callable[[str], Sequence[int]], bos: Sequence[int], template: str, length: int, target_tokens: int
     ):
-        """Take what encodes a text without special tokens, and what begins a sequence.
+        """Set up the template. `encode` adds no special tokens; `bos` are the ids that begin a sequence.
 
-        Raises ConfigError if no token of an input would be left.
+        Raises ConfigError if the template leaves no room for an input.
         """
         before, _, self._after_text = template.partition(INPUT)
         self._encode, self._target_tokens = encode, target_tokens
@@ -138,21 +138,21 @@ class Cutter:
             "use fewer target_tokens or a longer context",
         )
 
-    def __call__(self, input: str, target: str) -> Cut:
-        """Return the ids of an example."""
-        shown, input_cut = first_tokens(self._encode, input, self._room)
-        # Tokens depend on what stands before them.
+    def __call__(self, input: str, target: str) -> EncodedExample:
+        """Encode an example."""
+        shown, input_truncated = first_tokens(self._encode, input, self._room)
+        # Tokens depend on the text before them.
         answer_text = f"{self._after_text} {target.strip()}" if self._after_text else target.strip()
         whole = self._encode(answer_text)
         answer = list(whole[len(self._after) :])
         kept = answer[: self._target_tokens]
-        return Cut([*self._before, *shown, *self._after], kept, input_cut, len(kept) < len(answer))
+        return EncodedExample([*self._before, *shown, *self._after], kept, input_truncated, len(kept) < len(answer))
 
 
-def cutter_of(config: RunConfig, tokenizer: Tokenizer) -> Cutter:
-    """Return what makes token ids of a run's examples, which end in the end-of-document token in addition.
+def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
+    """Return the encoder of a run's examples. The caller appends the end-of-document token.
 
-    Raises ConfigError if the tokenizer lacks a token, or the context has no room.
+    Raises ConfigError if the tokenizer lacks a token, or the context has no room for an input.
     """
     settings, used = config.data.examples, config.data.tokenizer
     refuse(
@@ -168,15 +168,15 @@ def cutter_of(config: RunConfig, tokenizer: Tokenizer) -> Cutter:
         "set it to false",
     )
     bos = [tokenizer.bos] if settings.bos else []
-    return Cutter(tokenizer.encode, bos, settings.template, config.model.seq_length, settings.target_tokens)
+    return ExampleEncoder(tokenizer.encode, bos, settings.template, config.model.seq_length, settings.target_tokens)
 
 
 def first_tokens(encode: Callable[[str], Sequence[int]], text: str, count: int) -> tuple[list[int], bool]:
-    """Return the first `count` tokens of a text, and whether it has more; encodes no more of it than needed."""
+    """Return the first `count` tokens of a text and whether it has more, without encoding all of a long text."""
     characters = count * _CHARACTERS_PER_TOKEN
     while True:
         ids = encode(text[:characters])
-        # The last tokens before the cut of the text could be others than those of the whole text.
+        # The last tokens before the cut may differ from those of the whole text.
         if len(ids) > count + _CHARACTERS_PER_TOKEN or characters >= len(text):
             return list(ids[:count]), len(ids) > count or characters < len(text)
         characters *= 2

@@ -1,4 +1,4 @@
-"""Megatron-core's indexed dataset, written and checked with NumPy alone.
+"""Write, read and check Megatron-core's indexed datasets with NumPy alone.
 
 `P.bin` holds the token ids of all documents back to back. `P.idx` holds, little-endian:
 
@@ -9,9 +9,9 @@
     int64[m] document indices: document d consists of sequences [d] to [d + 1]
     int8[n]  sequence modes, in multimodal datasets only
 
-Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so that document indices are 0..n;
-whole datasets that are appended keep their documents. `P.origin`, if it exists, records what the dataset was made from
-(see `data.origins`); Megatron-core does not read it.
+Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so document indices are 0..n.
+Datasets that are appended as a whole keep their documents. `P.origin`, if it exists, records how the dataset was made
+(see `data.origins`). Megatron-core does not read it.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ _COPIED_BYTES = 1 << 24
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files as far as the system allows: every mapped file of a dataset takes a descriptor."""
+    """Raise the limit of open files to the system's maximum: each mapped file of a dataset takes a descriptor."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type that Megatron-core stores ids of this vocabulary in: uint16 below 65,500 entries, else int32."""
+    """Return the type of ids in Megatron-core's datasets: uint16 for a vocabulary below 65,500, otherwise int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -62,20 +62,20 @@ def check_output_prefix(option: str, prefix: str) -> None:
 
 
 def origin_path(prefix: str | Path) -> Path:
-    """Return the path of the file that says what the dataset was made from."""
+    """Return the path of the record of how the dataset was made."""
     return Path(f"{prefix}.origin")
 
 
 class IndexedDatasetWriter:
-    """Write a dataset that appears under its name only when `finish` has brought it to disk.
+    """Write a dataset that appears under its name only after `finish` has synced it to disk.
 
-    Lengths go straight to the unfinished index file, so memory does not grow with the number of documents. Use as a
-    context manager: leaving it without `finish` removes what was written.
+    Lengths are written directly to the unfinished index file, so memory does not grow with the number of documents. Use
+    it as a context manager: leaving it without `finish` removes the unfinished files.
 
-    Raises FileError when the dataset exists and `overwrite` is false, or when another process is writing
-    it, OSError when its directory cannot be written. With `overwrite` an old dataset stays until `finish`.
+    Raises FileError if the dataset exists and `overwrite` is false, or if another process is writing it; OSError if its
+    directory cannot be written. With `overwrite`, an old dataset stays until `finish`.
 
-    `documents` counts what `add` and `add_dataset` appended, `tokens` their ids.
+    `documents` and `tokens` count the documents and ids that `add` and `add_dataset` appended.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False):
@@ -94,7 +94,7 @@ class IndexedDatasetWriter:
         except BaseException:
             self._bin.discard()
             raise
-        # Zeros stand for the header until everything else is written.
+        # The header is zeros until everything else is written.
         self._idx.file.write(bytes(_HEADER.size))
 
     def __enter__(self) -> "IndexedDatasetWriter":
@@ -118,7 +118,7 @@ class IndexedDatasetWriter:
         self.tokens += total
 
     def add_dataset(self, dataset: "IndexedDatasetReader", copied: Callable[[], None] = lambda: None) -> None:
-        """Append all documents of a dataset of this `dtype` in bounded memory; `copied` is called after every block.
+        """Append all documents of a dataset of the same `dtype` in bounded memory. `copied` is called after each block.
 
         A writer takes whole datasets or documents, not both. Raises FileError if the dataset's token file is too
         short.
@@ -162,7 +162,7 @@ class IndexedDatasetWriter:
             files.insert(0, file)
         for file in files:
             file.sync()
-        # While the files change, the index is missing, so that parts never look like a complete dataset.
+        # Remove the index while the files change, so that a partial dataset never looks complete.
         with hold_signals():
             self._idx.path.unlink(missing_ok=True)
             self._origin_path.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ class IndexedDatasetWriter:
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:
-        """Yield blocks of the document indices: one sequence per document from `add`, or those of the datasets."""
+        """Yield blocks of the document indices: 0..n for documents from `add`, or those of the appended datasets."""
         if not self._datasets:
             for start in range(0, self.documents + 1, BLOCK):
                 yield np.arange(start, min(start + BLOCK, self.documents + 1))
@@ -199,9 +199,9 @@ class IndexedDatasetWriter:
 class IndexedDatasetReader:
     """A dataset on disk, memory-mapped.
 
-    Its length is the number of documents. `lengths`, `pointers` and `document_indices` are the arrays of the index,
-    `multimodal` says whether it also has sequence modes. Raises FileError when a file is missing or the index cannot be
-    read at all; `problems` finds everything else.
+    Its length is the number of documents. `lengths`, `pointers` and `document_indices` are the arrays of the index.
+    `multimodal` is true if the index also has sequence modes. Raises FileError if a file is missing or the index cannot
+    be read; `problems` finds all other damage.
     """
 
     def __init__(self, prefix: str | Path):
@@ -260,7 +260,7 @@ class IndexedDatasetReader:
         return lengths
 
     def wrong_size(self) -> str | None:
-        """Return a sentence if the token file does not end where the last sequence does; this reads no whole array."""
+        """Return a sentence if the token file does not end with the last sequence. Reads only the last entries."""
         counted = 0
         if len(self.lengths):
             counted = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
@@ -269,9 +269,9 @@ class IndexedDatasetReader:
         return f"{self.bin_path} has {self.bin_size} bytes where the index counts {counted}"
 
     def problems(self, vocab_size: int | None = None) -> Iterator[str]:
-        """Yield a sentence for everything that is wrong; with `vocab_size`, ids outside the vocabulary too.
+        """Yield a sentence per problem. With `vocab_size`, also find ids outside the vocabulary.
 
-        Takes bounded memory, however many documents there are.
+        Memory does not grow with the number of documents.
         """
         offset, misplaced = 0, None
         for start in range(0, len(self.lengths), BLOCK):

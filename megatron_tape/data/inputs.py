@@ -14,7 +14,7 @@ from megatron_tape.config.datasets import is_pattern
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.config.values import format_value
-from megatron_tape.data.examples import cutter_of, read_examples
+from megatron_tape.data.examples import example_encoder, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, raise_file_limit
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
@@ -220,7 +220,7 @@ def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
 
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Read all examples; raise ConfigError for the first invalid line, or if no samples can be made from them."""
-    cutter_of(config, tokenizer)
+    example_encoder(config, tokenizer)
     settings = config.data.examples
     for name, path in (("path", settings.path), ("validation", settings.validation)):
         if path is None:

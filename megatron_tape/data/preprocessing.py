@@ -1,7 +1,8 @@
-"""Turn documents into an indexed dataset in parallel; its bytes do not depend on the number of processes.
+"""Tokenize documents in parallel. The result does not depend on the number of processes.
 
-The parent cuts the input into chunks of raw bytes and writes; worker processes parse and tokenize. A bounded number
-of chunks is in flight and results are taken in order, so memory does not grow with the corpus.
+The parent process splits the input into chunks of raw bytes and writes the dataset; worker processes parse and
+tokenize. A bounded number of chunks is in flight and results are consumed in order, so memory does not grow with the
+corpus.
 """
 
 import multiprocessing
@@ -30,30 +31,30 @@ MOST_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Encoding:
-    """How texts become tokens; `append_eod` ends each document with the tokenizer's end-of-document token."""
+    """How to tokenize texts. `append_eod` appends the tokenizer's end-of-document token to each document."""
 
     tokenizer: Tokenizer
     text_key: str
     append_eod: bool
     document_bytes: int = DOCUMENT_BYTES
-    """The most bytes that a document may have, as `read_chunks` counts them."""
+    """Maximum size of a document in bytes, as counted by `read_chunks`."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The type that tokens are stored in."""
+        """The dtype of the stored tokens."""
         return token_dtype(self.tokenizer.vocab_size)
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What the dataset records of it."""
+        """The settings that the dataset's origin records."""
         return {"tokenizer": record_of(self.tokenizer), "append_eod": self.append_eod}
 
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The tokens of a chunk's good documents as bytes, the length of each (int32), and what is wrong with the others.
+    """The tokens of a chunk's good documents as bytes, their lengths (int32), and the problems of the bad ones.
 
-    `text_bytes` counts UTF-8 bytes of text, `position` bytes of the inputs read so far.
+    `text_bytes` is the number of UTF-8 bytes of text, `position` the number of input bytes read so far.
     """
 
     tokens: bytes
@@ -84,10 +85,10 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
 
 
 def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
-    """Yield the documents of files, in order, encoded by `workers` processes.
+    """Encode the documents of files in `workers` processes, and yield the chunks in order.
 
-    A file that cannot be read to its end becomes a problem of a chunk without documents. Raises ChildProcessError when
-    a worker dies, and UserError for too many workers.
+    A file that cannot be read to its end yields a chunk without documents that holds the problem. Raises
+    ChildProcessError if a worker dies, and UserError if there are too many workers.
     """
     refuse(workers > MOST_WORKERS, "--workers", f"is {workers:,}", f"give at most {MOST_WORKERS:,}")
     raise_file_limit()
@@ -100,7 +101,7 @@ def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes
         pending: deque[Future | UnreadableFile] = deque()
         for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
             pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
-            # The end of what is too large may be far away, or never come.
+            # The end of a document that is too large may be far away, or never come, as in a pipe.
             allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1
             while len(pending) > allowed:
                 yield _result(pending.popleft())
@@ -117,7 +118,7 @@ def _result(pending: Future | UnreadableFile) -> EncodedChunk:
     if isinstance(pending, Future):
         return pending.result()
     problems = Problems()
-    problems.add(f"the file {pending.problem}, so its rest was not read", pending.subject)
+    problems.add(f"the file {pending.problem}, so the rest was not read", pending.subject)
     return EncodedChunk(b"", np.empty(0, np.int32), 0, 0, problems)
 
 
@@ -127,11 +128,11 @@ _encoding: Encoding
 def _start_worker(encoding: Encoding) -> None:
     global _encoding
     _encoding = encoding
-    # Ctrl-C reaches every process of the terminal; only the parent acts on it.
+    # Ctrl-C is sent to every process of the terminal; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # There already is one process per core.
+    # There is already one process per core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

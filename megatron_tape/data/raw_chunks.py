@@ -1,6 +1,6 @@
-"""Cut files of JSON lines, parquet and text into chunks of raw documents, in bounded memory.
+"""Split files of JSON lines, parquet and text into chunks of raw documents, in bounded memory.
 
-This is the cheap half of reading; `documents.parse_chunk`, which may run in another process, is the expensive one.
+Splitting is cheap. `documents.parse_chunk` is expensive, and may run in another process.
 """
 
 import codecs
@@ -14,16 +14,16 @@ from typing import IO, Any
 from megatron_tape.errors import FileError
 
 DOCUMENT_BYTES = 12_000_000
-"""The most bytes that a document may have by default. Tokenizing takes up to 150 bytes of memory for each."""
+"""Default maximum size of a document in bytes. Tokenizing takes up to 150 bytes of memory for each."""
 _COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 14}
-"""Bytes that are decompressed at once. The output of gzip is bounded; zstd makes up to 512 MiB of these."""
+"""Compressed bytes per call of the decompressor. The output of gzip is limited; that of zstd is at most 512 MiB."""
 _BLOCK = 1 << 20
 _ROWS = 64
-"""Rows of a parquet file that are decoded at once."""
+"""Rows of a parquet file that are decoded together."""
 
 
 class UnreadableFile(FileError):
-    """A file that cannot be read to its end; what was read before remains valid."""
+    """A file that cannot be read to its end. Documents before the failure are valid."""
 
 
 class NoTextColumn(UnreadableFile):
@@ -42,10 +42,10 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some consecutive documents of a file, unparsed: whole lines as bytes, or a list of raw texts and TooLarge.
+    """Consecutive unparsed documents of a file: whole lines as bytes, or a list of raw texts and TooLarge.
 
-    `first` is the number, from 1, of the first line or row. `unit` is what the file counts: "line", "row", or "" for a
-    file that is one document. `position` is how many bytes of the inputs, as they lie on disk, have been read.
+    `first` is the number, from 1, of the first line or row. `unit` is "line", "row", or "" for a file that is a single
+    document. `position` is the number of input bytes read so far, before decompression.
     """
 
     path: str
@@ -56,23 +56,23 @@ class Chunk:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether it is a single document, which is too large."""
+        """Whether the chunk is a single document that is too large."""
         return len(self.payload) == 1 and isinstance(self.payload[0], TooLarge)
 
     def place(self, number: int) -> str:
-        """Return where line or row `number` of this file is, for messages."""
+        """Return the place of line or row `number` for messages."""
         if self.unit == "line":
             return f"{self.path}:{number}"
         return f"{self.path} row {number}" if self.unit == "row" else self.path
 
 
 def is_text_file(path: str) -> bool:
-    """Return whether the ending of a file's name is that of a known format."""
+    """Return whether the file has the extension of a known format."""
     return text_format(path) in (".jsonl", ".json", ".txt") or path.endswith(".parquet")
 
 
 def text_format(path: str) -> str:
-    """Return the ending of a file's name, without that of a compression."""
+    """Return the extension of a file, without that of the compression."""
     for compression in (".gz", ".zst"):
         path = path.removesuffix(compression)
     return Path(path).suffix
@@ -83,9 +83,8 @@ def read_chunks(
 ) -> Iterator[Chunk | UnreadableFile]:
     """Yield the documents of files in order, in chunks of about `chunk_bytes`.
 
-    A document of more than `document_bytes`, counted as it is stored when decompressed, such as a line of JSON, yields
-    TooLarge in its place. A file that ends too early or cannot be decompressed yields its whole lines, then an
-    UnreadableFile.
+    TooLarge replaces a document of more than `document_bytes`, the size of its decompressed line, row or file. A file
+    that ends early or cannot be decompressed yields its whole lines, then an UnreadableFile.
     """
     position = 0
     chunk_bytes = min(chunk_bytes, max(document_bytes, 1 << 16))
@@ -100,7 +99,7 @@ def read_chunks(
 
 
 class _Counted:
-    """Counts the bytes that are read of a file, since a pipe cannot report its position."""
+    """Count the bytes read from a file, since a pipe cannot report its position."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -137,13 +136,13 @@ def _read_file(path: str, text_key: str, chunk_bytes: int, document_bytes: int, 
 
 
 def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
-    """Yield the content of a file in blocks; raises UnreadableFile after the last good one."""
+    """Yield the decompressed content of a file in blocks. Raises UnreadableFile after the last good block."""
     if not path.endswith((".gz", ".zst")):
         while block := file.read(block_bytes):
             yield block
         return
-    new, broken, *most = _decompressor(path)
-    stream, unfinished = new(), True  # an empty file is one that was cut off
+    new_stream, decompression_error, *max_output = _decompressor(path)
+    stream, unfinished = new_stream(), True  # an empty file counts as cut off
     while data := file.read(_COMPRESSED_BLOCK[Path(path).suffix]):
         while data:
             # Files may consist of several compressed streams, as `cat a.gz b.gz` makes them.
@@ -151,11 +150,11 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
                 data = data.lstrip(b"\0") if path.endswith(".gz") else data
                 if not data:
                     break
-                stream = new()
+                stream = new_stream()
             try:
-                block = stream.decompress(data, *most)
-            except broken as error:
-                # zlib says what failed after a number and what it was doing.
+                block = stream.decompress(data, *max_output)
+            except decompression_error as error:
+                # zlib's messages begin with a number and the operation.
                 raise UnreadableFile(path, f"has damaged compressed data ({str(error).rpartition(': ')[2]})") from error
             for start in range(0, len(block), _BLOCK):
                 yield block[start : start + _BLOCK]
@@ -167,7 +166,7 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
 
 
 def _decompressor(path: str) -> tuple:
-    """Return what starts decompressing a stream, the exception of damaged data, and the most output, if it takes it."""
+    """Return the constructor of decompressors, their error type, and, for gzip, the maximum output per call."""
     if path.endswith(".gz"):
         return lambda: zlib.decompressobj(wbits=31), zlib.error, _BLOCK
     import zstandard
@@ -177,7 +176,7 @@ def _decompressor(path: str) -> tuple:
 
 
 def _whole_text(blocks: Iterator[bytes], document_bytes: int) -> bytes | TooLarge:
-    """Return a file of one document; of one that is too large no more is read than is needed to know that."""
+    """Return the content of a file that is one document. Stop reading once it is too large."""
     parts, size = [], 0
     for block in blocks:
         parts.append(block)
@@ -189,12 +188,12 @@ def _whole_text(blocks: Iterator[bytes], document_bytes: int) -> bytes | TooLarg
 
 
 def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int) -> Iterator[bytes | TooLarge]:
-    """Cut a byte stream into chunks that end with a line, and TooLarge for a longer line than may be.
+    """Split a byte stream into chunks of whole lines. TooLarge replaces a line that is too long.
 
-    A cut-off stream loses its unfinished line.
+    If the stream is cut off, its unfinished line is dropped.
     """
-    rest = b""  # lines that are not yet enough for a chunk, and the beginning of one
-    is_too_large = False  # the line whose end is missing
+    rest = b""  # lines that do not fill a chunk yet, and an unfinished line
+    is_too_large = False  # whether the unfinished line is too long
     try:
         for block in blocks:
             if is_too_large:
@@ -216,7 +215,7 @@ def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int)
 
 
 def _bounded(lines: bytes, document_bytes: int) -> Iterator[bytes | TooLarge]:
-    """Yield whole lines, with TooLarge in the place of those of more than `document_bytes`."""
+    """Yield whole lines. TooLarge replaces a line of more than `document_bytes`."""
     start = position = 0
     while len(lines) - position > document_bytes:
         end = lines.find(b"\n", position)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.examples import cutter_of, parse_example
+from megatron_tape.data.examples import example_encoder, parse_example
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.synthetic import TRAINING, VALIDATION, random_of
@@ -61,7 +61,7 @@ class ExampleSamples(SampleSource):
         """Index the lines of the file. Raises FileError if it is empty."""
         settings, tokenizer = config.data.examples, load_run_tokenizer(config)
         self._path = settings.validation if validation else settings.path
-        self._cut, self._end = cutter_of(config, tokenizer), tokenizer.eod
+        self._encode, self._end = example_encoder(config, tokenizer), tokenizer.eod
         self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"
         self._seed = None if validation else config.train.seed
         starts, lines = [0], []
@@ -84,9 +84,9 @@ class ExampleSamples(SampleSource):
             file.seek(self._starts[number - 1])
             line = file.read(int(self._starts[number] - self._starts[number - 1]))
         example = parse_example(f"{self._path}:{number}", line)
-        cut = self._cut(example.input, example.target)
-        tokens = np.array([*cut.prompt, *cut.target, self._end], dtype=np.int64)
-        in_loss = np.arange(len(tokens)) >= len(cut.prompt)
+        encoded = self._encode(example.input, example.target)
+        tokens = np.array([*encoded.prompt, *encoded.target, self._end], dtype=np.int64)
+        in_loss = np.arange(len(tokens)) >= len(encoded.prompt)
         return padded_sample(tokens, in_loss | self._all, self._seq_length)
 
     def _order_of(self, epoch: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which special tokens the files next to a tokenizer name, and whether text encodes to one."""
+"""Find the special tokens that a tokenizer's settings files name, and check that text does not encode to one."""
 
 import json
 import re
@@ -18,7 +18,7 @@ CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class SpecialTokens:
-    """What the files next to the tokenizer at `path` say; raises FileError if one is malformed."""
+    """The settings in the files next to the tokenizer at `path`. Raises FileError if one is malformed."""
 
     def __init__(self, files: Mapping[str, bytes], path: Path):
         self._settings = {}
@@ -35,11 +35,11 @@ class SpecialTokens:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What `tokenizer_config.json` says."""
+        """The content of `tokenizer_config.json`."""
         return self._settings.get(CONFIG, {})
 
     def added(self) -> dict[str, tuple[int, bool]]:
-        """Return the tokens that the files add: their ids, and whether they are special."""
+        """Return the added tokens: the id of each, and whether it is special."""
         found = [(token, index, False) for token, index in self._settings.get("added_tokens.json", {}).items()]
         decoder = self.config.get("added_tokens_decoder")
         for key, token in decoder.items() if isinstance(decoder, dict) else ():
@@ -55,7 +55,7 @@ class SpecialTokens:
         return {token: (index, special) for token, index, special in found}
 
     def check_added(self, ids: Callable[[str], int | None]) -> None:
-        """Raise FileError if the files add a token that the tokenizer, whose `ids` these are, has not by its id."""
+        """Raise FileError if an added token has another id in the tokenizer. `ids` returns the id there, or None."""
         for token, (index, _) in self.added().items():
             if (own := ids(token)) != index:
                 has = "does not have it" if own is None else f"gives it {own}"
@@ -64,7 +64,7 @@ class SpecialTokens:
                 raise FileError(str(self._path.with_name(CONFIG)), problem, fix)
 
     def special(self) -> set[str]:
-        """Return the tokens that the files name as special ones, whether they exist or not."""
+        """Return the special tokens that the files name, even those that do not exist."""
         found = [token for token, (_, special) in self.added().items() if special]
         for _, value in self._named():
             several = value.values() if isinstance(value, dict) and "content" not in value else value
@@ -72,9 +72,9 @@ class SpecialTokens:
         return {token for token in found if isinstance(token, str) and token}
 
     def existing(self, ids: Callable[[str], int | None]) -> tuple[dict[str, Any], list[str]]:
-        """Return what names special tokens, by its key, with those that exist, and the others; `ids` is as for `id_of`.
+        """Return the settings that name special tokens, reduced to existing tokens, and a list of the missing ones.
 
-        Where the files differ, `tokenizer_config.json` counts.
+        `ids` returns the id of a token, or None. `tokenizer_config.json` has priority over the map.
         """
         missing: list[str] = []
 
@@ -102,14 +102,14 @@ class SpecialTokens:
     def id_of(self, key: str, ids: Callable[[str], int | None], unnamed: Sequence[str] | int | None) -> int | None:
         """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
 
-        A token that no file names has the id `unnamed` or, of several usual names, that of the only one that exists.
-        Raises FileError if the token does not exist, if the files name different ones, or if several usual ones exist.
+        `unnamed` is used if no file names the token: an id, or usual names, of which only one may exist. Raises
+        FileError if the token does not exist, if the files name different ones, or if several usual names exist.
         """
         naming = [(name, self._settings[name][key]) for name in (CONFIG, MAP) if key in self._settings.get(name, {})]
         if len({str(_content(value)) for _, value in naming}) > 1:
             one, other = (_content(value) for _, value in naming)
             problem = f"names {format_value(one)} as {key}, and {MAP} {format_value(other)}"
-            raise FileError(str(self._path.with_name(CONFIG)), problem, "let both name the same token")
+            raise FileError(str(self._path.with_name(CONFIG)), problem, "name the same token in both")
         for file, value in naming:
             if value is None:
                 return None
@@ -131,12 +131,14 @@ class SpecialTokens:
 
 
 def names_tokens(key: str) -> bool:
-    """Return whether a setting names special tokens; `add_bos_token`, for example, says whether to put one in."""
+    """Return whether a setting names special tokens, unlike `add_bos_token`, which is a switch."""
     return key.endswith(("_token", "_special_tokens")) and not key.startswith("add_")
 
 
-def mentioned(encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special: Mapping[str, int]) -> list[str]:
-    """Return those special tokens to which a text that mentions them encodes."""
+def specials_in_text(
+    encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special: Mapping[str, int]
+) -> list[str]:
+    """Return the special tokens that text containing their name encodes to."""
     tokens, ids, found = list(special), set(special.values()), []
     for start in range(0, len(tokens), _TOKENS_AT_ONCE):
         some = tokens[start : start + _TOKENS_AT_ONCE]
@@ -148,8 +150,8 @@ def mentioned(encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special
     return found
 
 
-def refuse_mentioned(path: Path, special: Mapping[str, int], tokens: list[str], why: str) -> None:
-    """Raise FileError if there are `tokens` to which text encodes; `why` says how that comes."""
+def refuse_specials_in_text(path: Path, special: Mapping[str, int], tokens: list[str], why: str) -> None:
+    """Raise FileError if text encodes to special tokens. `tokens` lists them, and `why` is the reason."""
     if tokens:
         token = tokens[0]
         problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"

@@ -18,7 +18,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.special_tokens import CONFIG, MAP, SpecialTokens, mentioned, refuse_mentioned
+from megatron_tape.data.special_tokens import CONFIG, MAP, SpecialTokens, refuse_specials_in_text, specials_in_text
 from megatron_tape.data.trial_texts import find_difference, trial_texts
 from megatron_tape.errors import ConfigError, FileError, UserError, refuse
 from megatron_tape.io.files import write_whole
@@ -230,7 +230,9 @@ class _SentencePiece:
         ids |= {*map(self.token_to_id, self.names.special())} - {self._model.unk_id()}
         ids = (ids | {self.eod, self.bos}) - {None}
         special = {self._model.id_to_piece(index): index for index in ids}
-        refuse_mentioned(path, special, mentioned(self.encode_batch, special), "(it is a user-defined symbol)")
+        refuse_specials_in_text(
+            path, special, specials_in_text(self.encode_batch, special), "(it is a user-defined symbol)"
+        )
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a piece; None for a text that is none."""
@@ -313,7 +315,7 @@ class _HuggingFace:
         if not ends.isdisjoint(self.encode("a\U0010fffd \U0010fffd")):  # a character that no vocabulary holds
             problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
-        found = mentioned(self.encode_batch, special)
+        found = specials_in_text(self.encode_batch, special)
         if "unk_id" in model:
             # A unigram model may prefer the token in some contexts only.
             found = list(special.keys() & self._model.get_vocab(with_added_tokens=False).keys() | set(found))
@@ -325,8 +327,8 @@ class _HuggingFace:
                 steps = [before, step] if before else [step]
                 settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
                 self._prepare(_dump(settings))
-            found = mentioned(self.encode_batch, special)
-            refuse_mentioned(self._path, special, found, "(its vocabulary for text holds it)")
+            found = specials_in_text(self.encode_batch, special)
+            refuse_specials_in_text(self._path, special, found, "(its vocabulary for text holds it)")
 
     @property
     def digest(self) -> str:

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from megatron_tape.data.examples import Cutter, first_tokens, read_examples
+from megatron_tape.data.examples import ExampleEncoder, first_tokens, read_examples
 from megatron_tape.errors import FileError
 
 LINES = [
@@ -92,14 +92,14 @@ def test_a_line_that_is_too_large_is_named(tmp_path, monkeypatch):
 
 
 def test_a_long_input_loses_its_end_and_the_template_stays():
-    cutter = Cutter(encode, [256], "Q: {input}\nA:", length=20, target_tokens=4)
-    cut = cutter("0123456789", " yes sir ")
-    assert bytes(cut.prompt[1:]) == b"Q: 012345678\nA:" and cut.prompt[0] == 256 and len(cut.prompt) == 16
-    assert bytes(cut.target) == b" yes" and (cut.input_cut, cut.target_cut) == (True, True)
-    cut = cutter("012345678", "no")
-    assert bytes(cut.prompt[1:]) == b"Q: 012345678\nA:" and bytes(cut.target) == b" no"
-    assert (cut.input_cut, cut.target_cut) == (False, False)
-    assert bytes(Cutter(encode, [], "{input}", 20, 4)("abc", "no").target) == b"no"
+    encoder = ExampleEncoder(encode, [256], "Q: {input}\nA:", length=20, target_tokens=4)
+    encoded = encoder("0123456789", " yes sir ")
+    assert bytes(encoded.prompt[1:]) == b"Q: 012345678\nA:" and encoded.prompt[0] == 256 and len(encoded.prompt) == 16
+    assert bytes(encoded.target) == b" yes" and (encoded.input_truncated, encoded.target_truncated) == (True, True)
+    encoded = encoder("012345678", "no")
+    assert bytes(encoded.prompt[1:]) == b"Q: 012345678\nA:" and bytes(encoded.target) == b" no"
+    assert (encoded.input_truncated, encoded.target_truncated) == (False, False)
+    assert bytes(ExampleEncoder(encode, [], "{input}", 20, 4)("abc", "no").target) == b"no"
 
 
 def test_the_first_tokens_are_those_of_the_whole_text():

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from megatron_tape.config.data import TEMPLATE, check_template
 from megatron_tape.config.values import Count, PathText, format_value
-from megatron_tape.data.examples import Cutter, read_examples
+from megatron_tape.data.examples import ExampleEncoder, read_examples
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_group
@@ -157,11 +157,11 @@ class Scrolls(Task):
     def units(self, model: HuggingFaceModel) -> list[Unit]:
         length, settings = self._length(model.info), self.settings
         self._examples: dict[str, _Example] = {}
-        self._cutters: dict[str, Cutter] = {}
+        self._encoders: dict[str, ExampleEncoder] = {}
         units = []
         for name in self._files():
             count = self._target_tokens(name, length)
-            self._cutters[name] = Cutter(model.encode, self._bos(model), settings.template, length, count)
+            self._encoders[name] = ExampleEncoder(model.encode, self._bos(model), settings.template, length, count)
             generation = _COST_OF_TOKEN * count if settings.generate else 0.0
             for index, example in enumerate(self._read(name)):
                 key = f"{name}/{index}"
@@ -179,14 +179,14 @@ class Scrolls(Task):
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
         example, settings = self._examples[unit.key], self.settings
-        cut = self._cutters[example.dataset](example.input, example.targets[0])
-        found: dict[str, Any] = {"input_cut": cut.input_cut, "target_cut": cut.target_cut}
+        encoded = self._encoders[example.dataset](example.input, example.targets[0])
+        found: dict[str, Any] = {"input_cut": encoded.input_truncated, "target_cut": encoded.target_truncated}
         if settings.loss:
-            losses = model.losses(np.array([*cut.prompt, *cut.target]), len(cut.prompt))
-            found |= {"nats": float(losses.sum()), "tokens": len(cut.target)}
+            losses = model.losses(np.array([*encoded.prompt, *encoded.target]), len(encoded.prompt))
+            found |= {"nats": float(losses.sum()), "tokens": len(encoded.target)}
         if settings.generate:
             count = self._target_tokens(example.dataset, self._length(model.info))
-            answer, ended = model.answer(cut.prompt, count)
+            answer, ended = model.answer(encoded.prompt, count)
             parts = score(self._metric(example.dataset), answer, example.targets)
             found |= {"answer": answer, "ended": ended, "scores": parts}
         return found
