@@ -1,29 +1,29 @@
-"""Numbers, times and untrusted text as a reader meets them."""
+"""Format numbers and times, and escape untrusted text."""
 
 import re
 
 CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
-"""Inside the brackets of a pattern: what a terminal obeys, and what breaks a line or turns the text around it."""
+"""Control characters, line separators and characters that change the text direction, as inside `[]` of a pattern."""
 _IN_OUTPUT, _IN_A_LINE = re.compile(f"[{CONTROLS}]"), re.compile(rf"[{CONTROLS}\t\n\r]")
 
 
 def printable(text: str, one_line: bool = False) -> str:
-    """Return `text` with control characters, which a terminal obeys, as escapes such as `\\x1b`.
+    """Return `text` with control characters replaced by escapes such as `\\x1b`.
 
-    Tabs and line ends are kept, unless the text must be `one_line`. Characters that reverse the order of others count
-    as control characters.
+    Tabs and line ends are kept unless `one_line` is true. Characters that change the text direction count as control
+    characters.
     """
     pattern = _IN_A_LINE if one_line else _IN_OUTPUT
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def flop_count(value: float) -> str:
-    """Write floating-point operations with the unit that shows three digits: `1.50 TFLOP`, `25.3 GFLOP`."""
+    """Format a number of floating-point operations with three digits and a unit: `1.50 TFLOP`, `25.3 GFLOP`."""
     return _scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def byte_size(value: float) -> str:
-    """Write bytes with the binary unit that shows three digits: `1.50 GiB`, `25.3 MiB`."""
+    """Format a number of bytes with three digits and a binary unit: `1.50 GiB`, `25.3 MiB`."""
     return _scaled(value, 1024, ("bytes", "KiB", "MiB", "GiB", "TiB"))
 
 
@@ -35,12 +35,12 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def counted(number: int, noun: str, several: str | None = None) -> str:
-    """Return a number with its noun, as `1 step` or `1,000 steps`; `several` is a plural that adds more than an s."""
+    """Format a number with its noun: `1 step`, `1,000 steps`. `several` is an irregular plural."""
     return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as days, hours, minutes and seconds, `1d 2:03:04`; negative ones count as 0."""
+    """Format seconds as days, hours, minutes and seconds: `1d 2:03:04`. Negative values count as 0."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""Names that other training stacks give to settings of ours, for the suggestion after an unknown key.
+"""Names of our settings in other training stacks, for the suggestion after an unknown key.
 
 The stacks are Hugging Face's Trainer and models, Megatron-LM, nanoGPT, torchtitan, LitGPT, Lightning and DeepSpeed.
 """
@@ -79,14 +79,14 @@ _NAMES = {
     "logging.wandb.name": "run_name wandb_name wandb_run_name wandb_exp_name",
 }
 OTHER_NAMES = {name: key.split(" or ") for key, names in _NAMES.items() for name in names.split()}
-"""Our keys by the name that another stack uses: several where the name has several meanings."""
+"""Our keys by the names of other stacks. A name with several meanings has several keys."""
 
 _ACCUMULATION = (
     "set train.global_batch_size and train.micro_batch_size: a step accumulates global / (micro x data-parallel GPUs) "
     "micro-batches"
 )
-_EPOCHS = "set train.steps: a run is as long as its steps, however often they read the data"
-_DATA_PARALLEL = "remove it: all GPUs that the other sizes in parallel leave are data parallel"
+_EPOCHS = "set train.steps: the length of a run is set in steps, not in epochs"
+_DATA_PARALLEL = "remove it: the data-parallel size is the number of GPUs divided by the other sizes in parallel"
 WITHOUT_COUNTERPART = {
     **dict.fromkeys(
         ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps", "accumulate_grad_batches"),
@@ -96,4 +96,4 @@ WITHOUT_COUNTERPART = {
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "data_parallel_shard_degree"), _DATA_PARALLEL),
     "fp16": "set train.precision to bf16 or fp32: fp16 is not supported",
 }
-"""What to do in place of a setting that has no counterpart here."""
+"""Advice for settings of other stacks that have no counterpart here."""

@@ -1,7 +1,7 @@
 """One small interface to SentencePiece models and Hugging Face tokenizers, without the `transformers` package.
 
-A tokenizer is loaded from the contents of its files, which it keeps: what a run saves and exports is what it trained
-with, whatever has happened to the files since.
+A tokenizer keeps the contents of the files it was loaded from, so a run saves and exports the tokenizer that it trained
+with even if the files change.
 """
 
 import functools
@@ -27,7 +27,7 @@ from megatron_tape.io.records import read_small
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
 SIBLINGS = (CONFIG, MAP, "added_tokens.json", "chat_template.jinja", "generation_config.json")
 CHAT_TEMPLATES = "additional_chat_templates"
-"""The directory in which transformers keeps further, named chat templates."""
+"""The directory of additional named chat templates in transformers."""
 TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_MODEL, *SIBLINGS)
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
@@ -36,11 +36,11 @@ _GIVE = "give a .model, a tokenizer.json or their directory"
 _SAVE, _ENCODE, _DECODE = "save the tokenizer again", "cannot encode a text", "cannot decode ids"
 _FILE_BYTES, _MOST_IDS = 1 << 29, 1 << 24
 _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
-"""Classes of transformers that put bos before a text unless `add_bos_token` says otherwise."""
+"""Tokenizer classes of transformers that prepend bos to a text by default (`add_bos_token`)."""
 
 
 class TokenizerRecord(TypedDict):
-    """What a checkpoint and a dataset record of their tokenizer."""
+    """The record of a tokenizer in checkpoints and datasets."""
 
     digest: str
     same_as: NotRequired[str]
@@ -50,9 +50,9 @@ class TokenizerRecord(TypedDict):
 
 
 class Tokenizer(Protocol):
-    """What the tools and the evaluation need from a tokenizer.
+    """The interface of tokenizers for tools and evaluation.
 
-    Encoding adds no special tokens, and no text encodes to one; special tokens are added by id.
+    Encoding adds no special tokens, and text never encodes to one; special tokens are added by id.
     """
 
     vocab_size: int
@@ -62,15 +62,15 @@ class Tokenizer(Protocol):
     bos: int | None
     """The id that begins a text."""
     prefix: list[int]
-    """What it puts before a text where it adds special tokens, which `encode` does not: `bos`, or nothing."""
+    """The ids that transformers prepends to a text by default: `bos`, or nothing. `encode` does not add them."""
     files: dict[str, bytes]
-    """The contents of its files by their names in a directory in the format of transformers."""
+    """The contents of its files, by their names in a directory of transformers."""
     names: SpecialTokens
-    """What the files next to it say of special tokens."""
+    """The special tokens that the files next to it name."""
 
     @property
     def digest(self) -> str:
-        """A sha256, in hexadecimal, of everything that decides which ids a text becomes."""
+        """The sha256, in hexadecimal, of everything that determines the ids of a text."""
 
     @property
     def same_as(self) -> str | None:
@@ -86,10 +86,10 @@ class Tokenizer(Protocol):
 
 @contextmanager
 def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator[None]:
-    """Turn what a tokenizer library raises within the context into a FileError about `path`, with the reason added.
+    """Convert errors of a tokenizer library within the context into a FileError about `path` that adds the reason.
 
-    A panic of Rust code is turned, too, although it is no Exception and cannot be pickled. A UserError and a
-    MemoryError pass.
+    Panics of Rust code, which are not an Exception and cannot be pickled, are converted too. UserError and MemoryError
+    are not.
     """
     try:
         yield
@@ -105,10 +105,11 @@ def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece `.model`, a `tokenizer.json`, or a Hugging Face directory that holds one of the two.
 
-    In a directory `tokenizer.json` is preferred. `tokenizer_config.json` and `special_tokens_map.json` next to it name
-    its special tokens; if neither does, a SentencePiece model has its own, and in a `tokenizer.json` common names are
-    tried. Raises FileError if there is nothing at `path`, or no tokenizer, if a token that is named does not exist, if
-    text is split at random, or if text encodes to a special token and that cannot be prevented.
+    In a directory, `tokenizer.json` is preferred. `tokenizer_config.json` and `special_tokens_map.json` next to it name
+    the special tokens. If neither does, a SentencePiece model uses its own, and a `tokenizer.json` common names.
+
+    Raises FileError if there is no tokenizer at `path`, if a named token does not exist, if text is split at random, or
+    if text encodes to a special token and this cannot be prevented.
     """
     path = Path(path)
     if not path.exists():
@@ -126,7 +127,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Load `data.tokenizer`, if one is set; ConfigError if it cannot be read or has more ids than the model."""
+    """Load `data.tokenizer`, if set. Raises ConfigError if it cannot be read or has more ids than the model."""
     if config.data.tokenizer is None:
         return None
     try:
@@ -145,9 +146,9 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 
 def find_files(directory: str | Path, names: Iterable[str] = TOKENIZER_FILES) -> list[str]:
-    """Return which of these files, and which further chat templates, are in a directory, as names relative to it.
+    """Return those of `names` that exist in a directory, and its additional chat templates, as relative paths.
 
-    Raises FileError for a link out of it, but for those of the Hub's cache, as it could lead to a file that is secret.
+    Raises FileError for a link out of the directory, which could expose a secret file, unless it is in the Hub's cache.
     """
     directory = Path(directory)
     found = [name for name in names if (directory / name).is_file()]
@@ -169,15 +170,15 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> list[str]:
 
 
 def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
-    """Return what a checkpoint or a dataset records of its tokenizer."""
+    """Return the record of a tokenizer for a checkpoint or a dataset."""
     record: TokenizerRecord = {"digest": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
     return record if tokenizer.same_as is None else record | {"same_as": tokenizer.same_as}
 
 
 def difference(one: TokenizerRecord, other: TokenizerRecord, name: str, with_eod: bool = True) -> str | None:
-    """Return how `one` differs from the tokenizer `other`, called `name`, as a sentence goes on; None if it does not.
+    """Return how `one` differs from `other` (called `name`) as the predicate of a sentence; None if equal.
 
-    The end-of-document token counts only `with_eod`.
+    The end-of-document tokens are compared only if `with_eod` is true.
     """
     digests = ({record["digest"], record.get("same_as")} - {None} for record in (one, other))
     if set.isdisjoint(*digests):
@@ -190,7 +191,7 @@ def difference(one: TokenizerRecord, other: TokenizerRecord, name: str, with_eod
 
 
 def _read_files(main: Path) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's main file and of those next to it, by the names that directories have."""
+    """Return the contents of a tokenizer's main file and the files next to it, by their standard names."""
     is_json = main.suffix == ".json"
     names = SIBLINGS + ((TOKENIZER_MODEL,) if main.name == TOKENIZER_JSON else ())
     try:
@@ -209,7 +210,7 @@ class _SentencePiece:
     def __init__(self, files: dict[str, bytes], path: Path):
         import sentencepiece
 
-        if not files[TOKENIZER_MODEL]:  # which the library would load
+        if not files[TOKENIZER_MODEL]:  # the library would load an empty file
             raise FileError(str(path), "is not a SentencePiece model (it is empty)", _GIVE)
         with library_errors(path, "is not a SentencePiece model", _GIVE):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files[TOKENIZER_MODEL])
@@ -219,7 +220,7 @@ class _SentencePiece:
             _refuse_random(path.with_name(CONFIG), "sp_model_kwargs.enable_sampling")
         self.vocab_size = self._model.vocab_size()
         self.names.check_added(self.token_to_id)
-        # SentencePiece gives -1 for a special piece that the model lacks.
+        # SentencePiece returns -1 for a missing special piece.
         eos, bos = (None if index < 0 else index for index in (self._model.eos_id(), self._model.bos_id()))
         self.eod = self.names.id_of("eos_token", self.token_to_id, eos)
         self.bos = self.names.id_of("bos_token", self.token_to_id, bos)
@@ -235,7 +236,7 @@ class _SentencePiece:
         )
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a piece; None for a text that is none."""
+        """Return the id of a piece, or None if there is no such piece."""
         index = self._model.piece_to_id(token)
         return index if self._model.id_to_piece(index) == token else None
 
@@ -284,18 +285,18 @@ class _HuggingFace:
         import tokenizers
 
         self.files[TOKENIZER_JSON] = content
-        self._model = None  # so that there is one model at a time, which can be large
+        self._model = None  # free the old model first, since models can be large
         self._model = tokenizers.Tokenizer.from_buffer(content)
         self._model.no_truncation()
         self._model.no_padding()
-        # Without this a document that merely mentions <|endoftext|> would end there.
+        # Otherwise a document that mentions <|endoftext|> would end there.
         self._model.encode_special_tokens = True
 
     def _keep_specials_from_text(self, settings: dict[str, Any]) -> None:
-        """Change the settings where text would encode to a special token; FileError if that cannot be prevented.
+        """Change the settings so that text does not encode to special tokens. Raises FileError if that is impossible.
 
-        A model whose vocabulary holds `<|endoftext|>` finds it in text even if added tokens are not looked for. A last
-        step of the pre-tokenizer then cuts it after its first character, so that all other text is split as before.
+        A model whose vocabulary contains `<|endoftext|>` matches it in text even if added tokens are not matched. An
+        additional last step of the pre-tokenizer splits it after its first character. Other text is split as before.
         """
         ends = {i for i in (self.eod, self.bos) if i is not None}
         added, model = settings.get("added_tokens") or (), settings["model"]
@@ -308,12 +309,12 @@ class _HuggingFace:
             for token in ordinary:
                 token["special"] = True
             self._prepare(_dump(settings))
-        # The library may give an added token another id than the file does.
+        # The library may assign an added token another id than the file.
         contents = [token["content"] for token in added if token.get("special")]
         named |= {content: self._model.token_to_id(content) for content in contents}
         special = {token: i for token, i in named.items() if i is not None and (i != unknown or i in ends)}
         if not ends.isdisjoint(self.encode("a\U0010fffd \U0010fffd")):  # a character that no vocabulary holds
-            problem = "has the token that ends or begins texts as its unknown token, so that rare characters become it"
+            problem = "uses its bos or end-of-document token as the unknown token, so rare characters encode to it"
             raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
         found = specials_in_text(self.encode_batch, special)
         if "unk_id" in model:
@@ -348,7 +349,7 @@ class _HuggingFace:
 
     def encode(self, text: str) -> list[int]:
         with library_errors(self._path, _ENCODE):
-            # Unlike `encode`, this keeps no offsets, which takes a quarter less memory.
+            # Unlike `encode`, this keeps no offsets and takes a quarter less memory.
             return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -363,16 +364,16 @@ class _HuggingFace:
 
 @functools.lru_cache(maxsize=8)
 def _digest(content: bytes) -> str:
-    """Return the sha256 of what decides which ids a text becomes in a `tokenizer.json`; a large one takes a second."""
+    """Return the sha256 of the parts of a `tokenizer.json` that determine ids. A large file takes a second."""
     import tokenizers
 
-    # As the library writes it: files spell defaults out or leave them out.
+    # Normalize with the library, since files may or may not contain defaults.
     settings = json.loads(tokenizers.Tokenizer.from_buffer(content).to_str())
     model = settings["model"]
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         model[name] = model.get(name) or None
     if model["type"] == "Unigram":
-        # Each time that a file is read and written, some scores change in their last digit.
+        # Reading and writing a file changes the last digit of some scores.
         model["vocab"] = [[piece, float(f"{score:.10g}")] for piece, score in model["vocab"]]
     added = settings["added_tokens"]
     ordinary = [token for token in added if not token["special"]]
@@ -390,7 +391,7 @@ def _dump(value: Any, **options: Any) -> bytes:
 
 
 def _without_null(value: Any) -> Any:
-    """Leave out what is null, as settings are that a later version of the library adds."""
+    """Remove nulls, such as settings that later versions of the library add."""
     if isinstance(value, dict):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     return [_without_null(item) for item in value] if isinstance(value, list) else value

@@ -1,12 +1,12 @@
 """Log a run's metrics: one console line per logged step, a row in `metrics.jsonl`, TensorBoard and Weights & Biases.
 
-A metric has the same name everywhere, such as `train/loss`; TensorBoard groups charts by what precedes the first slash.
+A metric has the same name everywhere, such as `train/loss`. TensorBoard groups charts by the part before the slash.
 
-Only one process writes. A resumed run continues its own files: records past the step it resumes from are dropped first,
-and an earlier attempt that is still alive elsewhere can no longer write to them, so they read like one uninterrupted
-run. A full disk does not stop training: rows wait in memory until they can be written, and TensorBoard shows nothing
-between then and the first `sync` after there is room again.
-Importing this imports no torch.
+Only one process writes. A resumed run continues its files: records after the resumed step are dropped first, and an
+earlier attempt that is still alive can no longer write to them, so the files look like those of an uninterrupted run.
+
+A full disk does not stop training. Rows stay in memory until they can be written; TensorBoard misses the metrics up to
+the first `sync` after there is room again. Does not import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RECENT = 20
 
 
 class MetricsWriter:
-    """Writes metrics into `directory`; TensorBoard files go into its folder `tensorboard`."""
+    """Write metrics to `directory`, and TensorBoard files to its subdirectory `tensorboard`."""
 
     def __init__(
         self,
@@ -61,15 +61,18 @@ class MetricsWriter:
         work: Callable[[int], int] = lambda steps: steps,
         wandb: WandbRun | None = None,
     ):
-        """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
+        """Open the files, and drop the records of earlier attempts after `resume_step` (0: all records).
 
-        A copy of the old rows is made in `staging`, if that is on the same file system; once that directory has been
-        taken away, they can no longer be replaced. `clock` returns seconds; the time left is estimated from
-        that of recent steps, in proportion to `work`: what so many steps from the first do, such as their sequences.
-        `wandb` gets the same scalars.
+        Args:
+            staging: where the kept rows are copied, if it is on the same file system. Once this directory is removed,
+                the rows can no longer be replaced.
+            clock: returns seconds.
+            work: returns the work in the first `steps` steps, such as the number of sequences. The time left is
+                estimated in proportion to it, from the times of recent steps.
+            wandb: receives the same scalars.
 
         Raises:
-            OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
+            OSError: if the files cannot be created, or there is no room to copy the records.
         """
         self.total_steps, self._work, self._wandb = total_steps, work, wandb
         directory = Path(directory)
@@ -82,13 +85,13 @@ class MetricsWriter:
         self._rows = _RecordFile(path)
         self._events = None
         self._tensorboard, self._warned = directory / "tensorboard" if tensorboard else None, False
-        # A fresh start does not keep step 0's configuration either.
+        # A fresh start also drops step 0, which holds the configuration.
         self._open_events(resume_step + 1 if resume_step > 0 else 0)
 
     def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
-        """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
+        """Record the scalars of `step` and the current time. Does not raise if the disk is full or fails.
 
-        `words` are added to the row in `metrics.jsonl`, where numbers that are not finite become null.
+        `words` are added to the row in `metrics.jsonl`. Numbers that are not finite become null there.
         """
         assert step > self._last_step, "log every step once, in order"
         self._last_step = step
@@ -114,7 +117,7 @@ class MetricsWriter:
         self._show("add_text", tag, "\n".join("    " + line for line in text.splitlines()), step)
 
     def sync(self) -> None:
-        """Flush all records, and rows to the disk: a later checkpoint must not be ahead of them."""
+        """Flush all records, and sync rows to disk, so that a later checkpoint is never ahead of them."""
         self._rows.sync()
         if self._events is None:
             with suppress(OSError):
@@ -122,7 +125,7 @@ class MetricsWriter:
         self._show("flush")
 
     def close(self) -> None:
-        """Close the files; rows that still cannot be written are lost, with a warning."""
+        """Close the files. Warns if rows are lost because they cannot be written."""
         self._rows.close()
         self._show("close")
         self._events = self._tensorboard = None
@@ -136,7 +139,7 @@ class MetricsWriter:
             self._events = SummaryWriter(str(self._tensorboard), purge_step=purge_step, flush_secs=5)
 
     def _show(self, method: str, *arguments: Any) -> None:
-        """Call a method of TensorBoard's writer, whose thread ends if the disk is full; go on without it then."""
+        """Call a method of TensorBoard's writer. Drop the writer if it fails: its thread ends if the disk is full."""
         if self._events is not None:
             try:
                 getattr(self._events, method)(*arguments)
@@ -171,9 +174,9 @@ class MetricsWriter:
 
 
 class _RecordFile:
-    """Appends records; what cannot be written waits in memory and is written, in order, before later ones.
+    """Append records to a file. Records that cannot be written stay in memory and are written first later.
 
-    Once it is closed, records are dropped.
+    After it is closed, records are dropped.
     """
 
     def __init__(self, path: Path):
@@ -183,7 +186,7 @@ class _RecordFile:
         self._failing = False
 
     def append(self, record: bytes) -> None:
-        """Write what waits and this record, as far as that is possible; other processes see it at once."""
+        """Write the waiting records and this one as far as possible, without buffering."""
         if self._file.closed:
             return
         self._waiting += record
@@ -198,13 +201,13 @@ class _RecordFile:
             self._failing = False
 
     def sync(self) -> None:
-        """Flush what was written to disk, if the disk allows it."""
+        """Sync the file to disk. Ignores errors."""
         with suppress(OSError):
             if not self._file.closed:
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Try once more to write what waits, and log a warning about what is lost."""
+        """Try once more to write the waiting records. Log a warning if some are lost."""
         if self._file.closed:
             return
         self.append(b"")
@@ -215,11 +218,11 @@ class _RecordFile:
 
 
 def _rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None) -> None:
-    """Replace `path` by a new file of `chunks`, which may be read from the old one; the result survives a power cut.
+    """Replace `path` durably by a new file of `chunks`, which may be read from the old one.
 
-    An earlier attempt that is still alive elsewhere writes to the old file, which has no name any more. The new file is
-    first written in `staging`, if that is given and on the same file system. Raises OSError that names `path`, if there
-    is no room for the copy; the old file is left unchanged.
+    An earlier attempt that is still alive keeps writing to the old, now unlinked file. The new file is first written in
+    `staging`, if that is given and on the same file system. Raises an OSError that names `path` if there is no room for
+    the copy; the old file is then unchanged.
     """
     try:
         if staging is not None and staging.stat().st_dev != path.parent.stat().st_dev:
@@ -237,7 +240,7 @@ class _Row(TypedDict):
 
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
-    """Yield the lines of a file, which need not exist, up to `step`, without one that a killed process cut short."""
+    """Yield the rows of a file up to `step`, without a row that a killed process left incomplete. It may be missing."""
     for line in read_lines(path):
         with suppress(ValueError):
             if parse_record(line, _Row)["step"] <= step:
@@ -245,16 +248,16 @@ def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, which need not exist, each with its end."""
+    """Yield the lines of a file with their line ends; yield nothing if it does not exist."""
     if path.exists():
         with open(path, "rb") as file:
             yield from file
 
 
 def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
-    """Return the rows of `shape` among the last `tail` bytes of a file, or none if it does not exist.
+    """Return the rows of `shape` in the last `tail` bytes of a file; none if it does not exist.
 
-    Of a file that another process may be writing, what cannot be read is left out.
+    Rows that cannot be read are skipped, since another process may be writing the file.
     """
     rows: list[Any] = []
     if path.is_file():

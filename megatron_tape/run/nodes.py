@@ -1,4 +1,4 @@
-"""Facts about the nodes of a job, and differences that must not exist: versions, code, data, GPUs, directories."""
+"""Collect facts about the nodes of a job, and report differences in versions, code, data, GPUs and directories."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from megatron_tape.text import byte_size
 
 PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
 BLOCKS_OF_ALL = 4096
-"""About how many blocks of 64 KiB each node reads of its large inputs, but at least three of each."""
+"""Approximate number of 64 KiB blocks that each node reads of its large inputs, at least three per file."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Problem:
 
 
 def inputs(config: RunConfig) -> list[str]:
-    """Return the files that every node reads."""
+    """Return the input files that every node reads."""
     files = [prefix + suffix for prefix in prefixes_of(stages_of(config)) for suffix in (".idx", ".bin")]
     if config.data.examples is not None:
         examples = config.data.examples
@@ -72,7 +72,7 @@ def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any
 
 
 def _directory_facts(home: Path) -> dict[str, Any]:
-    """Read rank 0's token, and write a file of this node's own for rank 0 to find."""
+    """Read rank 0's token, and write a file for rank 0 to find."""
     name, facts = f"preflight-{os.uname().nodename}-{os.getpid()}", {"token": None, "error": None, "wrote": None}
     try:
         facts["token"] = (home / "preflight").read_text(encoding="utf-8")
@@ -84,14 +84,14 @@ def _directory_facts(home: Path) -> dict[str, Any]:
 
 
 def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
-    """Return a problem for each difference from most nodes in versions, code or data; `nodes` maps names to facts."""
+    """Return a problem per difference from the majority in versions, code or data. `nodes` maps names to facts."""
     found = []
     for kind in ("versions", "data"):
         for key in {key: None for facts in nodes.values() for key in facts[kind]}:
             values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
             counts = Counter(values.values())
             tied = [value for value, count in counts.items() if count == max(counts.values())]
-            # Without a majority nobody knows who differs, so each start leaves out another side.
+            # Without a majority it is unknown which side is wrong, so each restart excludes another one.
             usual = tied[restart_count() % len(tied)]
             unreadable = [node for node, value in values.items() if value.startswith("not readable")]
             if kind == "data" and unreadable:
@@ -115,8 +115,8 @@ def directory_problems(
 ) -> list[Problem]:
     """Return a problem for each node where the checkpoint directory is not shared or writable, or if it lacks space.
 
-    If there are several other nodes and none of them sees rank 0's directory, it was never shared, which is a mistake.
-    There must be room for two checkpoints, or for one if `keep` exist, since the next save then removes one.
+    If there are several other nodes and none of them sees rank 0's directory, it is not a shared one, which is a
+    mistake. It needs space for two checkpoints, or for one if `keep` exist, since the next save then removes one.
     """
     root, found = home.parent, []
     blind = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]

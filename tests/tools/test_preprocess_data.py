@@ -159,11 +159,11 @@ def test_an_unreadable_file_is_an_error_or_skipped_after_its_readable_lines(
     path.write_bytes(write(corpus.read_bytes()))
     write_lines(tmp_path / "b.jsonl", ["after"])
     error = preprocess(path, tmp_path / "b.jsonl", code=2).stderr
-    assert re.search(rf"error: {path} cannot be used: the file .*, so its rest was not read; .*--on-error skip", error)
+    assert re.search(rf"error: {path} cannot be used: the file .*, so the rest was not read; .*--on-error skip", error)
     assert "Error -3" not in error
     assert files_in(tmp_path) == sorted([name, "b.jsonl"])
     report = preprocess(path, tmp_path / "b.jsonl", "--on-error", "skip").stderr
-    assert re.search(rf"skipped 1: the file .*, so its rest was not read \({path}\)", report)
+    assert re.search(rf"skipped 1: the file .*, so the rest was not read \({path}\)", report)
     assert least <= len(IndexedDataset(str(tmp_path / "out"))) < len(texts)
 
 
