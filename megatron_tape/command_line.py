@@ -1,4 +1,4 @@
-"""What the command-line tools share: one-sentence errors, clean exits on signals, progress with an estimate."""
+"""Shared code of the programs: one-sentence errors, clean exits on signals, progress lines."""
 
 import argparse
 import codecs
@@ -21,18 +21,17 @@ from megatron_tape.text import duration, printable
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line of a program: mistakes raise ConfigError, options are written out, descriptions shown as is.
+    """An argument parser that raises ConfigError, does not abbreviate options, and shows descriptions verbatim.
 
-    A `~` at the beginning of an argument becomes the home directory, unless its option has a type other than Path. So
-    texts that are no paths and may begin with one have `type=str`. An existing file `~name`, as a shell's `*` gives it,
-    is not taken for a user's home directory.
+    A leading `~` in an argument becomes the home directory, unless its option has a type other than Path. Use
+    `type=str` for text that is not a path. An existing file called `~name` is not taken for a user's home directory.
     """
 
     command: ClassVar[str | None] = None
-    """The installed command that runs, such as tape-train; None for `python -m`."""
+    """The installed command, such as tape-train; None for `python -m`."""
 
     def __init__(self, **arguments: Any):
-        # A parser of a subcommand has its parent's name already.
+        # The parser of a subcommand already has its parent's name.
         if self.command and not (arguments.get("prog") or "").startswith(self.command):
             arguments["prog"] = self.command
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
@@ -42,18 +41,18 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, path)
 
     def add_subparsers(self, **arguments: Any):
-        """Add subparsers; they are given the arguments as they stand, and expand those of their own."""
+        """Add subparsers, which expand `~` in their own arguments."""
         subparsers = super().add_subparsers(**arguments)
-        subparsers.type = str  # argparse takes all later arguments for values of this one
+        subparsers.type = str  # argparse treats all later arguments as values of this one
         return subparsers
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with the reason of argparse."""
+        """Raise ConfigError with argparse's message."""
         raise ConfigError("the command line", f"cannot be read: {message}", "see --help")
 
 
 def path(text: str) -> Path:
-    """Read an option that is a path, which may begin with `~`."""
+    """Parse a path option, which may begin with `~`."""
     return Path(_expanded(text))
 
 
@@ -67,14 +66,14 @@ def _expanded(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """Read an option that is a whole number of at least 1."""
+    """Parse an option that is an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return int(text)
 
 
 class Interrupted(BaseException):
-    """A signal asked the program to end; like KeyboardInterrupt, this is not an Exception."""
+    """Raised by SIGINT, SIGTERM and SIGHUP. Like KeyboardInterrupt, this is not an Exception."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -82,17 +81,16 @@ class Interrupted(BaseException):
 
 
 REPORT_TIMEOUT = 5.0
-"""Seconds that rank 0 has to say what is wrong before other ranks end."""
+"""Seconds that other ranks wait for rank 0 to report an error first."""
 UNTOUCHED = "nothing unfinished was left behind"
-"""What most programs can say when they are interrupted."""
+"""Default message of programs that are interrupted."""
 
 
 def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> NoReturn:
-    """Run a program's `main` and exit with the status that it returns, if any, or that of `status_of`.
+    """Run a program's `main`, and exit with the status of `status_of`.
 
-    A stdout that is full counts as what the system refuses, since the program's output would be lost. SIGINT, SIGTERM
-    and SIGHUP unwind the program, so that unfinished output is removed; the exit status is then 128 plus the
-    signal's number.
+    A full stdout is a failure like any OSError, since the program's output would be lost. SIGINT, SIGTERM and SIGHUP
+    unwind the program, so that unfinished output is removed; the exit status is then 128 plus the signal's number.
     """
     escape_unprintable()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -112,17 +110,17 @@ def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str =
 
 
 def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> int:
-    """Return the exit status of a program's `main`, and report its error, if any, as one sentence on stderr.
+    """Run a program's `main`, report its error, if any, as one sentence on stderr, and return the exit status.
 
-    It is EXIT_REFUSED after a mistake (ValueError), `unavailable` after what the system refuses (OSError), and 1 where
-    memory runs out or Rust code panics. The sentence about a signal ends with what `interrupted` says.
+    The status is that of `main`, EXIT_REFUSED after a ValueError, `unavailable` after an OSError, and 1 if memory runs
+    out or Rust code panics. The sentence about a signal ends with `interrupted`.
     """
     try:
         return main() or 0
     except Interrupted as interruption:
         sentence = f"ended by {signal.Signals(interruption.number).name}; {interrupted}"
         status = 128 + interruption.number
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+    except BrokenPipeError:  # the reader, such as `head`, has closed stdout
         return 1
     except OSError as error:
         named = error.strerror and error.filename
@@ -130,7 +128,7 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
         status = unavailable
     except UserError as error:
         sentence, status = str(error), EXIT_REFUSED
-    except ValueError as error:  # of a library, perhaps in several lines
+    except ValueError as error:  # a library's message, possibly of several lines
         sentence, status = " ".join(str(error).split()), EXIT_REFUSED
     except BaseException as error:
         if (sentence := describe_fatal_error(error)) is None:
@@ -142,9 +140,9 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
 
 
 def describe_fatal_error(error: BaseException) -> str | None:
-    """Return a sentence for an error that any call may raise: memory that runs out, or a panic of Rust code."""
+    """Return a sentence for an error that any call may raise, out of memory or a panic of Rust code; otherwise None."""
     reason, name = " ".join(str(error).split())[:300], type(error).__name__
-    # torch, which need not be imported, has errors of its own.
+    # torch has its own errors, but may not be imported.
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in reason:
         reason = f" ({reason})" if reason else ""
         return f"memory ran out{reason}; use smaller inputs or settings, or give the program more memory"
@@ -155,7 +153,7 @@ def describe_fatal_error(error: BaseException) -> str | None:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """End the process as `run` does if a mistake is found, in a program of many ranks, which has its own signals."""
+    """Exit like `run` after a UserError, in programs of many ranks, which handle signals themselves."""
     escape_unprintable()
     try:
         yield
@@ -170,19 +168,19 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def print_error(error: UserError | str) -> None:
-    """Print a mistake, which mostly every rank of a program finds; all but rank 0 wait before they do."""
+    """Print an error. Ranks other than 0 wait first, since most errors occur on every rank."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # A launcher ends all ranks once one has ended, but rank 0 must be heard.
+        # A launcher ends all ranks as soon as one ends, so rank 0 must print first.
         time.sleep(REPORT_TIMEOUT)
     say(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}")
 
 
 def escape_unprintable() -> None:
-    """Escape what is printed to stdout and stderr: control characters, and what their encoding cannot hold.
+    """Make stdout and stderr escape control characters, and characters that their encoding lacks.
 
-    A name from an untrusted file could otherwise change what a terminal shows; an é where PYTHONIOENCODING=ascii would
-    raise an error, after hours that went into making a text.
+    Otherwise a name from an untrusted file could change what a terminal shows, and an é could raise an error at the end
+    of a long run if PYTHONIOENCODING is ascii.
     """
     for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, io.TextIOWrapper):
@@ -194,18 +192,18 @@ def escape_unprintable() -> None:
 
 
 _MOVES, _COLORS = re.compile(r"(\n|\x1b\[A)*"), re.compile(r"\x1b\[[0-9;]*m")
-"""What tqdm writes to move between several bars, and how libraries color their warnings."""
+"""Sequences with which tqdm moves between bars, and with which libraries color their warnings."""
 
 
 def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
-    # Data is printed to stdout, and escapes of colors in it are shown.
+    # Stdout is for data, in which color sequences are escaped instead of removed.
     without_colors = _COLORS.sub("", text) if stream is sys.stderr else text
     type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(without_colors))
     return len(text)
 
 
 def _escape_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Write the bytes that Python has read as surrogates, such as those of a file's name, and escape other text."""
+    """Restore bytes that Python decoded as surrogates, such as those of file names, and escape other characters."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:
@@ -240,13 +238,13 @@ def _end_output() -> None:
 
 
 def say(message: str) -> None:
-    """Print a message for the user to stderr."""
+    """Print a message to stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def step(description: str):
-    """Announce a step that does not show its progress, and print how long it took."""
+    """Announce a step without a progress line, and print its duration."""
     say(f"{description} ...")
     started = time.monotonic()
     yield
@@ -254,9 +252,9 @@ def step(description: str):
 
 
 class Progress:
-    """A progress line on stderr: about once a second on a terminal, every ten seconds in a log.
+    """A progress line on stderr, updated about once a second on a terminal and every ten seconds in a log.
 
-    `total` has the same unit as `done` and serves to estimate the remaining time; None means no estimate.
+    `total`, in the unit of `done`, is used to estimate the remaining time. None disables the estimate.
     """
 
     def __init__(self, total: int | None):
@@ -271,7 +269,7 @@ class Progress:
         return time.monotonic() - self._started
 
     def update(self, done: int, message: Callable[[float], str]) -> None:
-        """Show `message(seconds since the start)` and the share done, unless the last line is too recent."""
+        """Show `message(seconds since the start)` and the percentage done, unless the last update is too recent."""
         now = time.monotonic()
         if now - self._last < self._interval:
             return
@@ -281,7 +279,7 @@ class Progress:
         if self._total and done:
             share = min(done / self._total, 1.0)
             line += f", {share:.1%}"
-            if share >= 0.01 or elapsed > 60:  # before that, most of the time went into starting
+            if share >= 0.01 or elapsed > 60:  # before that, startup dominates
                 line += f", {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:
             self._rewrite(line)
@@ -294,6 +292,6 @@ class Progress:
             self._rewrite("")
 
     def _rewrite(self, line: str) -> None:
-        # With the class's method, which does not escape the sequence that clears the line.
+        # The class's method does not escape the sequence that clears the line.
         type(sys.stderr).write(sys.stderr, f"\r\033[K{printable(line, one_line=True)}")
         sys.stderr.flush()

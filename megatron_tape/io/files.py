@@ -1,8 +1,8 @@
-"""Output files that exist under their final name only when they are complete.
+"""Write files that appear under their final name only when they are complete.
 
-While the output `data.bin` is being written, it is called `data.bin.partial`. The writer holds a lock on that file, so
-that two processes never write the same output, and the next run replaces a file that a killed process left behind.
-Small files that programs leave for each other have no lock: of several writers, the last one wins (`write_whole`).
+While the output `data.bin` is being written, it is called `data.bin.partial`. The writer locks that file, so that two
+processes never write the same output. The next run replaces a partial file that a killed process left behind. Small
+files that programs exchange are not locked: of several writers, the last one wins (`write_whole`).
 """
 
 import errno
@@ -31,7 +31,7 @@ class PartialFile:
     """A file that is written next to its final path and moved there by `publish`.
 
     `file` is open for reading and writing bytes. Raises FileError if another process is writing the same output, or if
-    a link or no regular file has the name of the partial file; OSError if the file cannot be created.
+    the partial path exists but is not a regular file; OSError if the file cannot be created.
     """
 
     def __init__(self, path: str | Path):
@@ -50,7 +50,7 @@ class PartialFile:
                 if _lock(descriptor, self.partial_path, self.path):
                     if created:
                         return file
-                    # Not filled: whoever made it would still own it, and it may have another name, too.
+                    # Do not reuse the file: its creator would still own it, and it may have other hard links.
                     self.partial_path.unlink()
             except BaseException:
                 file.close()
@@ -62,7 +62,7 @@ class PartialFile:
         os.fsync(self.file.fileno())
 
     def publish(self) -> None:
-        """Give the file its final name, replacing any old file. Call `sync` before and `sync_directory` after."""
+        """Move the file to its final path, replacing an old file. Call `sync` before and `sync_directory` after."""
         os.replace(self.partial_path, self.path)
         self.file.close()
 
@@ -77,14 +77,14 @@ class PartialFile:
 def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False) -> Iterator[IO[Any]]:
     """Yield a file to write (`mode` "wb", or "w" for UTF-8 text) that appears as `path` only if the block succeeds.
 
-    After that, the file survives a power cut. Raises FileError before anything is written if `path` exists and
-    `overwrite` is false; with `overwrite` the old file stays until the new one is complete.
+    The file is then synced to disk. Raises FileError before anything is written if `path` exists and `overwrite` is
+    false. With `overwrite`, the old file stays until the new one is complete.
     """
     if not overwrite:
         refuse_existing(path)
     partial = PartialFile(path)
     try:
-        with _named(path):
+        with _add_path_to_errors(path):
             if mode == "wb":
                 yield partial.file
             else:
@@ -101,9 +101,9 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
 def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Yield an empty directory to write into that appears as `path` only if the block succeeds.
 
-    In the meantime it is called `path` + `.partial`, and replaces one that a killed process left behind. The block
-    must flush the files that it writes to disk. Raises FileError before anything is written if `path` exists, if
-    another process is writing it, or if anything but a directory has the name of the partial one.
+    Until then it is called `path` + `.partial`, and replaces a directory that a killed process left behind. The block
+    must sync the files that it writes. Raises FileError before anything is written if `path` exists, if another process
+    is writing it, or if the partial path exists but is not a directory.
     """
     path = Path(os.path.abspath(path))
     fix = "choose another output, or move it away"
@@ -112,7 +112,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _own_directory(partial, path)
     try:
-        with _named(path):
+        with _add_path_to_errors(path):
             yield partial
         refuse_existing(path, fix=fix)
         os.fsync(descriptor)
@@ -163,7 +163,7 @@ def _create_or_open(path: str | Path, flags: int) -> tuple[bool, int]:
 
 
 def _open_no_link(path: str | Path, flags: int, kind: int) -> int:
-    """Open a file or directory. Raises FileError if it is a link, which would decide what is overwritten."""
+    """Open a file or directory of type `kind`. Raises FileError for other types and for links."""
     descriptor = None
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for a reader.
@@ -183,23 +183,23 @@ _KINDS = {stat.S_IFREG: "regular file", stat.S_IFDIR: "directory"}
 
 
 def _lock(descriptor: int, partial: Path, path: Path) -> bool:
-    """Lock an open file or directory, and return whether it still has its name; FileError if it is locked already."""
+    """Lock an open file or directory, and return whether `partial` is still its name. Raises FileError if locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Some network file systems have no locks; there, users must not start two writers of one output.
+        # Some network file systems have no locks. There, the user must not start two writers of one output.
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             fix = "wait for it or choose another output"
             raise FileError(str(path), "is being written by another process", fix) from None
-    # The previous holder may have renamed or removed it before it was locked here.
+    # The previous holder of the lock may have renamed or removed it.
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(partial))
     return False
 
 
 @contextmanager
-def _named(path: str | Path) -> Iterator[None]:
-    """Add the output's path to an OSError that names no file, such as the one for a full disk."""
+def _add_path_to_errors(path: str | Path) -> Iterator[None]:
+    """Add the output's path to an OSError without a file name, such as that for a full disk."""
     try:
         yield
     except OSError as error:
@@ -209,7 +209,7 @@ def _named(path: str | Path) -> Iterator[None]:
 
 
 def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output") -> None:
-    """Raise FileError, with `fix` as advice, if one of the paths exists."""
+    """Raise FileError with the advice `fix` if one of the paths exists."""
     for path in paths:
         if os.path.lexists(path):
             raise FileError(str(path), "exists", fix)
@@ -234,7 +234,7 @@ def hold_signals() -> Iterator[None]:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Flush renames and removals in a directory, or a file's contents, to disk."""
+    """Sync the entries of a directory, or the contents of a file, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,7 +243,7 @@ def sync_directory(path: str | Path) -> None:
 
 
 def remove(path: str | Path) -> None:
-    """Remove a file, a directory with its contents, or a link but not its target; do nothing if nothing is there."""
+    """Remove a file, a link (not its target) or a directory with its contents, if it exists."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -254,13 +254,13 @@ def remove(path: str | Path) -> None:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], *, staging: Path | None = None, durable: bool = True
 ) -> None:
-    """Replace `path` by a file of `chunks`, whole or not at all; of several writers, the last one wins.
+    """Replace `path` atomically by a file of `chunks`. Of several writers, the last one wins.
 
-    The file is first written in `staging` (default: next to `path`), which must be on the same file system. A `durable`
-    file survives a power cut. Raises OSError; the old file is then left unchanged.
+    The file is first written in `staging` (default: next to `path`), which must be on the same file system. With
+    `durable`, it is synced to disk. If OSError is raised, the old file is unchanged.
     """
     path = Path(path)
-    # The temporary name does not contain the final one: TensorBoard reads any file with "tfevents" in its name.
+    # The temporary name must not contain the final one: TensorBoard reads any file with "tfevents" in its name.
     partial = (staging or path.parent) / f".{secrets.token_hex(8)}{SUFFIX}"
     try:
         with open(partial, "xb") as file:
@@ -278,14 +278,14 @@ def write_whole(
 
 
 class FileDigest(TypedDict):
-    """What a whole file is told by."""
+    """The size and sha256 of a file."""
 
     bytes: int
     sha256: str
 
 
 def digest(path: str | Path, progress: Callable[[int], None] = lambda bytes_read: None) -> FileDigest:
-    """Return the size of a file and its sha256 in hexadecimal; `progress` is called with the bytes read so far."""
+    """Return the size and sha256 (hexadecimal) of a file. `progress` is called with the number of bytes read so far."""
     hasher, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -299,10 +299,10 @@ BLOCKS, BLOCK_BYTES = 15, 64 << 10
 
 
 def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
-    """Return the size and sha256 of a file; if it is large, the sha256 of `blocks` + 1 evenly spaced blocks of 64 KiB.
+    """Return the size and sha256 of a file. A large file is sampled: `blocks` + 1 evenly spaced blocks of 64 KiB.
 
-    A file is large if it has more than 256 KiB for each block. This process reads it only once while its times, size
-    and inode stay the same.
+    A file is large if it has more than 256 KiB per block. The result is cached in this process as long as the file's
+    times, size and inode stay the same.
     """
     status = os.stat(path)
     identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns

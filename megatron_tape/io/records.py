@@ -1,7 +1,7 @@
-"""Small JSON and YAML files that programs leave for each other: written whole, and checked when they are read.
+"""Small JSON and YAML files that programs exchange: written atomically, and validated when they are read.
 
-A record may be truncated, edited by hand, written by another version, or a different file altogether. Nothing in it is
-used before its size and shape have been checked. torch is not imported, and PyYAML only when a YAML file is read.
+A record may be truncated, edited by hand, written by another version, or a different file altogether, so its size and
+shape are checked before use. Does not import torch; imports PyYAML only to read a YAML file.
 """
 
 import functools
@@ -19,7 +19,7 @@ from megatron_tape.errors import FileError
 from megatron_tape.io.files import write_whole
 
 RECORD_BYTES = 64 << 20
-"""Maximum size of a record in bytes; a manifest of 100,000 files is smaller."""
+"""Maximum size of a record in bytes, more than that of a manifest of 100,000 files."""
 
 
 _RESTORE = "restore it, or remove it if nothing needs it"
@@ -31,7 +31,7 @@ def write_record(path: str | Path, value: Any, *, durable: bool = True) -> None:
 
 
 def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
-    """Return the JSON value in a file, after checking that it has `shape`, a type that `parse_record` accepts.
+    """Read the JSON value in a file, and check that it has `shape`, a type that `parse_record` accepts.
 
     Raises:
         OSError: if the file does not exist or cannot be read.
@@ -44,17 +44,17 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
-    """Return the YAML value in a file, read as strictly as a recipe, and checked as `read_record` checks JSON."""
+    """Read the YAML value in a file as strictly as a recipe, and check its shape like `read_record`."""
     try:
         value = parse_yaml(read_small(path, limit), shape)
-        json.dumps(value, allow_nan=False)  # fails for a number that is not finite, and for what JSON does not have
+        json.dumps(value, allow_nan=False)  # fails for non-finite numbers and for types that JSON lacks
         return value
     except (TypeError, ValueError) as error:
         raise FileError(str(path), f"cannot be used: {error}", _RESTORE) from None
 
 
 def parse_yaml(text: str | bytes, shape: Any) -> Any:
-    """Parse YAML as `io.strict_yaml` does, and check its shape, as `parse_record` does with JSON."""
+    """Parse YAML with `io.strict_yaml`, and check its shape like `parse_record`."""
     from megatron_tape.io.strict_yaml import parse_value
 
     try:
@@ -80,8 +80,8 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
     """Parse JSON and check its shape. Raises ValueError with the problem.
 
     `shape` is a type that pydantic checks, strictly: a TypedDict (other keys are allowed too), `dict[str, T]`,
-    `list[T]`, a union, a Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. Numbers are finite. A whole
-    number of more than 64 bits is read as a float, which is refused where an `int` belongs.
+    `list[T]`, a union, a Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. Numbers must be finite. An integer
+    of more than 64 bits is read as a float, which is rejected if the shape has an `int` there.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -106,16 +106,16 @@ def _number(text: str) -> float:
 
 
 def _whole_number(text: str) -> int | float:
-    # Hugging Face's tokenizers have a largest length of 10^30. Where a whole number belongs, a float is refused.
+    # Hugging Face's tokenizers have a maximum length of 10^30. The check rejects a float in place of an int.
     value = int(text)
     return value if -(2**63) <= value < 2**63 else _number(text)
 
 
 @functools.cache
 def validator(shape: Any) -> SchemaValidator:
-    """Return pydantic's validator of a type, which stops at the first wrong item of a list or mapping.
+    """Return pydantic's validator of a type. It stops at the first wrong item of a list or mapping.
 
-    Otherwise a list of millions of wrong items would take gigabytes for as many errors.
+    Otherwise the errors of a list of millions of wrong items would take gigabytes.
     """
     schema = TypeAdapter(shape).core_schema
     parts = [schema]
@@ -145,9 +145,10 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
 
 
 def place_in(value: Any, parts: tuple[int | str, ...], place: str, missing: bool) -> str:
-    """Return where in `value`, itself `place`, pydantic found something wrong, without its names of a union's types.
+    """Return the place of a pydantic error in `value`, whose own place is `place`.
 
-    If it is `missing`, the last part is the key that is not in `value`.
+    `parts` is the error's `loc`; the names of a union's types in it are skipped. If a key is `missing`, it is the last
+    part.
     """
     for index, part in enumerate(parts):
         if isinstance(value, list) and isinstance(part, int):

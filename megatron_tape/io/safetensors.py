@@ -1,8 +1,8 @@
-"""The one writer of safetensors files: a tensor at a time, with a digest of all that is written. Imports torch late.
+"""Write safetensors files one tensor at a time, with a digest of the file. Does not import torch until used.
 
-The format: eight bytes with the header's length, a JSON header that gives every tensor's dtype, shape and place, and
-the tensors' bytes without gaps. The library's own `save_file` needs all tensors in memory and returns no digest; files
-are read with its `safe_open`.
+The format: eight bytes with the header's length, a JSON header with each tensor's dtype, shape and offsets, and the
+tensors' bytes without gaps. The library's own `save_file` needs all tensors in memory and returns no digest. Files are
+read with its `safe_open`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 
 
 class Place(TypedDict):
-    """Where a tensor is: its first byte, counted from the beginning of the file, and its shape."""
+    """The byte offset of a tensor from the beginning of the file, and its shape."""
 
     offset: Annotated[int, Field(ge=0)]
     shape: list[Annotated[int, Field(ge=0)]]
@@ -40,19 +40,19 @@ def write_safetensors(
     tensors: Iterable[Tensor] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[FileDigest, dict[str, Place]]:
-    """Write a safetensors file and flush it to disk; return its digest, and where each tensor is in it.
+    """Write a safetensors file and sync it to disk. Return its digest and the place of each tensor.
 
-    The file has its name from the start: write it into a directory that is published as a whole (`atomic_directory`).
+    The file is not written atomically: write it into a directory that is (`atomic_directory`).
 
     Args:
-        path: the file; one that exists is replaced.
-        announced: names with dtypes and shapes: the tensors themselves, or others in their place on the device meta.
-        tensors: as many tensors as are announced, in that order, on any device and of any dtype; they may be made one
-            at a time, and no more are taken. By default the announced ones.
-        metadata: texts for the header.
+        path: the file, which is replaced if it exists.
+        announced: tensors by name, for their dtypes and shapes; they may be on the meta device.
+        tensors: the tensors to write, in the same order, on any device and of any dtype. They may be created one at a
+            time. Default: the announced ones.
+        metadata: strings for the header.
 
     Raises:
-        UserError: if a number does not fit fp16.
+        UserError: if a value exceeds the range of fp16.
     """
     import torch
 
@@ -72,7 +72,7 @@ def write_safetensors(
             file.write(block)
 
         put(len(encoded).to_bytes(8, "little") + encoded)
-        # `zip` asks for another tensor only if another one is announced.
+        # `zip` takes the next tensor only if another one is announced.
         for (name, expected), tensor in zip(announced.items(), announced.values() if tensors is None else tensors):
             assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
             converted = tensor.detach().to("cpu", expected.dtype).contiguous()

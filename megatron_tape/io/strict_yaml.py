@@ -1,7 +1,7 @@
-"""Strict YAML: the settings of a recipe with their lines; anything ambiguous is rejected.
+"""Parse strict YAML: recipes with the line of each setting. Ambiguous YAML is rejected.
 
-Keys that are given twice, anchors and aliases (nested aliases can expand to gigabytes), tags, and files that are too
-large for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates and keys are text.
+Duplicate keys, anchors and aliases (nested aliases can expand to gigabytes), tags, and files that are too large for a
+recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates and keys are text.
 """
 
 import re
@@ -16,7 +16,7 @@ MAX_BYTES = 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without anchors, tags, duplicate keys, dates, and numbers in other bases."""
+    """A loader that rejects anchors, tags and duplicate keys, and reads dates and non-decimal numbers as text."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
@@ -42,7 +42,7 @@ def _refusal(sentence: str, where: yaml.Node | yaml.Event) -> yaml.MarkedYAMLErr
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML in which text is quoted wherever this loader or another YAML loader would not read it as text."""
+    """A dumper that quotes text if this loader or another YAML loader would not read it as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -67,7 +67,7 @@ for _name, (_pattern, _read) in _NUMBERS.items():
 
 
 def parse_value(text: str | bytes) -> Any:
-    """Return `text` read as YAML; raises ValueError if it is not YAML."""
+    """Parse `text` as YAML. Raises ValueError if it is not valid."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -75,14 +75,14 @@ def parse_value(text: str | bytes) -> Any:
 
 
 def dump(settings: dict[str, dict[str, Any]]) -> str:
-    """Return sections of settings as a recipe that `read_recipe` and other YAML readers read in the same way."""
+    """Return sections of settings as a recipe that `read_recipe` and other YAML parsers read alike."""
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
 def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings of a YAML file, nested, and by dotted keys the file and line that each is in.
+    """Return the nested settings of a YAML file, and the file and line of each setting by its dotted key.
 
-    Raises `ConfigError` that names the file and the line.
+    Raises `ConfigError` with the file and the line.
     """
     try:
         with open(path, "rb") as file:
@@ -109,7 +109,7 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(path, "is nested too deeply for a recipe", "correct it") from None
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError for more digits than Python reads
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: more digits than Python converts
         mark = getattr(error, "problem_mark", None)
         problem = str(error) if mark is None else str(getattr(error, "problem", error))
         place = path if mark is None else f"{path}:{mark.line + 1}"
