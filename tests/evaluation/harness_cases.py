@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def sentencepiece_tokenizer(folder, rows=600):
-    """A SentencePiece tokenizer of source code and of what pass keys are hidden in."""
+    """A SentencePiece tokenizer trained on source code and on the filler of pass keys."""
     sys.path.insert(0, str(ROOT / "tools"))
     from train_tokenizer import train
 
@@ -35,7 +35,7 @@ BYTES = 258
 
 
 def bpe_tokenizer(bos, rows=900):
-    """A byte-level BPE tokenizer, with `<s>` before every text or without."""
+    """A byte-level BPE tokenizer, with or without `<s>` before each text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -71,7 +71,7 @@ def info(length=512, label="stand-in"):
 
 
 class Answering:
-    """A model that answers every prompt by a function of its text; stands in for one that transformers runs."""
+    """A model whose answer is a function of the prompt, in place of one that transformers runs."""
 
     def __init__(self, tokenizer, answer, length=512, label="stand-in"):
         self.info, self.tokenizer, self.answer = info(length, label), tokenizer, answer
@@ -83,7 +83,7 @@ class Answering:
 
 
 class _Harness(LM):
-    """Of the harness's own kind of models, so that all else is as it runs with real ones."""
+    """A model class of the harness, so that all other code is the same as for real models."""
 
     def __init__(self, owner):
         super().__init__()
@@ -105,7 +105,7 @@ def finds_the_key(prompt):
 
 
 def word_tokenizer():
-    """A tokenizer with one token per word or mark, and few different ones."""
+    """A tokenizer with one token per word or punctuation mark, and a small vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {word: index for index, word in enumerate(["<s>", "</s>", "<unk>", *"the a is of . : , ? 1 2 3 4".split()])}

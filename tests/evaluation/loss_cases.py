@@ -1,4 +1,4 @@
-"""Models with known losses, and what the tests of tasks about losses share."""
+"""Models with known losses, and shared helpers for tests of loss tasks."""
 
 import json
 
@@ -9,7 +9,7 @@ from megatron_tape.evaluation.task import ModelInfo
 
 
 class ByteModel:
-    """A model on bytes whose losses a function of (tokens before, token) gives; remembers which tokens it scored."""
+    """A byte-level model whose loss is a function of (tokens before, token). Records the tokens that it scored."""
 
     def __init__(self, loss, vocab_size=256, trained_length=64, bos=()):
         self.info = ModelInfo("byte model", vocab_size, trained_length, {}, has_tokenizer=True)

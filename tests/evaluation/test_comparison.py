@@ -178,7 +178,7 @@ def base(*others):
     return parse_run_config(["--config", str(recipe), "--data.prefix", "x", *others])
 
 
-def test_a_file_omits_defaults_and_is_read_back(tmp_path):
+def test_a_file_omits_defaults_and_can_be_read_back(tmp_path):
     write_comparison(tmp_path / "a.json", comparison())
     assert read_comparison(tmp_path / "a.json") == comparison()
     first = json.loads((tmp_path / "a.json").read_text())["runs"][0]["scores"][0]
@@ -216,14 +216,14 @@ OTHER_FORMAT = '{"settings": {}, "evaluation": {}, "baseline": "", "format": 2}'
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": 1}', "[]", OTHER_FORMAT])
-def test_a_damaged_file_and_one_of_another_format_are_refused_by_name(tmp_path, content):
+def test_damaged_files_and_files_of_another_format_are_refused_by_name(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(FileError) as error:
         read_comparison(tmp_path / "a.json")
     assert error.value.subject == str(tmp_path / "a.json")
 
 
-def test_the_comparisons_of_the_repository_are_read():
+def test_all_comparisons_in_the_repository_can_be_read():
     files = sorted((ROOT / "benchmarks" / "results" / "comparisons").glob("*.json"))
     found = {file.stem: read_comparison(file) for file in files}
     assert len(found["grid_navigation_1d"].runs) == 66

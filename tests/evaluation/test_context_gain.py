@@ -44,7 +44,7 @@ def test_a_model_without_memory_gains_nothing_and_has_no_key_tokens(periodic):
 
 
 def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
-    """A copy is broken at every fourth letter, which the model then expects least of all."""
+    """Every fourth letter of a copy differs, so the model gives it the lowest probability."""
     letters = RANDOM.integers(97, 123, 40)
     text = np.tile(letters, 8)
     text[4::4] = 33 + np.arange(len(text[4::4])) % 31

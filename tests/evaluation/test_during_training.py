@@ -1,4 +1,4 @@
-"""Tasks as hooks of a training run; tests/training/test_training.py has them under every layout."""
+"""Tasks as hooks of a training run; tests/training/test_training.py covers all layouts."""
 
 import dataclasses
 import json
@@ -85,7 +85,7 @@ def test_scores_during_training_equal_those_of_pretrain_evaluate(run, monkeypatc
 
 
 class Failing(Task):
-    """Cannot score its second unit."""
+    """A task that fails on its second unit."""
 
     name = "perplexity"
     needs_tokenizer = False

@@ -1,4 +1,4 @@
-"""The command itself, on a toy task: what is shared, resumed, recorded and refused."""
+"""The command on a toy task: sharing of work, resuming, records and refusals."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_p
     assert whole.versions["torch"] == torch.__version__ and len(results.model.digest) == 64
 
 
-def test_a_failed_rank_leaves_a_mark_and_an_interrupted_one_does_not(llama, tmp_path, monkeypatch):
+def test_a_failed_rank_writes_a_failure_marker_and_an_interrupted_one_does_not(llama, tmp_path, monkeypatch):
     mark = tmp_path / "failed"
     monkeypatch.setenv("TAPE_FAILURE", str(mark))
 
@@ -143,7 +143,7 @@ def test_finished_tasks_run_again_only_if_something_changed(llama, tmp_path, cap
     assert len(read_results(tmp_path).tasks["toy"].examples) == 2
 
 
-def test_only_end_tokens_are_used_of_a_models_generation_settings(tmp_path):
+def test_only_end_tokens_of_generation_settings_are_used(tmp_path):
     directory = save_llama(tmp_path, seed=0)
     settings = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": [5, 6]}
     (directory / "generation_config.json").write_text(json.dumps(settings))
@@ -227,7 +227,7 @@ def test_damaged_weights_are_named(llama, tmp_path, capsys):
     assert f"{tmp_path} cannot be loaded" in capsys.readouterr().err
 
 
-def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path):
+def test_only_code_of_this_project_runs_without_trust_remote_code(llama, tmp_path):
     write_code(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     settings = json.loads((llama / "config.json").read_text())
@@ -253,7 +253,7 @@ def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path)
     assert find_model(str(tmp_path)).digest() != digest
 
 
-def test_a_checkpoint_whose_tokenizer_brings_code_never_runs_it(tmp_path, monkeypatch):
+def test_code_of_a_checkpoints_tokenizer_never_runs(tmp_path, monkeypatch):
     kept = tmp_path / "run" / "checkpoints" / "step-3" / "tokenizer"
     state = {"config": config_dict(make()), "step": 3, "progress": {}}
     monkeypatch.setattr(model_source, "read_state", lambda path: state)
@@ -269,14 +269,14 @@ def test_a_checkpoint_whose_tokenizer_brings_code_never_runs_it(tmp_path, monkey
 
 
 def plain_losses(model, tokens):
-    """The losses of all tokens but the first, from one pass over the whole text."""
+    """Return the losses of all tokens but the first, from a single pass over the text."""
     ids = torch.from_numpy(tokens)[None]
     with torch.no_grad():
         logits = model(ids[:, :-1], use_cache=False).logits[0]
     return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
 
 
-def test_losses_equal_a_plain_loop_whatever_the_chunk(llama):
+def test_losses_equal_a_plain_loop_for_every_chunk_size(llama):
     source = find_model(str(llama))
     model = load_model(source.info, llama, "fp32", "cpu").model.double()
     tokens = np.random.default_rng(0).integers(0, 64, 57)
@@ -331,7 +331,7 @@ def test_a_model_that_ignores_the_cache_uses_one_pass(llama, monkeypatch):
     np.testing.assert_allclose(HFModel(source.info, model, None, chunk=16).losses(tokens, 1), expected, atol=2e-6)
 
 
-def test_every_unit_goes_to_one_rank_and_the_loads_are_even():
+def test_each_unit_is_assigned_to_one_rank_and_the_load_is_balanced():
     units = [Unit(str(i), cost=1 + i % 5) for i in range(23)]
     shares = Ranks(0, 3).shares(units)
     assert sorted(unit.key for share in shares for unit in share) == sorted(unit.key for unit in units)
@@ -379,7 +379,7 @@ def main(folder, model, output):
     return run("--model", model, "--output", output)
 
 
-def test_two_processes_give_the_scores_of_one(llama, tmp_path):
+def test_two_processes_give_the_same_scores_as_one(llama, tmp_path):
     assert run("--model", llama, "--output", tmp_path / "one") == 0
     assert run_group("evaluation.test_evaluate", 2, llama, tmp_path / "two") == 0
     one, two = (read_results(tmp_path / name).tasks["toy"] for name in ("one", "two"))
@@ -388,7 +388,7 @@ def test_two_processes_give_the_scores_of_one(llama, tmp_path):
         assert abs(two.examples[key]["loss"] - value["loss"]) < 1e-6
 
 
-def test_a_checkpoint_is_evaluated_with_the_ids_of_its_training(tmp_path, capsys, monkeypatch):
+def test_a_checkpoint_is_evaluated_with_its_training_token_ids(tmp_path, capsys, monkeypatch):
     """transformers has no tokenizer of whole words.
 
     What needs transformers' tokenizer is refused before anything is exported.

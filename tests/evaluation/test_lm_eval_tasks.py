@@ -1,4 +1,4 @@
-"""Tasks of the harness by name: scores, and truncation that shows."""
+"""Tasks of the harness by name: scores and reported truncation."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ WORDS = "push pop heap item list sort key merge left right child parent".split()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A directory with two tasks: one that chooses, one that generates, each with documents of very different sizes."""
+    """A directory with a multiple-choice and a generation task, whose documents have very different sizes."""
     folder, source = tmp_path_factory.mktemp("tasks"), random.Random(0)
     rows = []
     for number in range(24):
@@ -67,7 +67,7 @@ def evaluated(model, folder, **given):
     return run(LmEval, model, **vars(settings(folder, **given)))
 
 
-def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder, caplog):
+def test_scores_follow_from_the_logits_and_truncation_is_counted(model, folder, caplog):
     result = evaluated(model, folder, tasks=["next_word", "write_word", "roll"])
     (outcome,) = result.examples["next_word"]["outcomes"]
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
@@ -131,7 +131,7 @@ def test_an_unknown_task_is_refused(folder, monkeypatch):
         LmEval(settings(folder, tasks=["next_wrd"])).check(info())
 
 
-def test_data_that_cannot_be_had_is_named(model, folder, tmp_path):
+def test_unavailable_data_is_reported_by_name(model, folder, tmp_path):
     task = yaml.safe_load((folder / "next_word.yaml").read_text())
     task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "gone.jsonl")
     (tmp_path / "gone.yaml").write_text(yaml.safe_dump(task))
@@ -139,13 +139,13 @@ def test_data_that_cannot_be_had_is_named(model, folder, tmp_path):
         evaluated(model, folder, tasks=[str(tmp_path / "gone.yaml")])
 
 
-def test_an_answer_that_is_longer_than_the_model_is_refused(folder):
+def test_an_answer_longer_than_the_context_is_refused(folder):
     small = random_llama(bpe_tokenizer(bos=True), 4)
     with pytest.raises(ConfigError, match="write_word, which generates up to 4 tokens, but the model takes only 4"):
         evaluated(small, folder, tasks=["write_word"])
 
 
-def test_a_tokenizer_without_an_end_is_refused(folder):
+def test_a_tokenizer_without_an_end_token_is_refused(folder):
     model = random_llama(bpe_tokenizer(bos=True), 64)
     model.tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="the tokenizer of random has no token that ends a text"):

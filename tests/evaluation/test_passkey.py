@@ -1,4 +1,4 @@
-"""Pass keys: exact lengths, set depths, and what is known of models that always, never or sometimes find the key."""
+"""Pass keys: exact lengths and depths, and scores of models that always, never or sometimes find the key."""
 
 import re
 from collections import Counter
@@ -49,7 +49,7 @@ def test_prompt_and_answer_have_exactly_the_length(tokenizers, kind):
     assert Counter(model.max_lengths) == {160: 3, 301: 3, 1024: 3}
 
 
-def test_the_key_lies_at_the_set_depth(tokenizers):
+def test_the_key_is_at_the_given_depth(tokenizers):
     tokenizer = tokenizers["bpe"]
     prompts = ExactPrompts(lambda text: len(tokenizer(text).input_ids), 1000)
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -73,7 +73,7 @@ def test_a_model_that_finds_the_key_scores_1_and_one_that_says_nothing_0(tokeniz
         assert result.details["accuracy"] == [[expected] * 2] * 3
 
 
-def test_a_failure_in_one_cell_shows_there_and_nowhere_else(tokenizers):
+def test_a_failure_in_one_cell_changes_only_that_cell(tokenizers):
     def fails_at_depth_half_of_300(prompt):
         depth = prompt.index("The pass key") / len(prompt)
         long = len(tokenizers["bpe"](prompt).input_ids) > 200
@@ -112,7 +112,7 @@ def test_a_model_of_transformers_gets_every_token(tokenizers):
     assert all(isinstance(answer, str) for answer in value["answers"])
 
 
-def test_keys_depend_on_the_unit_alone(tokenizers):
+def test_keys_depend_only_on_the_unit(tokenizers):
     model = Answering(tokenizers["bpe"], finds_the_key)
     task = Passkey(settings())
     units = task.units(model)
@@ -125,7 +125,7 @@ def test_keys_depend_on_the_unit_alone(tokenizers):
     assert not set(other["keys"]) & set(keys)
 
 
-def test_the_published_form_is_that_of_longlora(tokenizers):
+def test_the_published_prompt_equals_that_of_longlora(tokenizers):
     """The first draws of `generate_prompt_landmark(n_garbage=3072, seed=0)` of LongLoRA's script."""
     state = np.random.RandomState(0)
     before, key = int(state.randint(0, 3072)), str(state.randint(1, 50000))
@@ -152,7 +152,7 @@ def test_the_first_number_counts(answer, right):
     assert is_right(answer, "12345") == right
 
 
-def test_a_length_that_no_cut_of_the_filler_gives_is_reached_with_an_appended_text():
+def test_a_length_that_truncated_filler_cannot_give_is_reached_by_appending_text():
     def count(text):
         return 2 * len(text.split()) + text.count("!")
 

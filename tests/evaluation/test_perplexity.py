@@ -110,7 +110,7 @@ def llama():
 
 
 @torch.no_grad()
-def test_equals_a_plain_loop_over_transformers(llama, texts):
+def test_perplexity_equals_a_plain_loop_over_transformers(llama, texts):
     length, stride, first = 32, 8, 57
     nats, tokens, size = 0.0, 0, 0
     for text in TEXTS:
@@ -165,7 +165,7 @@ def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
     assert score(result, "perplexity", 16, "letters").low is None, "one document gives no interval"
 
 
-def test_default_lengths_follow_the_models_configuration(texts, tmp_path):
+def test_default_lengths_come_from_the_models_configuration(texts, tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 256, "n_positions": 32}')
     (tmp_path / "tokenizer.json").touch()
@@ -196,7 +196,7 @@ def test_pictures_show_every_model_and_describe_it(texts):
     assert Perplexity.draw({"nine": result_of(Summary([]))}) == []
 
 
-def test_a_split_leaves_only_documents_for_validation(tmp_path):
+def test_a_split_selects_only_validation_documents(tmp_path):
     write_dataset(tmp_path / "tokens", documents=10)
     settings = {"data": str(tmp_path / "tokens"), "lengths": [6], "stride": 4, "windows": 1}
     reader, model = IndexedDatasetReader(tmp_path / "tokens"), ByteModel(uniform(100))

@@ -1,4 +1,4 @@
-"""Positions: exact zeros where nothing was planted, and what was planted shows where it must."""
+"""Positions: planted changes show up in the expected places, and all other values are exactly zero."""
 
 import math
 
@@ -54,7 +54,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(models, data):
-    """What `results.json` holds of both models."""
+    """The entries of both models in `results.json`."""
     found = {
         label: run(PositionPictures, model, data=data, documents=3, map_tokens=16) for label, model in models.items()
     }
@@ -67,7 +67,7 @@ def by_group(result, metric):
     return {score.group: score.value for score in result.scores if score.metric == metric}
 
 
-def test_a_model_that_equals_rope_has_no_distance_and_loses_nothing(results):
+def test_a_model_equal_to_rope_has_zero_distance_and_no_loss_change(results):
     result = results["rope-equal"]
     assert np.all(np.array(result.details["distance"]) == 0)
     assert set(by_group(result, "state_distance").values()) == {0.0}
@@ -101,7 +101,7 @@ def test_ablating_a_layer_raises_the_loss_if_its_state_differs_from_rope(results
     assert increases["all layers"] == pytest.approx(own[0] - own[1], abs=1e-6)
 
 
-def test_hooks_leave_the_model_as_it_was(models, data):
+def test_hooks_do_not_change_the_model(models, data):
     model = models["planted"]
     tokens = torch.arange(LENGTH)[None]
     before = model.model(tokens).logits

@@ -1,4 +1,4 @@
-"""Settings and data of tasks that cannot work: each is refused before anything is loaded, by the key it is about."""
+"""Invalid settings and data of tasks are refused by their key before anything is loaded."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ WITHOUT_LENGTH = replace(INFO, trained_length=None)
 
 
 def refused(task, settings, info=INFO):
-    """The error of a task's `check`, with what every task needs filled in."""
+    """Return the error of a task's `check`, after adding the settings that every task requires."""
     needed = {"perplexity": {"data": "texts.jsonl"}, "context_gain": {"data": "texts.jsonl"}}
     needed |= {"positions": {"data": "texts.jsonl"}, "scrolls": {"data": {"qasper": "qasper.jsonl"}}}
     needed |= {"lm_eval": {"tasks": ["own"]}}
@@ -101,7 +101,7 @@ def test_invalid_data_is_rejected_with_its_file(task, settings, subject, said):
 
 
 @pytest.mark.parametrize("task", ["perplexity", "passkey", "ruler", "scrolls"])
-def test_a_model_of_unknown_length_needs_the_setting(task):
+def test_a_model_of_unknown_length_requires_a_length_setting(task):
     error = refused(task, {}, WITHOUT_LENGTH)
     assert error.subject in (f"{task}.lengths", f"{task}.length") and error.problem.startswith("is null")
 

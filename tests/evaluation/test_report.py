@@ -39,7 +39,7 @@ class Page:
 
 
 def _text_of(cell):
-    """The text of a cell, and behind a bar what is smaller."""
+    """The text of a cell, with its smaller text after a bar."""
     return "|".join(text.strip() for text in cell.itertext())
 
 
@@ -50,7 +50,7 @@ def page_of(tmp_path, *paths):
 
 
 def evaluated(tmp_path, **models):
-    """Return the page of models by their labels, of which each has the `results` given here."""
+    """Return the page of models, whose `results` are given by label."""
     files = [write_results(tmp_path / label, results(label, **given)) for label, given in models.items()]
     return Page(page(*read(files)))
 
@@ -79,7 +79,7 @@ def compared(tmp_path_factory):
     return output.read_text(encoding="utf-8")
 
 
-def test_the_page_loads_nothing_and_escapes_text_from_files(compared):
+def test_the_page_loads_no_external_files_and_escapes_text(compared):
     root = lxml.html.fromstring(compared)
     policy = root.xpath("//meta[@http-equiv]/@content")
     assert policy[0].startswith("default-src 'none'; img-src data:;")
@@ -117,7 +117,7 @@ def test_sections_have_scores_curves_pictures_and_notes(compared):
 
 
 def measured(value, *, vocab_size=None, digest=None, key_tokens=None):
-    """Return the results of tasks that measure losses, with what is recorded of the scored tokens if `digest`."""
+    """Return results of loss tasks, with the record of the scored tokens if `digest` is given."""
     place = {"length": 512, "group": "books"}
     scores = [score("loss", value, unit="nats per token", **place), score("perplexity", 10 * value, **place)]
     gains = [score("gain", value, "higher", unit="nats per token", **place)]
@@ -178,7 +178,7 @@ def test_the_best_value_is_bold_only_if_intervals_allow_it(tmp_path, second, dig
     assert leads == bool(bold)
 
 
-def test_rows_with_only_zeros_are_folded_behind_one_line(tmp_path):
+def test_rows_with_only_zeros_are_collapsed_into_one_line(tmp_path):
     scores = [score("exact match", 0.0, "higher", group="a"), score("accuracy", 0.5, "higher", group="a")]
     page = evaluated(tmp_path, x={"tasks": {"shiny": task(scores)}})
     (folded,) = page.root.iter("details")
@@ -305,7 +305,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, cap
     assert sentence in parsed.sections["Training"] and f"warning: {sentence}" in capsys.readouterr().err
 
 
-def test_styles_differ_and_survive_any_label():
+def test_styles_differ_and_accept_any_label():
     rates = [
         f"tape+increments=learned+optimizer.lr_scale_of={{position: {rate}, position.increments: 1.0}}" for rate in "13"
     ]

@@ -1,4 +1,4 @@
-"""RULER: samples that fit and do not depend on what else ran, solvers that must score 1, and effective lengths."""
+"""RULER: samples that fit the length and are independent of other tasks, solvers that score 1, effective lengths."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from megatron_tape.evaluation.tasks.ruler import ESSAYS, OFFLINE, TASKS, Ruler, 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_words():
-    """The harness joins every adjective with every noun, 6 million in all, when it is imported; few do here."""
+    """Use few words: on import, the harness combines all adjectives and nouns into 6 million names."""
     import wonderwords
 
     begin = wonderwords.RandomWord.__init__
@@ -51,7 +51,7 @@ def evaluated(model, **given):
 
 
 def solve(prompt):
-    """Answer a prompt of RULER's."""
+    """Solve a prompt of RULER."""
     if asked := re.search(r"The special magic \w+ for (.*) mentioned in the provided text (?:is|are)$", prompt):
         keys = re.split(r", and |, ", asked.group(1))
         found = dict.fromkeys(keys, "")
@@ -97,7 +97,7 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
     assert "niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe" in result.notes[0]
 
 
-def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokenizer):
+def test_a_failure_of_one_task_at_one_length_changes_only_its_score(tokenizer):
     def fails_at_vt_of_2048(prompt):
         return "" if prompt.endswith("they are:") and len(tokenizer(prompt).input_ids) > 1024 else solve(prompt)
 
@@ -117,7 +117,7 @@ def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokeni
     assert "good: 1 at 1,024 tokens, 0.5 at 2,048 tokens" in means.alternative_text
 
 
-def test_an_interruption_is_not_swallowed_by_the_harness(tokenizer):
+def test_the_harness_passes_an_interruption_on(tokenizer):
     from megatron_tape.command_line import Interrupted
     from megatron_tape.evaluation.tasks.ruler_samples import Sources, make_samples
 

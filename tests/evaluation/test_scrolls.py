@@ -1,4 +1,4 @@
-"""SCROLLS: scores as its official evaluator gives them, and answers and losses of models that are known."""
+"""SCROLLS: scores equal to those of the official evaluator, and answers and losses of known models."""
 
 import json
 import zipfile
@@ -53,7 +53,7 @@ def test_scores_equal_hand_computed_cases(metric, prediction, references, values
 
 
 class Knowing(ByteModel):
-    """A model on bytes that answers what a function of the prompt says."""
+    """A byte-level model whose answer is a function of the prompt."""
 
     def __init__(self, answer):
         super().__init__(lambda before, token: 2.0, trained_length=400)
@@ -94,7 +94,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def known(data):
-    """Results of a model that knows all, and of one that fails in qmsum alone."""
+    """Results of a model with all answers right, and of one that fails only in qmsum."""
     fails = Knowing(lambda prompt: "wrong" if "qmsum" in prompt else reads_it_off(prompt))
     return {"all": run(Scrolls, Knowing(reads_it_off), data=data), "not qmsum": run(Scrolls, fails, data=data)}
 
@@ -118,7 +118,7 @@ def test_a_failure_in_one_dataset_changes_no_other_score(known):
     assert score(result, "scrolls_score").value == pytest.approx(600 / 7)
 
 
-def test_the_mean_of_some_datasets_is_not_called_the_score_of_scrolls(data):
+def test_the_mean_of_a_subset_is_not_called_the_scrolls_score(data):
     some = {name: data[name] for name in ("contract_nli", "qasper")}
     result = run(Scrolls, Knowing(lambda _: "entailment."), data=some, loss=False, examples=3)
     mean = score(result, "mean_score")
@@ -144,7 +144,7 @@ def test_truncated_inputs_and_unfinished_answers_are_counted(tmp_path):
 
 @pytest.fixture(scope="module")
 def llama():
-    """A random model on bytes whose own settings would sample and discourage repetition."""
+    """A random byte-level model whose generation settings enable sampling and a repetition penalty."""
     llama = random_llama(bpe_tokenizer(bos=False, rows=BYTES), 128)
     llama.model.generation_config = GenerationConfig(
         do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=3, eos_token_id=llama.tokenizer.eos_token_id

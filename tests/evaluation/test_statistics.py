@@ -45,7 +45,7 @@ def test_an_interval_needs_two_documents_with_nonzero_weight(numerators, denomin
     assert bootstrap_ratio(numerators, denominators) == interval
 
 
-def test_a_paired_t_test_is_students():
+def test_the_paired_t_test_equals_students_example():
     """The hours of sleep of Student (1908): mean 1.58, t = 4.0621 with 9 degrees of freedom, p = 0.002833."""
     first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
@@ -63,7 +63,7 @@ def test_there_is_no_p_value_without_spread(differences):
 
 
 def test_p_values_are_corrected_by_holms_method():
-    """The smallest times 4, then times 3, ...; never less than a smaller one before, and never above 1."""
+    """The p-values in ascending order times 4, 3, ..., made monotonic and capped at 1."""
     found = holm([PairedTest(3, 0.0, p=p) for p in (0.01, 0.04, 0.03, None, 0.5)])
     assert [test.p for test in found] == [pytest.approx(0.04), pytest.approx(0.09), pytest.approx(0.09), None, 0.5]
     assert [test.p for test in holm([PairedTest(3, 0.0, p=0.7)] * 2)] == [1, 1]

@@ -1,4 +1,4 @@
-"""Synthetic tasks on models whose answers are known: all right, wrong in one place, blank, or by chance."""
+"""Synthetic tasks on models with known answers: all right, wrong in one place, blank, or random."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ INFO = ModelInfo("model", vocab_size=32, trained_length=64, config={}, has_token
 
 
 class Answering:
-    """Says after each prefix what `answer(prefix)` returns, with certainty."""
+    """A model that predicts `answer(prefix)` after each prefix with probability 1."""
 
     info = INFO
 
@@ -39,7 +39,7 @@ class Answering:
 
 
 def next_of_sum(prefix):
-    """Adds correctly; before `=` its answer does not matter."""
+    """Add correctly. Predictions before `=` do not matter."""
     if Sums.EQUALS not in prefix:
         return 0
     plus, equals = prefix.index(Sums.PLUS), prefix.index(Sums.EQUALS)
@@ -49,7 +49,7 @@ def next_of_sum(prefix):
 
 
 def fails_at(first, second):
-    """Adds correctly but for operands of these lengths, where the last digit but one of the sum is wrong."""
+    """Add correctly, except for operands of these lengths, where the second-to-last digit is wrong."""
 
     def answer(prefix):
         right = next_of_sum(prefix)
@@ -63,7 +63,7 @@ def fails_at(first, second):
 
 
 def next_with_hints(prefix, sums):
-    """Adds correctly where every digit follows the hint of its place."""
+    """Add correctly, with a position hint before each digit."""
     without = [token for token in prefix if token <= sums.END]
     following = next_of_sum(without)
     if sums.EQUALS not in prefix or following == sums.END or prefix[-1] > sums.END:
@@ -83,7 +83,7 @@ def next_of_copy(prefix, symbols=4):
 
 
 def next_on_walk(prefix, task, width):
-    """Keeps track of the cell, and answers what it held before; the blank if it is new."""
+    """Track the cell, and answer with its previous value, or blank if it is new."""
     if len(prefix) % 2 == 0:
         return 0
     place, held = np.zeros(task.dimensions, dtype=int), {}
@@ -117,7 +117,7 @@ def test_a_model_that_adds_scores_100_percent_everywhere():
     assert all(0.9 < score.low < score.high == 1 for score in found.values())
 
 
-def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
+def test_a_failure_at_one_pair_of_lengths_changes_only_that_score():
     results = addition(Answering(fails_at(5, 2)))
     expected = np.ones((6, 6))
     expected[4, 1] = 0
@@ -132,7 +132,7 @@ def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
     assert "model: from 0.00 (5, 2) to 1.00" in picture.alternative_text
 
 
-def test_hints_are_those_of_training():
+def test_hints_equal_those_of_training():
     sums = Sums(digits=2, hints=3)
     model = Answering(lambda prefix: next_with_hints(prefix, sums))
     assert addition(model, digits=1, hints=3).details["accuracy"] == [[1.0] * 2] * 2
@@ -158,7 +158,7 @@ def test_a_model_that_copies_scores_100_percent():
     assert results.notes == [] and results.details == {}
 
 
-def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
+def test_a_model_that_copies_among_few_blanks_only_fails_with_more():
     def answer(prefix):
         return next_of_copy(prefix) if prefix.count(4) < 6 else 5
 
@@ -184,7 +184,7 @@ def test_a_model_that_keeps_track_of_its_place_scores_100_percent(dimensions):
     assert [score.value for score in results.scores] == [1, 1]
 
 
-def test_a_model_that_always_answers_blank_scores_what_the_note_says():
+def test_a_model_that_always_answers_blank_has_the_score_in_the_note():
     results = walks(Answering(lambda prefix: 7), samples=200)
     found = by_group(results, "accuracy")
     for name, share in {"IID": 0.5, "dense": 0.2, "sparse": 0.8}.items():
@@ -196,7 +196,7 @@ def next_of_pair(prefix):
     return dict(zip(prefix[:-1:2], prefix[1::2])).get(prefix[-1], 0)
 
 
-def test_a_model_that_recalls_scores_100_percent_and_one_that_forgets_fails_with_more_pairs():
+def test_a_model_that_recalls_all_pairs_scores_100_percent_and_a_forgetful_one_fails_with_more_pairs():
     settings = {"keys": 15, "tokens_per_pair": 4, "lengths": [16, 32], "samples": 30}
     results = run(Recall, Answering(next_of_pair), **settings)
     found = by_group(results, "accuracy")
@@ -209,7 +209,7 @@ def test_a_model_that_recalls_scores_100_percent_and_one_that_forgets_fails_with
     assert first == 1 and second < 0.7
 
 
-def test_padding_and_batches_change_nothing_in_a_real_model():
+def test_padding_and_batches_do_not_change_results_of_a_real_model():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

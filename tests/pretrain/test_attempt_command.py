@@ -67,7 +67,7 @@ def test_a_job_gets_every_path_and_continues_with_its_copy_of_the_code(job):
 
 
 @pytest.mark.parametrize("given", [["a/b.yaml"], ["--config", "a/b.yaml"], ["--train.steps=3", "--config=a/b.yaml"]])
-def test_the_scratch_directory_holds_the_run_however_its_recipe_is_named(given, tmp_path, monkeypatch):
+def test_the_run_is_in_the_scratch_directory_for_every_way_to_give_a_recipe(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.yaml").touch()
@@ -80,7 +80,7 @@ def test_the_scratch_directory_holds_the_run_however_its_recipe_is_named(given, 
     "given",
     [["--config=own.yaml", "--config", "b.yaml"], ["--config", "own.yaml", "--config=b.yaml"], ["b.yaml"]],
 )
-def test_the_last_recipe_names_the_run_unless_one_names_its_directory(given, tmp_path, monkeypatch):
+def test_the_run_is_named_after_the_last_recipe_unless_a_recipe_sets_its_directory(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_all(tmp_path)
     text = RECIPE.read_text()
@@ -96,7 +96,7 @@ def test_the_last_recipe_names_the_run_unless_one_names_its_directory(given, tmp
     assert directory() == "mine"
 
 
-def test_a_requeued_job_continues_its_own_checkpoints_not_those_it_started_from(job):
+def test_a_requeued_job_continues_from_its_own_checkpoints(job):
     status, variables, _ = job("--checkpoint.resume=none")
     assert status == 0 and variables["RESUME"] == "none"
     _, variables, _ = job(requeued=True)
@@ -137,7 +137,7 @@ def test_an_invalid_chain_is_refused(job, extension, evaluation, key):
     assert key in " ".join([*refused.value.subjects, refused.value.problem])
 
 
-def test_a_run_of_another_job_is_refused_while_slurm_knows_that_job(job, monkeypatch):
+def test_a_run_of_another_job_is_refused_while_that_job_exists_in_slurm(job, monkeypatch):
     job(job="7")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "RUNNING\n", ""))
     status, _, err = job(job="8")
@@ -146,7 +146,7 @@ def test_a_run_of_another_job_is_refused_while_slurm_knows_that_job(job, monkeyp
     assert job(job="8")[0] == 0
 
 
-def test_a_crash_loop_is_found_even_if_the_batch_script_was_killed_before_the_verdict(job):
+def test_a_crash_loop_is_found_if_the_batch_script_was_killed_before_the_verdict(job):
     job()
     for _ in range(2):
         assert job(requeued=True)[0] == 0
@@ -155,7 +155,7 @@ def test_a_crash_loop_is_found_even_if_the_batch_script_was_killed_before_the_ve
     assert job(job="8")[0] == 0
 
 
-def test_a_job_without_attempts_starts_again_until_its_third_crash_however_often_it_was_preempted(tmp_path):
+def test_a_job_without_attempts_restarts_until_its_third_crash_and_preemptions_do_not_count(tmp_path):
     script = f"source {REPOSITORY}/slurm/common.sh; SLURM_JOB_ID=7 STEP_STATUS=139\n"
     script += "for SLURM_RESTART_COUNT in 0 5 9; do may_retry_crash && echo again || echo stop; done"
     (tmp_path / "runs" / ".jobs").mkdir(parents=True)

@@ -101,7 +101,7 @@ def test_variants_may_differ_in_how_they_learn_and_seeds_begin_anywhere(recipe, 
     assert learning == [(0.03, "cosine"), (0.1, "constant")]
 
 
-def test_a_check_imports_no_torch_and_counts_the_runs(recipe, tmp_path):
+def test_check_does_not_import_torch_and_counts_the_runs(recipe, tmp_path):
     program = "import sys\nfrom pretrain.compare import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", program, *arguments(recipe, tmp_path / "out", "--check")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -122,7 +122,7 @@ def test_an_array_has_a_task_for_each_of_many_runs(tmp_path):
     assert "--dependency=afterany:7 " in done.stderr and "report  job 7, after 7" in done.stdout
 
 
-def test_directories_of_variants_are_safe_and_differ():
+def test_directory_names_of_variants_are_safe_and_unique():
     variants = parse_variants("tape+token_mixing=per_head,rope+rope_scaling_type=a/b,rope+rope_scaling_type=a b,alibi")
     names = [variant.directory for variant in variants]
     assert names[0] == variants[0].label == "tape+token_mixing=per_head" and names[3] == "alibi"
@@ -138,7 +138,7 @@ def test_a_setting_of_a_variant_may_have_commas_in_brackets():
     assert scaled.settings == (("optimizer.lr_scale_of", "{matrices: 1e+1}"), ("optimizer.lr", "1e-3"))
 
 
-class Played:
+class FakeProcess:
     """A process that ends with a given status."""
 
     def __init__(self, status, looks):
@@ -150,7 +150,7 @@ class Played:
 
 
 class Stage:
-    """Plays the programs of runs, and remembers what was started while what else was running."""
+    """Stand in for the programs of runs, and record which were started and how many ran at once."""
 
     def __init__(self, statuses=None):
         self.statuses, self.started, self.most, self.processes = statuses or {}, [], 0, []
@@ -163,20 +163,20 @@ class Stage:
             log.write_text("step 1\nValueError: it broke\n")
         status = self.statuses.get(key, 0)
         status = status.pop(0) if isinstance(status, list) else status
-        self.processes.append(Played(status, looks=2))
+        self.processes.append(FakeProcess(status, looks=2))
         self.most = max(self.most, sum(process.looks >= 0 for process in self.processes))
         return self.processes[-1]
 
 
 def done(plan, stage, slots=2):
-    """Do the runs of a plan with programs that are played; return the jobs and the names of the finished runs."""
+    """Do the runs of a plan with simulated programs. Return the jobs and the names of the finished runs."""
     finished = []
     jobs = Jobs(plan.left, slots, stage, lambda run, seconds: finished.append(run.name), pause=0)
     jobs.run()
     return jobs, finished
 
 
-def test_runs_are_trained_and_then_evaluated_a_few_at_a_time(recipe, tmp_path):
+def test_runs_are_trained_then_evaluated_with_limited_concurrency(recipe, tmp_path):
     plan, stage = plan_of(recipe, tmp_path), Stage()
     jobs, finished = done(plan, stage)
     assert sorted(finished) == sorted(run.name for run in plan.runs) and stage.most == 2 and not jobs.failed
@@ -187,7 +187,7 @@ def test_runs_are_trained_and_then_evaluated_a_few_at_a_time(recipe, tmp_path):
     assert [run.seed for run in plan.runs] == [1, 1, 2, 2]
 
 
-def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, capsys):
+def test_other_runs_finish_if_one_fails(recipe, tmp_path, capsys):
     stage = Stage({("rope", "seed-1", "pretrain.train"): 1, ("rope", "seed-2", "pretrain.evaluate"): -9})
     jobs, finished = done(plan_of(recipe, tmp_path), stage)
     assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
@@ -197,7 +197,7 @@ def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, capsys):
     assert "failed: rope, seed 1" in capsys.readouterr().err
 
 
-def test_a_stage_that_ends_with_the_status_to_start_again_is_started_again(recipe, tmp_path):
+def test_a_stage_that_exits_with_75_is_restarted(recipe, tmp_path):
     key = ("rope", "seed-1", "pretrain.train")
     stage = Stage({key: [EXIT_RESTART, 0]})
     jobs, finished = done(plan_of(recipe, tmp_path), stage)
@@ -254,7 +254,7 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
 
 
 def without_imports(gpus, lock):
-    """Stands in for `Programs`, whose own processes import the libraries for seconds."""
+    """Stand in for `Programs`, whose new processes take seconds to import the libraries."""
     return lambda module, arguments, log, slot: start_python(["-m", module, *arguments], log)
 
 
@@ -305,7 +305,7 @@ def test_tables_and_page_show_every_metric(compared):
     assert "With 2 seeds" in html and "<img" in html
 
 
-def test_the_same_command_does_nothing_again_and_more_seeds_add_runs(compared, recipe, capsys):
+def test_repeating_the_command_does_nothing_and_more_seeds_add_runs(compared, recipe, capsys):
     output, _ = compared
     before = (output / "comparison.json").read_bytes()
     assert compare.main(arguments(recipe, output)) == 0
@@ -333,7 +333,7 @@ def test_results_of_other_settings_are_not_mixed(compared, recipe, capsys, chang
     assert plan_of(recipe, output, "--logging.interval", "2").left == []
 
 
-def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_path, capsys):
+def test_results_from_another_machine_are_reused(compared, recipe, tmp_path, capsys):
     output, _ = compared
     content = read_comparison(output / "comparison.json")
     content.runs[:] = [run for run in content.runs if run.seed == 1 or run.variant == "rope"]
@@ -350,7 +350,7 @@ def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_pat
 
 
 def test_a_job_of_an_array_records_only_its_own_run(compared, recipe, tmp_path, monkeypatch):
-    """As run k of an array, whose last job collects what the runs have left."""
+    """Run k of an array; the last job collects the results of all runs."""
     output, _ = compared
     source = output / "rope" / "seed-1"
     target = tmp_path / "out" / "rope" / "seed-1"
@@ -362,7 +362,7 @@ def test_a_job_of_an_array_records_only_its_own_run(compared, recipe, tmp_path, 
     assert not (tmp_path / "out" / "comparison.json").exists()
 
 
-def test_a_run_that_began_with_other_settings_is_not_continued(compared, recipe, tmp_path, capsys):
+def test_a_run_started_with_other_settings_is_not_continued(compared, recipe, tmp_path, capsys):
     output, _ = compared
     begun = tmp_path / "out" / "rope" / "seed-1"
     begun.mkdir(parents=True)
@@ -380,7 +380,7 @@ def wait_for_a_step(process, run):
 
 
 def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monkeypatch):
-    """The training gets the signal that the comparison gets, saves, and the same command finishes it."""
+    """The comparison forwards its signal to the training, which saves. The same command then finishes it."""
     output = tmp_path / "out"
     long = ["--train.steps", "150", "--train.eval_interval", "150", "--checkpoint.interval", "150", "--jobs", "1"]
     given = arguments(recipe, output, *long, encodings="rope", seeds=1)
@@ -401,7 +401,7 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monk
     assert len(read_comparison(output / "comparison.json").runs) == 1
 
 
-def test_on_gpus_each_program_gets_one_and_a_process_of_its_own(tmp_path, monkeypatch):
+def test_each_program_gets_one_gpu_and_its_own_process(tmp_path, monkeypatch):
     shown = (
         "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return len(arguments)\n"
     )
@@ -414,7 +414,7 @@ def test_on_gpus_each_program_gets_one_and_a_process_of_its_own(tmp_path, monkey
 
 
 def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
-    """The training of a comparison that is killed saves and ends."""
+    """If a comparison is killed, its training saves and ends."""
     long = ["--train.steps", "2000", "--train.eval_interval", "2000", "--checkpoint.interval", "2000", "--jobs", "1"]
     command = [sys.executable, "-m", "pretrain.compare"]
     command += arguments(recipe, tmp_path / "out", *long, encodings="rope", seeds=1)
@@ -445,7 +445,7 @@ COMPARED = (
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path):
+def test_a_recipe_can_run_and_its_evaluation_fits_the_model(name, tmp_path):
     file = RECIPES / f"{name}.yaml"
     config = parse_run_config(["--config", str(file)])
     validate(config, 1)

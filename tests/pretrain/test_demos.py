@@ -1,4 +1,4 @@
-"""The scripts of `make demo` and `make demo-smollm2`, with few steps; what the second downloads is a small stand-in."""
+"""The scripts of `make demo` and `make demo-smollm2`, with few steps, and a small model in place of the download."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def run(script, folder):
 
 
 @pytest.mark.slow
-def test_the_demo_runs_to_its_picture_and_repeats_nothing(tmp_path):
+def test_the_demo_draws_its_picture_and_skips_finished_steps_when_repeated(tmp_path):
     shown, _ = run("demo.sh", tmp_path)
     demo = tmp_path / "runs" / "demo"
     losses = [float(found) for found in re.findall(r"^(?:tape|rope): .*loss (?:.*256 )?([\d.]+)", shown, re.M)]
@@ -69,7 +69,7 @@ def write_model(folder, texts):
 
 
 @pytest.mark.slow
-def test_the_demo_of_smollm2_compares_what_both_methods_trained(tmp_path):
+def test_the_smollm2_demo_compares_both_trained_methods(tmp_path):
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size)
     texts = [path.read_text(encoding="utf-8") for path in files[-40:]]
     demo = tmp_path / "runs" / "demo_smollm2"

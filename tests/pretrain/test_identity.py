@@ -1,4 +1,4 @@
-"""A run keeps its tokenizer and knows its data, whatever becomes of the files that its settings name."""
+"""A run keeps its tokenizer and recognizes its data even if the files in its settings change."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def replaced_by(path, other):
     shutil.copytree(other, path)
 
 
-def test_later_programs_use_the_tokenizer_that_the_run_began_with(place, capfd):
+def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(place, capfd):
     settings = json.dumps({"data": "held_out.jsonl", "lengths": [12], "stride": 8})
     assert start(option("evaluation.perplexity", settings)) == 0
     during = {
@@ -93,7 +93,7 @@ def test_later_programs_use_the_tokenizer_that_the_run_began_with(place, capfd):
     assert convert("to-hf", "--checkpoint", "place/moved", "--output", "good", "--tokenizer", "run").returncode == 0
 
 
-def test_a_run_goes_on_without_the_files_of_its_tokenizer_but_not_with_another(place, capfd):
+def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokenizer(place, capfd):
     assert start() == 0
     replaced_by("a", "b")
     capfd.readouterr()
@@ -112,7 +112,7 @@ def test_a_run_goes_on_without_the_files_of_its_tokenizer_but_not_with_another(p
     assert load_tokenizer(kept).digest == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
 
 
-def test_data_that_was_preprocessed_again_is_refused_when_the_run_continues(place, capfd):
+def test_a_continued_run_refuses_data_that_was_preprocessed_again(place, capfd):
     assert start() == 0
     write_lines(Path("text.jsonl"), ["other text " * 200] * 70)
     arguments = ["--input", "text.jsonl", "--tokenizer", "a", "--workers", "1", "--append-eod", "--overwrite"]
@@ -162,7 +162,7 @@ def test_an_extension_compares_its_data_with_the_tokenizer_of_its_base(place, ca
     assert kept.digest == load_tokenizer("run/checkpoints/step-00000002/tokenizer").digest
 
 
-def test_a_base_without_a_tokenizer_knows_that_of_its_data(place, capfd):
+def test_a_base_without_a_tokenizer_uses_the_record_of_its_data(place, capfd):
     assert start("--data.tokenizer=null", "--data.reset_attention_mask=false") == 0
     arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
     assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
@@ -175,7 +175,7 @@ def test_a_base_without_a_tokenizer_knows_that_of_its_data(place, capfd):
     assert convert("to-hf", "--checkpoint", "run", "--output", "good", "--tokenizer", "a").returncode == 0
 
 
-def test_what_was_added_to_a_checkpoint_and_what_differs_at_the_path_is_told(place, capfd):
+def test_files_added_to_a_checkpoint_are_refused_by_name(place, capfd):
     assert start() == 0
     (place / "a" / "chat_template.jinja").write_text("{{ new }}")
     kept = place / "run" / "checkpoints" / "step-00000002" / "tokenizer"
@@ -191,7 +191,7 @@ def test_what_was_added_to_a_checkpoint_and_what_differs_at_the_path_is_told(pla
     assert "allow_changed: false" in (place / "run" / "config.yaml").read_text()
 
 
-def test_a_tokenizer_that_cannot_be_exported_is_told_before_training(place, texts, capfd):
+def test_a_tokenizer_that_cannot_be_exported_is_reported_before_training(place, texts, capfd):
     import sentencepiece
 
     with open("word.model", "wb") as model:

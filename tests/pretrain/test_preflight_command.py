@@ -51,14 +51,14 @@ def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(star
     assert record.outcome == "unready" and "FileNotFoundError" in record.message and record.bad_nodes == ()
 
 
-def test_a_torch_without_cuda_for_a_job_with_gpus_is_a_mistake_recorded_before_any_rank_ends(start):
+def test_torch_without_cuda_in_a_job_with_gpus_is_recorded_as_a_mistake_before_any_rank_ends(start):
     status, said, record = start("--gpus", "1", "--nodes", "alpha")
     assert status == 1 and "torch sees 0 of the 1 GPUs" in said.err
     assert record.outcome == ("unready" if torch.backends.cuda.is_built() else "refused")
     assert record.message in said.err and len(record.bad_nodes) == 1
 
 
-def test_a_rank_that_does_not_answer_makes_its_node_a_bad_one_and_the_job_continues(start):
+def test_a_rank_that_does_not_answer_marks_its_node_as_bad_and_the_job_continues(start):
     status, said, record = start("--nodes", "alpha,beta", "--timeout", "1", size=2)
     assert status == 1 and said.err.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
     assert record.outcome == "unready" and record.bad_nodes == ("beta",)

@@ -1,4 +1,4 @@
-"""What training programs say and need when they start, in processes started as a user would."""
+"""The output and requirements of training programs at start, in processes started like a user's."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def data(tmp_path_factory):
 
 
 def program(*arguments, environment=None, **options):
-    """Run a program to its end; its output and errors come together, without what tests silence."""
+    """Run a program, and return stdout and stderr together, without the settings that silence warnings in tests."""
     environment = {"OMP_NUM_THREADS": "1", **(environment or alone())}
     environment.pop("PYTHONWARNINGS", None)
     environment.pop("DS_ACCELERATOR", None)
@@ -28,7 +28,7 @@ def program(*arguments, environment=None, **options):
     return subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=600, **together, **options)
 
 
-def test_two_processes_print_no_warnings_of_libraries(data, tmp_path):
+def test_two_processes_print_no_library_warnings(data, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     settings = [f"--data.prefix={data}/a", f"--logging.directory={tmp_path}/run", "--train.steps=4"]
     settings += ["--deepspeed.zero_stage=1", "--train.micro_batch_size=1"]

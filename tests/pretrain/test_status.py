@@ -1,4 +1,4 @@
-"""`python -m pretrain.status`: one word for every situation, and the exit status that goes with it."""
+"""`python -m pretrain.status`: one word per situation, and its exit status."""
 
 import json
 import time
@@ -46,7 +46,7 @@ def record(**known):
         (record(outcome="refused", verdict={"verdict": "stop", "reason": "bad"}), "RUNNING", "failed", False),
     ],
 )
-def test_every_situation_is_named_by_one_word(last, queue, word, well):
+def test_each_situation_has_one_word(last, queue, word, well):
     state = status.judge(last, queue, NOW)
     assert (state.word, state.well) == (word, well)
 
@@ -98,7 +98,7 @@ def test_the_screen_shows_goodput_and_the_last_spike(run, capsys):
     assert "spikes      2, the last at step 1,040 (skip): loss 9.5000, gradient norm 31.76\n" in output
 
 
-def test_several_runs_get_a_line_each_and_a_problem_ends_with_2(run, tmp_path_factory, capsys):
+def test_several_runs_get_one_line_each_and_a_problem_exits_with_2(run, tmp_path_factory, capsys):
     other = tmp_path_factory.mktemp("other")
     Attempt.claim(other, other / "checkpoints", {"job": None}).record_end(0, "failed", "RuntimeError: boom")
     assert status.main([str(run), str(other)]) == 1
@@ -111,7 +111,7 @@ def test_several_runs_get_a_line_each_and_a_problem_ends_with_2(run, tmp_path_fa
     assert len(found.out.splitlines()) == 2 and "holds no attempts of a run" in found.err
 
 
-def test_json_holds_what_the_screen_shows(run, capsys):
+def test_json_output_equals_the_screen(run, capsys):
     assert status.main([str(run), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     expected = {"run": str(run), "state": "running", "well": True, "step": 12, "total_steps": 40, "loss": 4.0}
@@ -121,7 +121,7 @@ def test_json_holds_what_the_screen_shows(run, capsys):
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_queue_is_named_only_where_there_is_one(tmp_path, capsys, monkeypatch, installed):
+def test_the_queue_is_shown_only_if_slurm_is_installed(tmp_path, capsys, monkeypatch, installed):
     monkeypatch.setattr(status.shutil, "which", lambda name: f"/bin/{name}" if installed else None)
     assert status.main([str(tmp_path)]) == 2
     assert ("squeue" in capsys.readouterr().err) == installed
@@ -134,7 +134,7 @@ def test_a_failed_run_exits_with_1_and_shows_the_last_error(run, capsys):
     assert "failed" in output.splitlines()[0] and "last error  attempt 1, rank 3: RuntimeError: boom" in output
 
 
-def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
+def test_checkpoints_of_a_moved_run_are_found(run, capsys):
     before = run / "before" / "checkpoints"
     path = run / "attempts" / "000001" / "attempt.json"
     write_record(path, json.loads(path.read_text()) | {"checkpoint_directory": str(before)})

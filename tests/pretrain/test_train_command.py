@@ -78,7 +78,7 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data):
         assert error.startswith("error: ") and reported in error
 
 
-def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypatch, capfd):
+def test_other_ranks_wait_for_rank_0_to_report_errors_first(data, tmp_path, monkeypatch, capfd):
     waited = []
     monkeypatch.setattr(command_line.time, "sleep", waited.append)
     arguments = ["--config", str(RECIPE), f"--data.prefix={data}/a", f"--logging.directory={tmp_path / 'run'}"]
@@ -95,7 +95,7 @@ def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypa
     assert waited == 2 * [command_line.REPORT_TIMEOUT]
 
 
-def test_a_run_leaves_rows_its_newest_checkpoints_and_its_configuration_and_stays_as_it_is_once_finished(run):
+def test_a_run_writes_metrics_checkpoints_and_configuration_and_a_finished_run_stays_unchanged(run):
     settings = ["--logging.interval=3", "--checkpoint.interval=2", "--checkpoint.keep=2"]
     assert run(*settings) == 0
     found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -134,14 +134,14 @@ def test_tensorboard_shows_curves_configuration_and_sample(run, data):
     assert losses == pytest.approx([row["train/loss"] for row in rows(run.folder)], rel=1e-6)
 
 
-def test_it_stops_after_bad_steps_in_a_row_and_says_so(run, capfd):
+def test_training_stops_with_an_error_after_max_bad_steps_in_a_row(run, capfd):
     assert run("--optimizer.lr=1e30", "--train.steps=30", "--train.max_bad_steps=3") == 1
     assert "3 steps in a row" in capfd.readouterr().err
     found = rows(run.folder)
     assert len(found) < 30 and found[-1]["train/loss"] is None
 
 
-def test_a_broken_checkpoint_is_named_and_the_one_before_used_and_without_any_the_run_ends(run, capfd, caplog):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used_and_without_any_the_run_fails(run, capfd, caplog):
     assert run("--checkpoint.interval=2", name="whole") == 0
     assert run("--checkpoint.interval=2", "--checkpoint.keep=9") == 0
     folder = run.folder / "checkpoints"
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(run, capf
     assert "model.hidden_size: checkpoint 32, configuration 64" in error and "token_mixing" not in error
 
 
-def test_resume_none_does_not_overwrite_a_run_and_a_path_is_followed(run, capfd):
+def test_resume_none_does_not_overwrite_a_run_and_resume_accepts_a_path(run, capfd):
     assert run("--checkpoint.interval=4") == 0
     assert run("--checkpoint.resume=none") == 1
     assert "checkpoints up to step 10" in capfd.readouterr().err
@@ -243,7 +243,7 @@ def test_settings_that_do_not_fit_the_data_are_refused_by_the_trainer_too(run, d
     assert run.folder.exists() != early
 
 
-def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(run, data):
+def test_kills_during_saves_lose_only_the_steps_since_the_last_complete_checkpoint(run, data):
     assert run("--train.steps=30", name="whole") == 0
     arguments = ["--config", str(RECIPE), option("data.prefix", f"{data}/a"), "--train.steps=30"]
     arguments += [f"--logging.directory={run.folder}", "--checkpoint.interval=1"]
@@ -268,7 +268,7 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
 
 
 def rows_written(metrics):
-    """Return the last step of a metrics.jsonl that a kill may have cut off."""
+    """Return the last step in a metrics.jsonl whose last line may be incomplete after a kill."""
     return max(json.loads(line)["step"] for line in metrics.read_text().splitlines() if line.endswith("}"))
 
 
@@ -308,7 +308,7 @@ def test_an_error_is_recorded_and_then_the_process_groups_are_aborted(run, monke
     assert run("--train.steps=3") == 0
 
 
-def test_memory_that_runs_out_is_a_sentence_and_its_place_is_recorded(run, monkeypatch, capfd):
+def test_out_of_memory_is_one_sentence_and_its_traceback_is_recorded(run, monkeypatch, capfd):
     error = torch.OutOfMemoryError("CUDA out of memory")
 
     def fail(self, *args):
@@ -331,7 +331,7 @@ def wrong_kernel(monkeypatch):
     monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
 
 
-def test_the_automatic_choice_becomes_torch_only_if_the_user_allows_it(run, wrong_kernel, monkeypatch, capfd):
+def test_the_automatic_backend_falls_back_to_torch_only_if_allowed(run, wrong_kernel, monkeypatch, capfd):
     monkeypatch.setattr(backend, "choice", lambda *_: Choice("triton", "as this test says"))
     short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
     short += ("--model.hidden_size=128", "--model.num_layers=1", "--train.global_batch_size=1")
