@@ -94,7 +94,8 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         watch.record_end(INTERRUPTED, CTRL_C)
         if is_rank_0:
             message = "interrupted; the same command continues from the last checkpoint, if there is one"
-            print(message, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(message, file=sys.stderr, flush=True)
         _abort_process_groups()
         return EXIT_INTERRUPTED
     except Exception as error:
@@ -119,7 +120,8 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
             watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
         return 0
     if is_rank_0:
-        print(f"{reason}; run the same command to continue", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nothing may read stderr any more
+            print(f"{reason}; run the same command to continue", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED if watch.stop == CTRL_C else EXIT_RESTART
 
 

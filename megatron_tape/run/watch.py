@@ -91,8 +91,9 @@ class Watch:
             raise KeyboardInterrupt
         self.stop = CTRL_C
         if self._rank == 0:
-            # Not with print, which the signal may have interrupted.
-            os.write(2, b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at once\n")
+            # Not with print, which the signal may have interrupted. Ctrl-C also ends a `tee` that reads stderr.
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at once\n")
 
     def _on_profile_signal(self, number: int, frame: object) -> None:
         self._profile_requested = True

@@ -112,6 +112,32 @@ def test_the_first_ctrl_c_saves_and_says_so_and_the_second_ends_at_once(run, who
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def interrupted_without_reader(given):
+    """Train, and get Ctrl-C in the third step, when nothing reads stdout and stderr: as after `| tee log`."""
+    original, calls = Engine.train_step, []
+
+    def step(self, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            reader, writer = os.pipe()
+            os.close(reader)
+            os.dup2(writer, 1)
+            os.dup2(writer, 2)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *args)
+
+    Engine.train_step = step
+    os._exit(train.main(given))
+
+
+def test_ctrl_c_saves_if_it_also_ends_the_reader_of_the_output(data, tmp_path):
+    folder = tmp_path / "run"
+    process = start(interrupted_without_reader, (arguments(data, folder),), tmp_path / "log", alone())
+    process.join(300)
+    assert process.exitcode == 130 and steps_saved(folder) == [3]
+    assert [attempt.outcome for attempt in read_attempts(folder)] == ["interrupted"]
+
+
 def test_ctrl_c_before_training_ends_at_once(run, monkeypatch):
     interrupt_at(monkeypatch, Engine, "__init__", 1, signal.SIGINT)
     assert run() == 130
