@@ -113,6 +113,21 @@ def test_only_a_significant_difference_is_bold_and_a_result(found, bold, outcome
     assert any(cell.strong for row in table.rows for cell in row) == bold
 
 
+def test_the_result_of_one_task_claims_nothing_about_another_task():
+    def both(variant, seed, value, other):
+        return run(variant, seed, score(value), replace(score(other), task="passkey"))
+
+    values = {"rope": (0.5, 0.6, 0.7), "tape": (0.8, 0.91, 1.0)}
+    runs = [both(variant, seed, x, x) for variant, of in values.items() for seed, x in enumerate(of)]
+    runs += [both("nope", seed, x + (0.1, -0.1, 0.02)[seed], 0.1 * x) for seed, x in enumerate(values["rope"])]
+    _, (_, result) = headline(Comparison({}, {}, "rope", runs))
+    assert result.startswith("Accuracy (Selective copy") and "no other difference in accuracy (Selective copy" in result
+
+
+def test_a_comparison_without_finished_runs_has_a_page():
+    assert "No run is finished." in page({}, {}, [Comparison({}, {}, "rope")])
+
+
 def test_panels_of_one_metric_have_the_same_limits():
     def losses(variant, *values):
         lengths = zip((128, 256), values)

@@ -113,8 +113,10 @@ def _values(of_metric: Sequence[Row]) -> list[float]:
 
 
 def headline(comparison: Comparison) -> tuple[str, list[str]]:
-    """Return a title, and two sentences: what was compared, and what the tests allow to say."""
+    """Return a title, and sentences: what was compared, and what the tests allow to say."""
     variants = comparison.variants
+    if not variants:
+        return "Comparison", ["No run is finished."]
     seeds = sorted({sum(run.variant == variant for run in comparison.runs) for variant in variants})
     tasks = list(by_task(comparison))
     how_many = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))
@@ -134,6 +136,8 @@ def _outcome(comparison: Comparison) -> str:
     if not judged:
         return "Nothing that was measured ranks the variants."
     first = judged[0]
+    others = any(metric.metric == first.metric and metric.task != first.task for metric in judged)
+    name = f"{first.metric} ({task_title(first.task)})" if others else first.metric
     found = by_task(comparison)[first.task]
     metrics = [metric for metric in found if metric.metric == first.metric and metric.better != "neither"]
     tests: dict[str, list[tuple[Score, PairedTest]]] = {}
@@ -143,7 +147,7 @@ def _outcome(comparison: Comparison) -> str:
                 tests.setdefault(row.variant, []).append((metric, row.difference))
     if not tests:
         return (
-            f"No difference in {first.metric} can be tested: that takes at least two seeds of both variants, with "
+            f"No difference in {name} can be tested: that takes at least two seeds of both variants, with "
             "differences that vary. This ranks no variant."
         )
     by = "paired t tests over the seeds"
@@ -151,8 +155,8 @@ def _outcome(comparison: Comparison) -> str:
     if not any(clear.values()):
         variant, one = max(((v, one) for v, of in tests.items() for one in of), key=lambda x: abs(x[1][1].mean))
         return (
-            f"No difference in {first.metric} from {baseline} is significant ({by}, p < {SIGNIFICANT}); the largest is "
-            f"that of {_difference(variant, [one])}, p = {shown_p(one[1].p)}."
+            f"No difference in {name} from {baseline} is significant ({by}, p < {SIGNIFICANT}); the largest that can "
+            f"be tested is that of {_difference(variant, [one])}, p = {shown_p(one[1].p)}."
         )
     sign = 1 if first.better == "higher" else -1
     parts = []
@@ -160,8 +164,8 @@ def _outcome(comparison: Comparison) -> str:
         those = {variant: [one for one in of if one[1].mean * side > 0] for variant, of in clear.items()}
         if names := [_difference(variant, of) for variant, of in those.items() if of]:
             parts.append(f"significantly {word} than {baseline} for {enumerated(names, 4)}")
-    rest = "; no other difference is significant" if len(clear) > 1 or len(metrics) > 1 else ""
-    return f"{first.metric.capitalize()} is {', and '.join(parts)} ({by}, p < {SIGNIFICANT}){rest}."
+    rest = f"; no other difference in {name} is significant" if len(clear) > 1 or len(metrics) > 1 else ""
+    return f"{name[:1].upper()}{name[1:]} is {', and '.join(parts)} ({by}, p < {SIGNIFICANT}){rest}."
 
 
 def _difference(variant: str, tests: Sequence[tuple[Score, PairedTest]]) -> str:

@@ -181,7 +181,8 @@ def _leaders(results: Mapping[str, Results]) -> str:
 def training_warnings(runs: Mapping[str, Run]) -> list[str]:
     """Return a warning for each setting that differs and makes losses incomparable: length, data or tokenizer."""
     warnings = []
-    for section, key in (("model", "seq_length"), ("data", "prefix"), ("data", "generator"), ("data", "tokenizer")):
+    data = ("prefix", "stages", "generator", "examples", "loss_on", "tokenizer")
+    for section, key in (("model", "seq_length"), *(("data", key) for key in data)):
         values: dict[str, list[str]] = {}
         for label, run in runs.items():
             if key in run.settings.get(section, {}):
