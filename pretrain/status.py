@@ -202,7 +202,9 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
             "stopped", False, "its job has ended; submit the same command to continue, unless a new job is in the queue"
         )
     if ended:
-        return State("failed", False, "its job has ended; submit the same command to continue")
+        by_hand = last.facts.get("job") is None
+        how = "run the same command" if by_hand else "its job has ended; submit the same command"
+        return State("failed", False, f"{how} to continue")
     beat = last.heartbeat
     silent = now - beat.get("time", last.facts.get("started", 0))
     starting = STARTING_SECONDS_OF_JOBS if queue == "RUNNING" else STARTING_SECONDS

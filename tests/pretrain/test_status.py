@@ -51,6 +51,13 @@ def test_each_situation_has_one_word(last, queue, word, well):
     assert (state.word, state.well) == (word, well)
 
 
+@pytest.mark.parametrize("job, advice", [(None, "run the same command"), ("5", "submit the same command")])
+def test_a_job_is_named_only_where_there_was_one(job, advice):
+    failed = record(outcome="failed", message="x", facts={"started": NOW - 600, "job": job})
+    explanation = status.judge(failed, None if job is None else "", NOW).explanation
+    assert advice in explanation and ("job" in explanation) == (job is not None)
+
+
 @pytest.fixture
 def run(tmp_path):
     attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None, "nodes": ["alpha"], "log": "job.out"})
