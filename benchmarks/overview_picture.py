@@ -82,7 +82,7 @@ def draw_losses(axes: Axes) -> None:
     axes.set_xticks(range(len(LENGTHS)), list(LENGTHS.values()))
     axes.set(xlim=(-0.15, 2.35), ylim=(3.4, 4.42), ylabel="loss (nats per token)")
     axes.set_xlabel("tokens of context (dots: three seeds)")
-    axes.set_title("Beyond the trained length,\nTAPE's loss rises less than RoPE's")
+    axes.set_title("Beyond the trained length, TAPE's loss\nrises less than RoPE's; with YaRN neither rises")
 
 
 def draw_copying(axes: Axes) -> None:
@@ -101,14 +101,14 @@ def draw_copying(axes: Axes) -> None:
         )
     explanation = "signed increments:\na token's content sets\nits step in position"
     axes.text(2.36, 0.955, explanation, ha="right", va="top", fontsize="small", linespacing=1.25)
-    axes.text(0.42, 0.54, "without", ha="right")
+    axes.text(0.36, 0.60, "without\nincrements", ha="right", va="center")
     axes.axhline(CHANCE, color=NEUTRAL, linestyle=":", linewidth=1.5)
     axes.text(1, CHANCE - 0.015, "guessing", color=NEUTRAL, ha="center", va="top")
     axes.set_xticks(range(len(BLANKS)), list(BLANKS.values()))
     axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
     axes.set(xlim=(-0.15, 2.35), ylim=(0, 1.14), ylabel="symbols copied correctly")
     axes.set_xlabel("blanks among 16 symbols (dots: three seeds)")
-    axes.set_title("With signed increments, both copy\namong fewer and more blanks, too")
+    axes.set_title("With signed increments, both also copy\namong half and twice the blanks")
 
 
 def scores(record: str, variant: str, metric: str, columns: Sequence[tuple[int | None, str | None]]) -> np.ndarray:

@@ -153,7 +153,7 @@ def describe_fatal_error(error: BaseException) -> str | None:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Exit like `run` after a UserError, in programs of many ranks, which handle signals themselves."""
+    """Exit after a UserError as `run` does, for programs with many ranks and their own signal handlers."""
     escape_unprintable()
     try:
         yield

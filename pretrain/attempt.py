@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     """Check a run, the extension of its model and the evaluation; return the directories of both runs.
 
-    `arguments` holds those of the run, `--extend`, those of the extension and, optionally, `--evaluate` with its own.
+    `arguments` is RUN... --extend EXTENSION... [--evaluate EVALUATION...].
     Raises ConfigError.
     """
     refuse("--extend" not in arguments, "--extend RECIPE", "is missing", "name the recipe of the extension")
@@ -108,7 +108,7 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     check(second, Level.FILES, extends=True, base=base)
     same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
     problem = f"is {first.logging.directory} for both pretraining and extension"
-    refuse(same, "logging.directory", problem, "choose another for one")
+    refuse(same, "logging.directory", problem, "choose another for the extension")
     if evaluation:
         check_evaluation(evaluation, made_by(second))
     return first.logging.directory, second.logging.directory

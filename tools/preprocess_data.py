@@ -37,7 +37,9 @@ def main() -> None:
     paths = find_inputs(arguments.input)
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:
-        raise FileError(arguments.tokenizer, "has no end-of-document token", "remove --append-eod")
+        raise FileError(
+            arguments.tokenizer, "has no end-of-document token", "give one that has, or remove --append-eod"
+        )
     encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
     prefix, origin, overwrite = arguments.output_prefix, encoding.origin, arguments.overwrite
     if arguments.part is not None:

@@ -34,7 +34,8 @@ class SpikeSettings:
     window: Annotated[int, Field(ge=3, le=10_000)] = 100
     """Number of previous updates to compare a step with. No spikes are detected before there are enough."""
     threshold: Positive = 6.0
-    """Threshold of a spike, in standard deviations above the median (estimated from the median absolute deviation)."""
+    """Standard deviations above the median of the last `window` updates from which a loss or gradient norm is a spike.
+    The deviation is estimated from the median absolute deviation."""
     limit: Count = 10
     """Maximum number of skipped steps or rewinds; the next spike ends the run."""
 

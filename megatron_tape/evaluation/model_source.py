@@ -126,7 +126,7 @@ def find_model(given: str, label: str | None = None, average: bool = False) -> S
 def _from_transformers(path: Path, label: str | None) -> Source:
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
-        fix = "other formats may run code: load it with transformers and save_pretrained, if you trust it"
+        fix = "if you trust its other files, load it with transformers and save_pretrained (they may run code)"
         raise FileError(str(path), "holds no .safetensors files", fix)
     text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else settings
     # GPT-2 and similar models use n_positions, MPT max_seq_len.

@@ -94,7 +94,7 @@ def _place(x: Tensor) -> tuple:
 
 
 class _GraphInputs(torch.autograd.Function):
-    """Pass tensors into a call's graph without making them leaves, which it would keep, and return their gradients."""
+    """Identity whose outputs are not leaves, which a recorded graph would keep alive; backward stores gradients."""
 
     @staticmethod
     def forward(ctx, call: ref[_RecordedCall], learned: Tensor, *tensors: Tensor | None):

@@ -88,7 +88,7 @@ HOOKS: dict[str, Callable[[], Hook] | None] = dict.fromkeys(EVALUATIONS)
 
 
 def register(name: str, kind: Callable[[], Hook]) -> None:
-    """Make the hook that `kind()` returns available to `train.evaluations`. Call this before the settings are read."""
+    """Register the hook that `kind()` creates under `name`, for `train.evaluations`, before settings are read."""
     HOOKS[name] = kind
 
 

@@ -30,7 +30,7 @@ class LmEvalSettings:
     include_path: PathText | None = None
     """A directory with your own tasks. It may run code and needs --trust-remote-code."""
     limit: Count | None = None
-    """Maximum number of documents of each task, the first ones. The default is all."""
+    """Evaluate only the first `limit` documents of each task. The default is all."""
     num_fewshot: NotNegativeInt | None = None
     """Number of examples in every prompt. The default is that of the task."""
     max_length: Annotated[int, Field(ge=2)] | None = None

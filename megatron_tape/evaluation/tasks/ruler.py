@@ -135,7 +135,7 @@ class Ruler(Task):
         }
 
     def _too_short(self, task: str, length: int, error: Exception) -> ConfigError:
-        problem = f"has {length:,}, where {task} cannot be made with this model's tokenizer ({error})"
+        problem = f"contains {length:,}, a length at which {task} cannot be made with this model's tokenizer ({error})"
         fix = f"use longer ones, or remove {task} from tasks"
         return ConfigError((self.key("lengths"), self.key("tasks")), problem, fix)
 

@@ -94,9 +94,9 @@ def _find_source(name: str, path: str, key: str) -> Source:
 def check_sources(
     sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None, key: str
 ) -> None:
-    """Raise UserError, with file and line, for invalid data that `long_documents` would return.
+    """Raise UserError, with file and line, if documents that `long_documents` would read are invalid.
 
-    Texts are not tokenized: only texts with too few bytes are refused here.
+    Texts are not tokenized: a file is refused if its longest document has fewer bytes than `minimum` tokens need.
     """
     tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
@@ -188,7 +188,8 @@ def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list
     trained = info.trained_length
     if lengths is None:
         unknown = f"is null, but the configuration of {info.label} does not say what length it was trained on"
-        refuse(trained is None or trained < 8, key, unknown, "set it, such as to [1024, 2048]")
+        refuse(trained is None, key, unknown, "set it, such as to [1024, 2048]")
+        refuse(trained < 8, key, f"is null, but {info.label} was trained on {trained} tokens, fewer than 8", "set it")
         return [trained // 4, trained // 2, trained]
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
     refuse(not good, key, f"is {format_value(lengths)}", "give different numbers of tokens, each at least 2")

@@ -214,7 +214,7 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
     for key, value in changes.tape_settings.items() if kind == "tape" else ():
         if value != settings.get(key):
             problem = f"has {key} {settings.get(key)!r:.100}, which cannot become {value!r}"
-            raise FileError(str(path), problem, "omit it")
+            raise FileError(str(path), problem, f"omit the option for {key}")
 
 
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
