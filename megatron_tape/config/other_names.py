@@ -31,6 +31,7 @@ _NAMES = {
     "optimizer.weight_decay": "weight_decay wd",
     "optimizer.beta1": "adam_beta1 beta_1",
     "optimizer.beta2": "adam_beta2 beta_2",
+    "optimizer.beta1 or optimizer.beta2": "betas adam_betas",
     "optimizer.eps": "adam_eps adam_epsilon epsilon",
     "optimizer.clip_grad": "max_grad_norm max_norm grad_clip gradient_clipping gradient_clip_val clip_grad_norm",
     "optimizer.z_loss": "z_loss_weight",

@@ -144,6 +144,7 @@ def test_help_names_the_sections_and_refuses_others(capsys):
         (["--train.lr=3"], "train.lr is an unknown key; did you mean optimizer.lr?"),
         (["--optimizer.learning_rate=1e-3"], "learning_rate is an unknown key; did you mean optimizer.lr?"),
         (["--model.num_heads=8"], "model.num_heads is an unknown key; did you mean model.num_attention_heads?"),
+        (["--optimizer.betas=[0.9, 0.95]"], "; did you mean optimizer.beta1 or optimizer.beta2?"),
         (["--max-steps=9"], "max-steps is an unknown key; did you mean train.steps?"),
         (["--train.batch_size=9"], "; did you mean train.global_batch_size or train.micro_batch_size?"),
         (["--gradient_accumulation_steps=2"], "; set train.global_batch_size and train.micro_batch_size: "),
@@ -188,6 +189,7 @@ def test_names_of_other_stacks_lead_to_settings_that_exist_and_are_no_settings_t
     for name, keys in OTHER_NAMES.items():
         assert set(keys) <= known, name
         assert name not in WITHOUT_COUNTERPART, name
+    assert not known & (OTHER_NAMES.keys() | WITHOUT_COUNTERPART.keys())
     for fix in WITHOUT_COUNTERPART.values():
         assert set(re.findall(r"[a-z]+\.[a-z_]+", fix)) <= known, fix
 
