@@ -79,7 +79,7 @@ def shown_p(p: float) -> str:
 def picture(found: Found, variants: Sequence[str]) -> list[Picture]:
     """Return a picture with a panel for each metric that varies: a point for each seed and a line at the mean.
 
-    Panels of one metric, such as those of several lengths, have the same limits. None if no metric varies.
+    Panels of one metric, such as those of several lengths, have the same limits. Empty if no metric varies.
     """
     shown = [metric for metric in found if metric.better != "neither"] or list(found)
     shown = [metric for metric in shown if len(set(_values(found[metric]))) > 1][: figures.MOST_PANELS]
