@@ -231,8 +231,10 @@ def plot_position_states(position_states: Sequence[Tensor], tokens: Sequence[str
     """Draw how far the states that the layers read are from RoPE's, |z - z_0| / |z_0|, as a heat map.
 
     position_states (B, S, G, D) begin with z_0, as in `TapeOutput`; the first sequence of the batch is shown. `tokens`
-    label its S columns.
+    label its S columns. Raises ValueError for a single state, as of a model with one layer.
     """
+    if len(position_states) < 2:
+        raise ValueError("there is no state after RoPE's: only models with at least two layers update it")
     import matplotlib.pyplot as plt
 
     first, *later = (state[0].detach().float().flatten(1) for state in position_states)

@@ -129,6 +129,12 @@ def test_the_plot_shows_the_distance_from_rope_of_every_layer_but_the_first():
     torch.testing.assert_close(torch.tensor(image.get_array()[1]), expected)
 
 
+def test_a_model_of_one_layer_has_no_updated_state_to_plot():
+    states = TapeModel(50, 32, 1, 4)(IDS).position_states
+    with pytest.raises(ValueError, match="at least two layers"):
+        plot_position_states(states)
+
+
 def test_importing_the_package_imports_no_torch():
     code = "import sys, megatron_tape; print(megatron_tape.__version__); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
