@@ -1,5 +1,6 @@
 """The recipes of `pretrain/recipes`, which are installed with the package, by name."""
 
+import difflib
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "pretrain/recipes"
 def find_recipe(given: str) -> str:
     """Return the path of an existing file or, if there is none, of the recipe with this name, such as extend/yarn.
 
-    Raises ConfigError, with the names of all recipes, if there is neither.
+    Raises ConfigError, with the most similar names or else those of all recipes, if there is neither.
     """
     path = expand_path(given)
     recipes = _recipes()
@@ -27,8 +28,9 @@ def find_recipe(given: str) -> str:
     except OSError:
         return path  # whose reader says why
     if packaged is None:
-        fix = f"give the path of a YAML file, or the name of a recipe: {', '.join(recipes)}"
-        raise ConfigError(f"recipe {path}", "does not exist", fix)
+        similar = difflib.get_close_matches(path.removesuffix(".yaml").lower(), recipes, n=3, cutoff=0.7)
+        names = f"such as {', '.join(similar)}" if similar else f"one of {', '.join(recipes)}"
+        raise ConfigError(f"recipe {path}", "does not exist", f"give the path of a YAML file, or a recipe: {names}")
     return packaged
 
 

@@ -133,7 +133,7 @@ def check_text_key(path: str, text_key: str) -> None:
         record = parse_json(line)
     if isinstance(record, dict) and text_key not in record:
         problem = f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}"
-        raise FileError(first.place(number), problem, "choose another text key")
+        raise FileError(first.place(number), problem, "choose another text key (--text-key, or text_key of a task)")
 
 
 def read_texts(

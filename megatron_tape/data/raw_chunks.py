@@ -264,7 +264,7 @@ def _check_column(path: str, schema: Any, text_key: str) -> None:
     """Raise NoTextColumn unless a parquet file has one column of strings with this name."""
     import pyarrow
 
-    names, fix = schema.names, "choose another text key"
+    names, fix = schema.names, "choose another text key (--text-key, or text_key of a task)"
     if text_key not in names:
         raise NoTextColumn(path, f"has no column {text_key!r}, only {names[:10]}", fix)
     column = schema.field(text_key).type

@@ -178,6 +178,7 @@ def test_help_names_the_sections_and_refuses_others(capsys):
         (["--deepspeed.zero_stage", "0"], "deepspeed.zero_stage is 0"),
         (["--data.prefix", "null"], "data.prefix must be set; "),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist; give the path of a YAML file"),
+        (["--config", "tape_155M"], "or a recipe: such as tape_155m"),
     ],
 )
 def test_an_invalid_argument_is_named_in_one_line(parse, capsys, argv, words):
