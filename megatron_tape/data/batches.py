@@ -130,7 +130,7 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """Collated samples, or the UserError that one raises, of which the loader would only return the traceback."""
+    """Collated samples, or the UserError that one raises, since the loader would return only its traceback."""
 
     def __init__(self, samples: Dataset):
         self._samples = samples

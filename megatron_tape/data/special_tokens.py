@@ -102,7 +102,7 @@ class SpecialTokens:
     def id_of(self, key: str, ids: Callable[[str], int | None], unnamed: Sequence[str] | int | None) -> int | None:
         """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
 
-        `unnamed` is used if no file names the token: an id, or usual names, of which only one may exist. Raises
+        `unnamed` is used if no file names the token: an id, or usual names; only one of these may exist. Raises
         FileError if the token does not exist, if the files name different ones, or if several usual names exist.
         """
         naming = [(name, self._settings[name][key]) for name in (CONFIG, MAP) if key in self._settings.get(name, {})]

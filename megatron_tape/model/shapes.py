@@ -94,7 +94,7 @@ def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = Non
 
 
 def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
-    """Return whether whole weights store this parameter as a matrix, of which it is the diagonal.
+    """Return whether this parameter is stored as the diagonal of a matrix in whole weights.
 
     `layer` and `rest` are results of `split_layer`.
     """

@@ -81,7 +81,7 @@ def replace_gradient_reduction(
 ) -> None:
     """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient and `finish` after the last.
 
-    DeepSpeed's buckets span parameter groups, of which ranks own unequal parts, so it averages by all-reduce, which
+    DeepSpeed's buckets span parameter groups, and ranks own unequal parts of a group. It averages by all-reduce, which
     sends twice as much as reduce-scatter (see `training.gradients.ScatteredGradients`).
     """
     zero.gradient_accumulation_dtype = torch.float32

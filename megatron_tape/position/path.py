@@ -117,7 +117,7 @@ def _unit_w_and_beta(w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tenso
 def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":
     """Return SiLU of a causal depthwise convolution of `x_TBGD` over tokens.
 
-    `weight_GDK` has K weights per channel, of which the last applies to the token itself. A token whose position is
+    `weight_GDK` has K weights per channel; the last one applies to the token itself. A token whose position is
     below n ignores the token n before it, which belongs to another document.
     """
     from torch.nn.functional import pad, silu

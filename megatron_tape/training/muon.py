@@ -6,7 +6,7 @@ are split as in Hugging Face's checkpoints: queries, keys, values, and the two h
 orthogonalized separately.
 
 Orthogonalization requires whole matrices, but ZeRO 1 and 2 shard flat groups of parameters over the ranks. The momentum
-of a group is therefore gathered, and each rank orthogonalizes the matrices of which it updates a part. Tensor-parallel
+of a group is therefore gathered, and each rank orthogonalizes the matrices that it updates in part. Tensor-parallel
 ranks gather each matrix, and each of them orthogonalizes all of it.
 """
 
