@@ -36,7 +36,7 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
     with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
         problems = list(dataset.problems(tokenizer.vocab_size if tokenizer else None))
     if problems:
-        raise FileError(prefix, f"is damaged: {'; '.join(problems)}", "write it again")
+        raise FileError(prefix, f"is damaged: {'; '.join(problems)}", "run tools/preprocess_data.py again")
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")

@@ -102,7 +102,7 @@ class SelectiveCopySettings(VariantSettings):
     symbols: int = 16
     """Number of different symbols, as in training."""
     blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
-    """Number of blanks by variant; the first variant is that of training."""
+    """Number of blanks by variant; models train on the first variant."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,10 +145,10 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
 
 
 def place_in(value: Any, parts: tuple[int | str, ...], place: str, missing: bool) -> str:
-    """Return the place of a pydantic error in `value`, whose own place is `place`.
+    """Return where a pydantic error is in `value`, which is itself at `place`.
 
-    `parts` is the error's `loc`; the names of a union's types in it are skipped. If a key is `missing`, it is the last
-    part.
+    `parts` is the error's `loc`; names of union types in it are skipped. With `missing`, the last part is a key that is
+    absent.
     """
     for index, part in enumerate(parts):
         if isinstance(value, list) and isinstance(part, int):

@@ -58,8 +58,8 @@ class NumberedLayers(torch.nn.ModuleList):
 class Decoder(GPTModel):
     """`GPTModel` that, given labels (B, S), returns the loss weighted by `loss_mask`, and the loss of each token.
 
-    If `layers` are not all of the model's, this is a model chunk: only the first has the embedding, only the last has
-    the output layer.
+    With only some of the model's `layers` it is a model chunk: the first chunk has the embedding, the last one the
+    output layer.
     """
 
     _output_weight: Tensor | None = None

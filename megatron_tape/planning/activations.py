@@ -24,7 +24,7 @@ class Activations:
     layers: int
     """Activations that the layers, the embedding and the last norm keep for the backward pass."""
     logits: int
-    """Memory that the loss keeps: the gradient of the output layer."""
+    """Memory that the loss keeps after the logits are freed: the gradient of the output layer's weight."""
     loss: int
     """Additional memory while the loss is computed: a chunk of logits, and the output layer's gradient in fp32."""
     backward: int

@@ -21,7 +21,7 @@ class Addition(Generator):
     """
 
     task: Literal["addition"] = "addition"
-    """The task."""
+    """The name of the task."""
     digits: int = 40
     """Digits of the longest operand."""
     hints: int = 0

@@ -22,7 +22,7 @@ class GridNavigation(Generator):
     """
 
     task: Literal["grid_navigation"] = "grid_navigation"
-    """The task."""
+    """The name of the task."""
     dimensions: int = 2
     """1 for a ring of cells, 2 for a torus."""
     steps: int = 128

@@ -25,7 +25,7 @@ class Recall(Generator):
     """
 
     task: Literal["recall"] = "recall"
-    """The task."""
+    """The name of the task."""
     tokens: int = 256
     """Tokens of the longest sequence."""
     shortest: int | None = None
@@ -43,7 +43,12 @@ class Recall(Generator):
         shortest, fix = self.shortest, f"set it to at least {least} and at most tokens, {self.tokens}"
         refuse(shortest is not None and not least <= shortest <= self.tokens, "shortest", f"is {shortest}", fix)
         pairs = self.tokens // self.tokens_per_pair
-        refuse(self.keys < pairs, "keys", f"is {self.keys}, but the longest sequence has {pairs} pairs", "raise it")
+        refuse(
+            self.keys < pairs,
+            "keys",
+            f"is {self.keys}, but the longest sequence has {pairs} pairs",
+            f"set it to {pairs}",
+        )
 
     @property
     def vocab_size(self) -> int:

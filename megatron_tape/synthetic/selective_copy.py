@@ -17,7 +17,7 @@ class SelectiveCopy(Generator):
     """
 
     task: Literal["selective_copy"] = "selective_copy"
-    """The task."""
+    """The name of the task."""
     copied: int = 128
     """Number of symbols to copy."""
     blanks: int = 128

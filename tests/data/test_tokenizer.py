@@ -205,7 +205,7 @@ def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_
 
 def test_what_cannot_be_kept_from_text_is_refused(tmp_path):
     tokenizers.Tokenizer(models.WordLevel({END: 0, "a": 1}, unk_token=END)).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(FileError, match="as its unknown token"):
+    with pytest.raises(FileError, match="as the unknown token"):
         load_tokenizer(tmp_path)
     one = tokenizers.Tokenizer(models.WordLevel({"|": 0, "a": 1, "u": 2}, unk_token="u"))
     one.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -133,7 +133,7 @@ def test_the_card_shows_only_this_models_evaluation(evaluated, exports, tmp_path
 
     other = exports["rope"].checkpoint
     command = ["to-hf", "--checkpoint", other, "--output", tmp_path / "no", "--tokenizer", "none", "--results"]
-    refused(tmp_path, "results of another model", *command, evaluated)
+    refused(tmp_path, "results of a model other", *command, evaluated)
     refused(tmp_path, "contains no results", *command, tmp_path / "nowhere")
     shutil.copytree(other, tmp_path / "other" / "checkpoints" / step.name)
     shutil.copytree(evaluated, tmp_path / "other" / "evaluation" / step.name)

@@ -1,4 +1,4 @@
-"""The samples of RULER in lm-evaluation-harness, made by its own functions, but without their faults.
+"""RULER samples from lm-evaluation-harness's own functions, with their faults fixed.
 
 As the harness calls them, these functions
 

@@ -273,7 +273,7 @@ def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bo
             raise FileError(str(place), "contains no results", "give the output directory of pretrain.evaluate")
         results = read_results(place)
         if results.model.digest != digest:
-            problem = f"contains results of another model than {checkpoint}"
+            problem = f"contains results of a model other than {checkpoint}"
             raise FileError(str(place), problem, f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}")
         found.append(results)
     # As in evaluation.model_source: the run's `evaluation/STEP`.
