@@ -1,4 +1,4 @@
-"""Choose a model's attention backend and verify its kernels on the device. Needs torch, but not Megatron."""
+"""Choose a model's attention backend and fused kernels, and verify them on the device. Imports torch, not Megatron."""
 
 import logging
 from collections.abc import Set
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _COMPILED = ("triton", "flex", "fla")
 """Backends whose kernels are compiled at run time."""
 _PLAIN = ("torch", "tiled", "naive")
-"""Fallbacks that `train.allow_slow_attention` allows, the fastest on a GPU first."""
+"""Backends in plain torch that `train.allow_slow_attention` falls back to, the fastest on a GPU first."""
 
 
 class _Failure(NamedTuple):
@@ -29,11 +29,11 @@ class _Failure(NamedTuple):
     node: str
     rank: int
     problem: str
-    """The predicate of a sentence."""
+    """A predicate with the subject `model.attention_backend`, such as "is flex, which does not work here (...)"."""
     inexact: str | None = None
-    """The backend or kernel that is not exact on this rank."""
+    """The backend or kernel whose results on this rank differ from plain torch, or that raises an error here."""
     replaceable: bool = False
-    """Whether another row of the table of backends can replace it."""
+    """Whether `auto` may try another backend, since this one belongs to another library."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FusedKernels:
 
 
 def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> str:
-    """Resolve `model.attention_backend` on `device`. Raises `ConfigError` if it cannot run there."""
+    """Return the name of the backend that `model.attention_backend` means on `device`; see `choice`."""
     return choice(model, dtype, device, shifted_sparse).backend
 
 
@@ -58,14 +58,18 @@ def choice(
     packed: bool = False,
     without: Set[str] = frozenset(),
 ) -> Choice:
-    """Resolve `model.attention_backend` to one that is not in `without`, and return it with the reason."""
+    """Return the backend that `model.attention_backend` means on `device`, with the reason for this choice.
+
+    `auto` never selects a backend in `without`. See `choose_backend` for the other arguments. Raises ConfigError if a
+    named backend cannot run on `device`, or does not support the positional encoding.
+    """
     requested, needs = model.attention_backend, encoding_of(model).needs
     grouped = model.query_groups < model.num_attention_heads
     return choose_backend(requested, device, dtype, model.head_dim, needs, shifted_sparse, packed, without, grouped)
 
 
 def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1) -> Shapes:
-    """Return the sizes that determine which fused kernels a model compiles."""
+    """Return the sizes for which a model's Triton kernels are compiled, for `ops.parity` to compare with torch."""
     encoding, layers = encoding_of(model), range(model.num_layers)
     return Shapes(
         heads=model.num_attention_heads,
@@ -87,13 +91,15 @@ def verified_backend(
     allow_slow: bool = False,
     packed: bool = False,
 ) -> str:
-    """Return the backend that all ranks of `layout` use, and log why. All ranks must call this together.
+    """Return the attention backend that all ranks of `layout` use, and log the reason. All ranks call this together.
 
     On a GPU the backend's kernels are first compared with plain torch. One rank of each node does this before the
-    others, which then find the compiled kernels in the node's cache. If another library's kernels are not exact on some
-    rank, `auto` uses the next row of the table on all ranks. If our own kernels fail (they are not exact, do not
-    compile or cannot run), this raises ConfigError, or NodeError if they fail only on some ranks. With `allow_slow`,
-    `auto` falls back to plain torch on all ranks instead, with a warning.
+    others, which then find the compiled kernels in the node's cache.
+
+    If the kernels of another library fail on any rank (they raise an error, or their results differ), `auto` tries the
+    next backend of `ops.backends.table` on all ranks. If this project's own kernels fail, `auto` falls back to plain
+    torch on all ranks and logs a warning, but only with `allow_slow`. If there is no other backend to use, this raises
+    ConfigError, or NodeError if the backend failed only on some ranks.
     """
     device, auto = torch.device(layout.device), model.attention_backend == "auto"
     shapes = kernel_shapes(model, layout.tensor_parallel_size, layout.context_parallel_size)
@@ -112,10 +118,10 @@ def verified_backend(
         problem = problem if inexact is None else f"is {chosen.backend}, which {inexact}"
         # The rows after a slow backend are even slower.
         replaceable = auto and chosen.backend in LIBRARIES and not chosen.slow
-        own = None
+        failure = None
         if problem is not None:
-            own = _Failure(node_name(), layout.rank, problem, chosen.backend if inexact else None, replaceable)
-        failures = [failure for failure in layout.gather(own) if failure is not None]
+            failure = _Failure(node_name(), layout.rank, problem, chosen.backend if inexact else None, replaceable)
+        failures = [failure for failure in layout.gather(failure) if failure is not None]
         failed |= {failure.inexact for failure in failures if failure.inexact}
         if not failures or not all(failure.replaceable for failure in failures):
             break
@@ -138,37 +144,37 @@ def verified_backend(
 
 
 def _why_slow(model: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why a GPU cannot use the kernels that support a model, as the predicate of a sentence, or None."""
+    """Return why a GPU must use slow attention although some kernels support the model, or None if it need not."""
     needs = encoding_of(model).needs
     supporting = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not supporting:
         return None
     reasons = {name: unsupported(name, device, dtype, model.head_dim, needs) for name in supporting}
     listed = "; ".join(f"{name} {why}" for name, why in reasons.items() if why)
-    return f"is auto, but no kernels can run here ({listed})"
+    return f"is auto, but no attention kernel for this model runs on this GPU ({listed})"
 
 
 def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserError:
-    """Return the error to raise for `failures`: of the configuration if all ranks failed, else of their nodes."""
+    """Return a ConfigError if all ranks failed, else a NodeError that names the nodes of those that did."""
     node, rank, problem, *_ = failures[0]
     listed = ", ".join(str(failure.rank) for failure in failures[:8])
     ranks = f"rank {rank}" if len(failures) == 1 else f"ranks {listed}"
-    allowed = "; train.allow_slow_attention trains in plain torch instead" if auto else ""
+    allowed = "; to train with slower attention in plain torch, set train.allow_slow_attention: true" if auto else ""
     if len(failures) == world_size:
         key = ("model.attention_backend", "model.position_encoding")
-        return ConfigError(key, f"{problem} ({ranks}, {node})", f"fix that, or choose another{allowed}")
+        return ConfigError(key, f"{problem} ({ranks}, {node})", f"fix this, or choose another backend{allowed}")
     nodes = tuple(dict.fromkeys(failure.node for failure in failures))
-    found = f"({ranks} of {world_size}) cannot train with the others: model.attention_backend {problem}"
-    return NodeError(nodes, found, f"fix or exclude the node{allowed}")
+    problem = f"({ranks} of {world_size}) cannot train with the other nodes: model.attention_backend {problem}"
+    return NodeError(nodes, problem, f"fix or exclude the node{allowed}")
 
 
 def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow: bool = False) -> FusedKernels:
-    """Return the fused kernels that run on all ranks of `layout`, apart from attention, and log why.
+    """Return the fused kernels, apart from attention, that all ranks of `layout` use, and log the reasons.
 
-    All ranks must call this together. A kernel is used on GPUs with Triton (the loss also needs liger-kernel and a
-    16-bit dtype) if it agrees with plain torch. If the position update's kernel fails although Triton works, this
-    raises ConfigError or NodeError as `verified_backend` does, unless `allow_slow` is set or `model` names the backend
-    of another library.
+    All ranks call this together. A kernel is used on GPUs with Triton if its results agree with plain torch on every
+    rank. The loss also requires liger-kernel and a 16-bit dtype. If the position update's kernel fails although Triton
+    works, this raises an error like `verified_backend`. With `allow_slow`, or if `model.attention_backend` is neither
+    auto nor triton, the update uses plain torch instead.
     """
     device = torch.device(layout.device)
     if device.type != "cuda":
@@ -191,10 +197,10 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
     for name, check in checks.items():
         with layout.first_on_node():
             why = f"triton {triton}" if triton else first_failure(check(), dtype, device)
-        own = None if why is None else _Failure(node_name(), layout.rank, why, inexact=None if triton else name)
-        failures = [failure for failure in layout.gather(own) if failure is not None]
+        failure = None if why is None else _Failure(node_name(), layout.rank, why, inexact=None if triton else name)
+        failures = [failure for failure in layout.gather(failure) if failure is not None]
         # All ranks must come to the same decision.
-        problem = "needs the fused position update, which {}"
+        problem = "requires the fused position update, which {}"
         inexact = [failure._replace(problem=problem.format(failure.problem)) for failure in failures if failure.inexact]
         if inexact and name == "position_update" and required:
             raise _error_of(inexact, layout.world_size, auto=True)

@@ -1,4 +1,7 @@
-"""Megatron-core's `GPTModel` with a fused output layer and loss, so that training never materializes all logits."""
+"""Megatron-core's `GPTModel` with a fused output layer and loss, so that training never materializes all logits.
+
+Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, V this rank's shard of the vocabulary.
+"""
 
 from collections.abc import Iterable
 
@@ -12,14 +15,14 @@ from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron's output layer, which computes the loss when labels are given."""
+    """Megatron's output layer; with labels, it computes the loss without storing the logits."""
 
     fused = False
     """Whether Liger's kernels compute the loss."""
     z_loss = 0.0
-    """Coefficient of the z-loss; in training, its gradient is added to that of the loss."""
+    """Coefficient of the z-loss. In training, the gradient of the z-loss is added to that of the loss."""
     z_losses: Tensor | float = 0.0
-    """Sum of the z-losses of forward passes with gradients since the last `LanguageModel.take_z_loss`."""
+    """Sum of the z-losses of all forward passes with gradients since the last `LanguageModel.take_z_loss`."""
 
     def forward(
         self,
@@ -29,7 +32,11 @@ class OutputLayer(ColumnParallelLinear):
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits (S, B, V) and None or, given labels (B, S), the loss and the loss of each token (B, S)."""
+        """Map hidden states (s, B, C) to logits (S, B, V) and None.
+
+        With `labels` (B, S), return the scalar loss and the loss of each token (B, S) instead. The scalar is the mean
+        over the tokens or, with `loss_weights` (B, S), their weighted sum.
+        """
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
@@ -43,7 +50,10 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class NumberedLayers(torch.nn.ModuleList):
-    """Layers named by their index in the whole model, so that names do not depend on pipeline stages."""
+    """A list of layers whose names are their indices in the whole model, independent of pipeline stages.
+
+    `first` is the index of the first layer. Indexing the list counts from 0.
+    """
 
     def __init__(self, layers: Iterable[torch.nn.Module], first: int):
         super().__init__()
@@ -51,15 +61,16 @@ class NumberedLayers(torch.nn.ModuleList):
             self.add_module(str(number), layer)
 
     def __getitem__(self, index: int | slice) -> torch.nn.Module:
-        found = list(self)[index]
-        return torch.nn.ModuleList(found) if isinstance(index, slice) else found
+        selected = list(self)[index]
+        return torch.nn.ModuleList(selected) if isinstance(index, slice) else selected
 
 
 class Decoder(GPTModel):
-    """`GPTModel` that, given labels (B, S), returns the loss weighted by `loss_mask`, and the loss of each token.
+    """`GPTModel` that returns logits or, with labels (B, S), the results of `OutputLayer.forward`.
 
-    With only some of the model's `layers` it is a model chunk: the first chunk has the embedding, the last one the
-    output layer.
+    `loss_mask` (B, S) holds the weights of the tokens in the loss. `layers` are the decoder layers to build. If they
+    are not all layers, the decoder is a model chunk: the first chunk contains the embedding, the last one the output
+    layer.
     """
 
     _output_weight: Tensor | None = None
@@ -69,17 +80,17 @@ class Decoder(GPTModel):
         super().__init__(config, pre_process=first, post_process=last, **kwargs)
         self.decoder.layers = NumberedLayers(self.decoder.layers, layers.start)
         if last:
-            # `GPTModel` always builds Megatron's class.
+            # `GPTModel` has no option for the class of the output layer.
             self.output_layer.__class__ = OutputLayer
             if self.share_embeddings_and_output_weights and not first:
                 self.output_layer.weight = None
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """Return the weight of a tied output layer: that of the embedding or, in the last stage, its copy."""
+        """Return the weight of a tied output layer: the embedding weight or, if it was set, the copy of it."""
         return super().shared_embedding_or_output_weight() if self._output_weight is None else self._output_weight
 
     def use_output_weight(self, weight: Tensor) -> None:
-        """Compute logits with `weight` (V, C), a copy of the embedding weight, in a last stage without embedding."""
+        """Set the weight (V, C) of a tied output layer, for the last pipeline stage, which has no embedding."""
         self._output_weight = weight
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels, *args, loss_mask=None, **kwargs):

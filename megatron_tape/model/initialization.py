@@ -1,8 +1,10 @@
-"""Weight initialization.
+"""Initialize the weights of a model in place, with the same values for every parallel layout.
 
-Each element depends only on the seed, the parameter's name and the element's index in the whole tensor (see
-`ops.philox`). A rank therefore draws only its own shard, and the result does not depend on the parallel layout or on
-other parameters.
+Each element depends only on the seed, the parameter's name and the element's index in the unsharded tensor (see
+`ops.philox`). A rank therefore draws only its own shard.
+
+Functions that address a part of a parameter treat it as a matrix: the last axis are the columns, and all other axes are
+flattened into rows.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -28,16 +30,16 @@ class Initialization:
     """Initial distribution of a parameter: normal, uniform or constant."""
 
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the unsharded parameter."""
     std: float = 0.0
     """If not 0, draw from a normal distribution with mean 0 and this standard deviation."""
     bound: float = 0.0
     """If not 0, draw from a uniform distribution between -bound and bound."""
     value: float | tuple = 0.0
-    """Otherwise the constant value: one number for all elements, or nested tuples of the parameter's shape."""
+    """The constant if `std` and `bound` are 0: one number for all elements, or nested tuples of the shape `shape`."""
 
-    def part(self, key: philox.Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-        """Return rows and columns of the whole parameter, float32; axes before the last are flattened into rows."""
+    def block(self, key: philox.Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
+        """Return the initial values of these rows and columns, float32 (len(rows), len(columns))."""
         if self.std:
             return philox.normal(key, rows, columns, device).mul_(self.std)
         if self.bound:
@@ -49,32 +51,33 @@ class Initialization:
 def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initialization]:
     """Return the initialization of every `GPTModel` parameter by name, with LoRA layers if `extension` adds them.
 
-    Matrices and embeddings are normal with `model.init_std`; in L layers, matrices that add to the residual stream are
-    divided by sqrt(2 L). LoRA's A is uniform up to 1 / sqrt(input size), as in peft, and its B is zero.
+    Matrices and embeddings are normal with standard deviation `model.init_std`. Matrices that write to the residual
+    stream are divided by sqrt(2 L) in a model of L layers. LoRA's A is uniform up to 1 / sqrt(input size), as in peft,
+    and LoRA's B is zero. Norms are 1, biases 0. The positional encoding declares the values of its own parameters.
     """
     encoding, factors = encoding_of(model), {} if extension is None else lora_factors(model, extension)
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
-    found = {}
+    initials = {}
     for name, shape in parameter_shapes(model, extension).items():
         prefix, _, rest = split_layer(name)
         kind = kind_of(name)
         if kind == "position":
             declared = encoding.parameters(int(prefix.split(".")[2]))[rest.removeprefix(POSITION)]
-            found[name] = Initialization(shape, std=declared.std, value=declared.value)
+            initials[name] = Initialization(shape, std=declared.std, value=declared.value)
         elif kind == "lora":
-            found[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[rest].side == "A" else 0.0)
+            initials[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[rest].side == "A" else 0.0)
         elif kind in (*MATRICES, "embeddings", "output"):
             scale = (2 * model.num_layers) ** -0.5 if rest in residual else 1.0
-            found[name] = Initialization(shape, std=model.init_std * scale)
+            initials[name] = Initialization(shape, std=model.init_std * scale)
         else:
-            found[name] = Initialization(shape, value=1.0 if kind == "norms" else 0.0)
-    return found
+            initials[name] = Initialization(shape, value=1.0 if kind == "norms" else 0.0)
+    return initials
 
 
 def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
-    """Return the initial value of the whole `GPTModel` parameter `name`, float32 on the CPU."""
+    """Return the initial value of the unsharded `GPTModel` parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
-    _fill(whole.view(-1), 0, *_share(initial.shape, None, 0, 1), initial, philox.key_of(seed, name))
+    _fill(whole.view(-1), 0, *_shard_ranges(initial.shape, None, 0, 1), initial, philox.key_of(seed, name))
     return whole
 
 
@@ -87,56 +90,57 @@ def initialize_weights(
     size: int,
     names: Collection[str] | None = None,
 ) -> None:
-    """Initialize in place the parameters of a `LanguageModel`, or only those in `names`.
+    """Initialize in place the parameters of a `LanguageModel` or `Pipeline`, all of them or those in `names`.
 
-    This is tensor-parallel rank `rank` of `size`. Under ZeRO 3 it draws only its partitions.
+    `initials` comes from `weight_initializations`. This process is tensor-parallel rank `rank` of `size`. Under ZeRO 3
+    it draws only its partition of each parameter.
     """
     for name, parameter in model.named_parameters():
         if names is None or name in names:
-            own_name = name.removeprefix(WRAPPED)
-            initial = initials[own_name]
+            gpt_name = name.removeprefix(WRAPPED)
+            initial = initials[gpt_name]
             memory, first = local_storage(parameter)
-            rows, columns = _share(initial.shape, parameter, rank, size)
-            _fill(memory, first, rows, columns, initial, philox.key_of(seed, own_name))
+            rows, columns = _shard_ranges(initial.shape, parameter, rank, size)
+            _fill(memory, first, rows, columns, initial, philox.key_of(seed, gpt_name))
 
 
-def _share(shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, size: int) -> tuple[list[range], range]:
-    """Return the rows and columns of a whole parameter that a tensor-parallel rank holds, as `model.weights.shard`.
-
-    Columns are the last axis; the other axes are flattened into rows.
-    """
+def _shard_ranges(
+    shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, size: int
+) -> tuple[list[range], range]:
+    """Return the rows and columns, in a parameter of shape `shape`, of the shard that `model.weights.shard` returns."""
     *leading, width = shape
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return [range(prod(leading))], range(width)
     axis, pieces = parameter.partition_dim % len(shape), size * parameter.partition_stride
     length = shape[axis] // pieces
-    own = [range(piece * length, (piece + 1) * length) for piece in range(rank, pieces, size)]
+    local = [range(piece * length, (piece + 1) * length) for piece in range(rank, pieces, size)]
     if axis == len(leading):
-        assert len(own) == 1, "no parameter is sharded into interleaved columns"
-        return [range(prod(leading))], own[0]
+        assert len(local) == 1, "no parameter is sharded into interleaved columns"
+        return [range(prod(leading))], local[0]
     outer, inner = prod(leading[:axis]), prod(leading[axis + 1 :])
     starts = range(0, outer * shape[axis], shape[axis])
-    return [range((start + x.start) * inner, (start + x.stop) * inner) for start in starts for x in own], range(width)
+    return [range((start + x.start) * inner, (start + x.stop) * inner) for start in starts for x in local], range(width)
 
 
 def _fill(
     memory: Tensor, first: int, rows: list[range], columns: range, initial: Initialization, key: philox.Key
 ) -> None:
-    """Fill `memory` with the elements, starting at index `first`, of a shard with these rows and columns."""
-    for chunk, place in chunks_of(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
-        part = initial.part(key, chunk, columns, memory.device).flatten()[max(-place, 0) : len(memory) - place]
-        memory[max(place, 0) :][: len(part)].copy_(part)
+    """Fill `memory` with the elements from index `first` on of the flat shard with these rows and columns."""
+    for chunk, offset in chunks_of(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
+        values = initial.block(key, chunk, columns, memory.device).flatten()[max(-offset, 0) : len(memory) - offset]
+        memory[max(offset, 0) :][: len(values)].copy_(values)
 
 
 def chunks_of(rows: list[range], width: int, first: int, count: int, size: int) -> Iterator[tuple[range, int]]:
-    """Yield ranges of rows that hold `count` elements starting at index `first`, about `size` elements each.
+    """Yield chunks of `rows` that together contain `count` elements from index `first` on.
 
-    Each comes with the index of its first element relative to `first`, which is negative for elements before it.
+    `rows` have `width` elements each, and are concatenated. A chunk is a range of rows with about `size` elements. It
+    is yielded with the index of its first element minus `first`, which is negative if the chunk starts before `first`.
     """
     step, offset = max(1, size // width), -first
-    for part in rows:
+    for block in rows:
         low = max(-offset, 0) // width
-        high = min(len(part), -((offset - count) // width))
+        high = min(len(block), -((offset - count) // width))
         for top in range(low, high, step):
-            yield part[top : min(top + step, high)], offset + top * width
-        offset += len(part) * width
+            yield block[top : min(top + step, high)], offset + top * width
+        offset += len(block) * width

@@ -1,4 +1,7 @@
-"""The language model: Megatron-core's `GPTModel` with a positional encoding in its layers."""
+"""The language model: Megatron-core's `GPTModel` with a positional encoding in its layers.
+
+Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, V vocabulary.
+"""
 
 from functools import partial
 
@@ -45,7 +48,7 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     recompute: str = "none",
 ) -> TransformerConfig:
-    """Convert `ModelConfig` to Megatron-core's `TransformerConfig`."""
+    """Convert `ModelConfig` to Megatron-core's `TransformerConfig`; `recompute` is `train.recompute`."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -55,7 +58,7 @@ def transformer_config(
         kv_channels=model.head_dim,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,  # take the MLP's activation from the spec
+        use_te_activation_func=True,  # take the MLP's activation module from `layer_spec`
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -84,7 +87,7 @@ def transformer_config(
 
 
 def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str, first: int, packs: bool) -> ModuleSpec:
-    """Return the spec of one decoder layer: a Llama layer with `encoding` in attention and after the MLP.
+    """Return the spec of one decoder layer: a Llama layer whose attention uses `encoding`.
 
     `backend` is one of `ops.backends.BACKENDS`. See `PositionTransformerLayer` for `first` and `packs`.
     """
@@ -121,7 +124,7 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str, fir
 def block_spec(
     model: ModelConfig, encoding: PositionEncoding, backend: str, layers: range
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the decoder layers `layers` and of the final norm."""
+    """Return the spec of a model chunk: the decoder layers with the indices `layers`, and the final norm."""
     packs = layers.stop < model.num_layers and encoding.sends_state(layers.stop)
     specs = [layer_spec(model, encoding, backend, layers.start, packs and layer == layers[-1]) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
@@ -134,12 +137,20 @@ class LanguageModel(torch.nn.Module):
     `model.initialization.initialize_weights` or a checkpoint fills it.
 
     Args:
-        shifted_sparse: use the attention of `ops.shifted` in training mode; evaluation mode always uses full attention.
-        selective_recompute: do not recompute attention in layers that `config` recomputes.
-        fused: Triton kernels to run apart from attention; by default the position update's with the backend triton.
-        layers: the layers of a model chunk, if it is not the whole model. The chunk takes the output of the previous
-            one from `set_input_tensor`, and returns (s, B, `sent_width`) for the next one.
-        z_loss: coefficient of the mean of log(sum(exp(logits)))^2, whose gradient is added to that of the loss.
+        model: the settings of the model.
+        config: the same settings for Megatron, from `transformer_config`.
+        groups: Megatron's process groups.
+        device: the device that the model will run on, for the choice of the attention backend.
+        shifted_sparse: in training mode, use shifted sparse attention (`ops.shifted`). Evaluation mode always uses
+            full attention.
+        selective_recompute: keep attention's outputs, so that layers are recomputed without attention.
+        fused: the Triton kernels to use apart from attention. Default: the position update's kernel if the attention
+            backend is triton, otherwise none.
+        layers: indices of the layers of this model chunk. Default: all layers, which are the whole model. A chunk takes
+            the output of the previous chunk from `set_input_tensor`, and returns the input (s, B, `sent_width`) of the
+            next one.
+        z_loss: coefficient of the z-loss, the mean of log(sum(exp(logits)))^2. The gradient of the z-loss is added to
+            that of the loss.
     """
 
     def __init__(
@@ -158,7 +169,7 @@ class LanguageModel(torch.nn.Module):
         self.layers = range(model.num_layers) if layers is None else layers
         self.model = model
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
-        """The attention backend for `device`; the caller must place the parameters there."""
+        """The attention backend for `device`, where the caller must place the parameters."""
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.encoding = encoding_of(model, self.tokens, self.fused.position_update)
@@ -197,18 +208,24 @@ class LanguageModel(torch.nn.Module):
 
     @property
     def embedding(self) -> torch.nn.Module | None:
-        """The token embedding; None unless this model chunk begins with it."""
+        """The token embedding; None if this model chunk is not the first."""
         return self.gpt.embedding if self.is_first else None
 
     def take_z_loss(self) -> Tensor | float:
-        """Return the sum of the z-losses of training's forward passes since the last call; 0 if disabled."""
+        """Return the sum of the z-losses of all training forward passes since the last call.
+
+        The sum is 0 if the z-loss is disabled, and in all model chunks except the last.
+        """
         if not self.is_last:
             return 0.0
-        found, self.gpt.output_layer.z_losses = self.gpt.output_layer.z_losses, 0.0
-        return found
+        total, self.gpt.output_layer.z_losses = self.gpt.output_layer.z_losses, 0.0
+        return total
 
     def sent_width(self, layer: int) -> int:
-        """Return the number of elements per token that a model chunk beginning with `layer` receives."""
+        """Return the elements per token in the input of a model chunk that begins with layer `layer` (from 0).
+
+        These are the hidden states and, if the encoding sends it, the position state.
+        """
         width = self.model.hidden_size
         if self.encoding.sends_state(layer):
             shape, dtype = self.encoding.sent_state(layer, 1, 1, self.dtype)
@@ -216,7 +233,7 @@ class LanguageModel(torch.nn.Module):
         return width
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Set the output of the previous model chunk as this one's input; called by Megatron's schedules."""
+        """Set this model chunk's input: a list with the previous chunk's output. Megatron's schedules call this."""
         (self._received,) = tensors
 
     def forward(
@@ -228,15 +245,16 @@ class LanguageModel(torch.nn.Module):
         positions: Tensor | None = None,
         by_token: bool = False,
     ) -> Tensor:
-        """Return logits (B, S, V) for token ids (B, S) or, given `labels`, the scalar loss.
+        """Return logits (B, S, V) for token ids (B, S) or, with `labels` (B, S), the scalar loss.
 
-        The loss is the mean over all tokens or, with `loss_weights` (B, S), their weighted sum. With `by_token` it is
-        the loss of each token (B, S) in float32, without a gradient. Every rank is given whole sequences. With context
-        parallelism the scalar covers only the rank's own tokens, and the mean over the context ranks is the loss.
+        The loss is the mean over the tokens or, with `loss_weights` (B, S), their weighted sum. With context
+        parallelism it covers only this rank's tokens; average it over the context-parallel ranks. `by_token` returns
+        the loss of each token (B, S) instead, in float32 and without a gradient. A model chunk that is not the last
+        returns the input of the next one.
 
-        `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
-        defaults to the encoding's positions outside training, usually 0, 1, ...; for most encodings, shifting all of
-        them changes nothing. S must be a multiple of `tokens.sequence_shards`.
+        Every rank passes whole sequences; S must be a multiple of `self.tokens.sequence_shards`. Tokens attend only to
+        tokens with the same number in `documents` (B, S). `positions` (S,) default to those of the encoding outside
+        training, usually 0, 1, ...
         """
         if positions is None:
             positions = self.token_positions(tokens)
@@ -269,7 +287,10 @@ class LanguageModel(torch.nn.Module):
         return self.tokens.gather_context(losses) if by_token else loss
 
     def _inputs_of_first_layer(self, tokens: Tensor, positions_SB: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the first layer's input (s, B, C), or None to embed the tokens, and its position state."""
+        """Return the input of this chunk's first layer (s, B, C) and its position state.
+
+        The input is None if `self.gpt` computes it: from the tokens, or from `set_input_tensor`.
+        """
         if self.is_first:
             added = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype)
             embedded = None if added is None else self.gpt.embedding(tokens, None) + added
@@ -285,7 +306,10 @@ class LanguageModel(torch.nn.Module):
         return None, state
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
-        """Return the positions (S,) of token ids (B, S) on their device; `random` is the training step's generator."""
+        """Return the positions (S,) of token ids (B, S), on the same device.
+
+        `random` is the generator of a training step, for encodings that draw random positions; None outside training.
+        """
         positions = self.encoding.token_positions(tokens.shape[1], random)
         if positions is None:
             return torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,4 +1,8 @@
-"""Megatron-core transformer layers with a positional encoding and its position state."""
+"""Megatron-core transformer layers with a positional encoding and its position state.
+
+Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, h this rank's heads, D head dimension,
+G key/value groups. The position state z is what the encoding passes from layer to layer (see `position.encoding`).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +35,10 @@ megatron_patches.split_qkv_with_torch()
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm by torch with a weight flagged `sequence_parallel`, which Megatron's torch norm does not support."""
+    """Torch's RMSNorm, whose weight has Megatron's attribute `sequence_parallel`.
+
+    Megatron's own torch norm does not support sequence parallelism.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
@@ -40,12 +47,12 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last axis."""
+        """Normalize the last axis."""
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
 
 
 class SwiGLU(torch.nn.Module):
-    """Activation of the gated MLP, which saves only its input for the backward pass."""
+    """The gated MLP's activation, silu(gate) * up. It saves only its input for the backward pass."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -53,21 +60,21 @@ class SwiGLU(torch.nn.Module):
         """Whether to use the Triton kernel."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """See `megatron_tape.ops.swiglu.swiglu`."""
+        """Map (..., 2 F), the gate and then the up projection, to (..., F); see `megatron_tape.ops.swiglu`."""
         return swiglu(gate_and_up, self.fused)
 
 
 class Shared(NamedTuple):
-    """Inputs shared by all layers of a forward pass; Megatron passes them through as its `packed_seq_params`."""
+    """Inputs shared by all layers of a forward pass; Megatron passes them to each layer as `packed_seq_params`."""
 
     packing: Packing | ShiftedSegments | None = None
-    """The documents of a pack, or the segments of shifted sparse attention."""
+    """The boundaries of packed documents, or the segments of shifted sparse attention."""
     recorder: AttentionRecorder | None = None
     """Records and replays attention under selective activation checkpointing; None otherwise."""
 
 
 class CoreAttention(torch.nn.Module):
-    """The part of attention without parameters, which Megatron's `SelfAttention` builds from its spec."""
+    """Attention of projected queries, keys and values. Megatron's `SelfAttention` builds it from its spec."""
 
     def __init__(self, *args, backend: str, **kwargs):
         super().__init__()
@@ -82,7 +89,11 @@ class CoreAttention(torch.nn.Module):
         packing: Packing | ShiftedSegments | None,
         run: Callable[..., tuple[Tensor, ...]],
     ) -> tuple[Tensor, Tensor | None]:
-        """Call `ops.attention.attend` or, with segments, `ops.shifted.attend_in_segments`."""
+        """Return the attention output (S, B, h, D), and the position state averaged with the attention weights or None.
+
+        Tensors have the axes of `ops.attention_inputs.AttentionInputs`. `packing` selects full attention, attention
+        within documents, or shifted sparse attention. `run` calls the kernels (see `ops.activation_checkpointing`).
+        """
         inputs = AttentionInputs(q_SBHD=query, k_TBGD=key, v_TBGD=value, run=run, **vars(positions))
         if isinstance(packing, ShiftedSegments):
             return attend_in_segments(inputs, packing, self.backend)
@@ -90,7 +101,10 @@ class CoreAttention(torch.nn.Module):
 
 
 class PositionSelfAttention(SelfAttention):
-    """Megatron's tensor-parallel self-attention, with a positional encoding's inputs to attention."""
+    """Megatron's tensor-parallel self-attention with a positional encoding.
+
+    `output_gate` multiplies the output of attention by a sigmoid of a projection of the hidden states.
+    """
 
     def __init__(self, config: TransformerConfig, *args, output_gate: bool = False, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -112,10 +126,10 @@ class PositionSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, positions: Positions, shared: Shared
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute attention of this rank's normalised hidden states (s, B, C).
+        """Compute attention of this rank's normalized hidden states (s, B, C).
 
         Returns the projected output (s, B, C), its bias (None), and the position state averaged with the attention
-        weights (S, B, h, D), for all tokens and this rank's heads, or None if the encoding does not average it.
+        weights (S, B, h, D), which is None if the encoding does not average it.
         """
         projected = self.get_query_key_value_tensors(hidden_states)
         run = run_directly if shared.recorder is None else partial(shared.recorder.run, self.layer_number)
@@ -129,9 +143,9 @@ class PositionSelfAttention(SelfAttention):
 
 
 class LayerPosition(torch.nn.Module):
-    """One layer's parameters of the positional encoding, and the norms of its state and update.
+    """The positional encoding in one layer: its parameters, and the update of the position state after the MLP.
 
-    Parameters are created uninitialized (see `model.initialization`).
+    Parameters are created uninitialized (see `model.initialization`). `layer` counts from 0.
     """
 
     def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig):
@@ -140,10 +154,10 @@ class LayerPosition(torch.nn.Module):
         self.layer = layer
         self._head_axes: dict[str, int] = {}
         for name, declared in encoding.parameters(layer).items():
-            share = torch.empty(declared.shape, dtype=config.params_dtype)
+            shard = torch.empty(declared.shape, dtype=config.params_dtype)
             if declared.head_axis is not None:
-                share = encoding.tokens.tensor_parallel_shard(share, declared.head_axis).contiguous()
-            weight = torch.nn.Parameter(share)
+                shard = encoding.tokens.tensor_parallel_shard(shard, declared.head_axis).contiguous()
+            weight = torch.nn.Parameter(shard)
             weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
             if declared.head_axis is not None:
                 set_tensor_model_parallel_attributes(weight, True, declared.head_axis, 1)
@@ -152,9 +166,10 @@ class LayerPosition(torch.nn.Module):
                 weight.decay = declared.decay
             self.register_parameter(name, weight)
         self.record_norms = False
+        """Whether `forward` computes `norms`."""
         self.norms: Tensor | None = None
-        """If `record_norms` is set, (3, G): for each group, the sums of |z''|^2 and |z'' - z|^2 over the local tokens,
-        and the number of complex numbers in each sum."""
+        """(3, G): for each group, the sums of |z''|^2 and |z'' - z|^2 over the local tokens, and the number of complex
+        numbers in each sum. z is the state before the update, z'' after it."""
 
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
@@ -162,7 +177,10 @@ class LayerPosition(torch.nn.Module):
         self._group = None if config.sequence_parallel else encoding.tokens.model_group
 
     def enter(self, state: Tensor | None, hidden_states: Tensor) -> tuple[Tensor | None, Positions]:
-        """Return the state of this layer, and the encoding's inputs to attention."""
+        """Return the position state to use in this layer, and the encoding's inputs to attention.
+
+        `state` comes from the previous layer; `hidden_states` (s, B, C) are this layer's normalized input.
+        """
         if state is not None and not self._learned:
             # Activation checkpointing makes every state require a gradient; fixed phases do not need it.
             state = state.detach()
@@ -172,17 +190,20 @@ class LayerPosition(torch.nn.Module):
         return state, self.encoding.positions(self.layer, parameters, state, hidden_states, NO_CACHE)
 
     def _in_attention(self) -> Mapping[str, Tensor]:
-        """Return the parameters, sharded to this rank's heads inside attention."""
+        """Return the parameters of the heads that this rank has in attention, fewer with context parallelism."""
         if not self._head_axes or self.encoding.tokens.context_shards == 1:
             return self._parameters
-        cut = {
+        of_heads = {
             name: self.encoding.tokens.heads_in_attention(self._parameters[name], axis)
             for name, axis in self._head_axes.items()
         }
-        return {**self._parameters, **cut}
+        return {**self._parameters, **of_heads}
 
     def _for_encoding(self, hidden_states: Tensor) -> Tensor:
-        """Sum gradients over ranks without sequence parallelism, where each rank has only those of its heads."""
+        """Return the hidden states, and sum their gradient over the tensor-parallel ranks in the backward pass.
+
+        Without sequence parallelism, each rank computes only the gradient from its own heads.
+        """
         if self._group is None or self._group.size() == 1:
             return hidden_states
         return copy_to_tensor_model_parallel_region(hidden_states, group=self._group)
@@ -195,7 +216,11 @@ class LayerPosition(torch.nn.Module):
         attention_output: Tensor,
         mlp_output: Tensor,
     ) -> Tensor | None:
-        """Return the next layer's state, given the results of `enter` and the layer's outputs before the residual."""
+        """Return the next layer's position state.
+
+        `state` and `positions` are the results of `enter`, `averaged` is the state that attention averaged.
+        `attention_output` and `mlp_output` (s, B, C) do not include the residual stream.
+        """
         if not self.updates:
             return state
         outputs = (self._for_encoding(x) for x in (attention_output, mlp_output))
@@ -210,10 +235,10 @@ class LayerPosition(torch.nn.Module):
 
 
 class PositionTransformerLayer(TransformerLayer):
-    """A pre-norm transformer layer that passes the updated position state to the next layer as its `context`.
+    """A pre-norm transformer layer; Megatron's argument and result `context` is the position state.
 
     Args:
-        first: number of layers before this model chunk, which Megatron's `layer_number` does not count.
+        first: number of layers before this model chunk. Megatron's `layer_number` counts only within the chunk.
         packs: return the hidden states and the position state as one tensor, to send to the next pipeline stage.
     """
 
@@ -243,7 +268,7 @@ class PositionTransformerLayer(TransformerLayer):
         packed_seq_params: Shared,
         **_,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map this rank's hidden states (s, B, C) and the position state (`context`) to those of the next layer."""
+        """Return the next layer's hidden states (s, B, C) and position state, or both packed and None."""
         normed = self.input_layernorm(hidden_states)
         context, positions = self.position.enter(context, normed)
         attention_output, bias, averaged = self.self_attention(normed, positions, packed_seq_params)

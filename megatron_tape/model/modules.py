@@ -1,11 +1,11 @@
 """TAPE as plain torch modules, for notebooks and your own models; `docs/python.md` has examples.
 
-They need neither Megatron nor DeepSpeed nor a process group. They compute the same as `model.reference.forward`, on
-GPUs with the fast kernels of `megatron_tape.ops`. Parameters have the names of exported models.
+The modules need neither Megatron nor DeepSpeed nor a process group. They compute the same as `model.reference.forward`
+and use the fast kernels of `megatron_tape.ops` on GPUs. Their parameters have the same names as in exported models.
 
 Axes: B batch, S tokens, C hidden size, H query heads, G key/value groups, D head dimension, P inner width of the
-position MLP, V vocabulary. A position state (B, S, G, D) stores D/2 complex numbers as [real | imaginary]. Attention is
-causal: padding after a sequence needs no mask.
+position MLP, V vocabulary. For each token and group, a position state (B, S, G, D) stores D/2 complex numbers, first
+all real parts, then all imaginary parts. Attention is causal, so padding after a sequence needs no mask.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 
 def initial_position_state(positions: Tensor, num_query_groups: int, head_dim: int, rope_theta: float = 1e4) -> Tensor:
-    """Return RoPE's phases exp(i s theta_f) of positions (B, S) or (S,) as float32 (B or 1, S, G, D), equal for all G.
+    """Return the first layer's position state: RoPE's phases exp(i p theta_f) of positions p (B, S) or (S,).
 
-    Only differences of positions matter: adding a number to all of them changes no output of a model.
+    The result is float32 (B or 1, S, G, D), the same for all groups. Adding a number to all positions does not change
+    the output of a model, since only their differences matter.
     """
     frequencies = rope_theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     phases = rope_phases(positions.view(-1, positions.shape[-1]), frequencies)
@@ -36,10 +37,10 @@ def initial_position_state(positions: Tensor, num_query_groups: int, head_dim: i
 
 
 class TapeAttention(nn.Module):
-    """Causal attention that rotates queries and keys by the position state, and averages the state like the values.
+    """Causal attention that rotates queries and keys by the position state, and also averages the state like values.
 
-    `backend` names one of `megatron_tape.ops.backends.BACKENDS`; "auto" is the fastest that runs on the inputs' device.
-    Raises ValueError if head and group counts do not fit.
+    `backend` is one of `megatron_tape.ops.backends.BACKENDS`, or "auto" for the fastest that runs on the inputs'
+    device. Raises ValueError if the head dimension is not a whole even number, or the groups do not divide the heads.
     """
 
     def __init__(
@@ -49,7 +50,10 @@ class TapeAttention(nn.Module):
         groups = num_attention_heads if num_query_groups is None else num_query_groups
         if hidden_size % (2 * num_attention_heads) or num_attention_heads % groups:
             sizes = f"hidden_size {hidden_size}, num_attention_heads {num_attention_heads}, num_query_groups {groups}"
-            raise ValueError(f"{sizes}: heads must have an even dimension, and groups must divide them")
+            raise ValueError(
+                f"{sizes}: hidden_size must be a multiple of 2 * num_attention_heads, and num_attention_heads a "
+                "multiple of num_query_groups"
+            )
         self.num_query_groups, self.head_dim, self.backend = groups, hidden_size // num_attention_heads, backend
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, groups * self.head_dim, bias=False)
@@ -57,9 +61,9 @@ class TapeAttention(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor, position_state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention output (B, S, C) and the averaged position states (B, S, H, D).
+        """Return the attention output (B, S, C) and the position states (B, S, H, D) averaged with attention's weights.
 
-        hidden_states (B, S, C) are normalized already; position_state (B or 1, S, G, D).
+        `hidden_states` (B, S, C) must be normalized; `position_state` is (B or 1, S, G, D).
         """
         # In `ops`, the sequence axis comes first.
         q, k, v = (
@@ -75,9 +79,10 @@ class TapeAttention(nn.Module):
 
 
 class PositionUpdate(nn.Module):
-    """The update z' = z + A u, z'' = z' + W_down diag(silu(W_x m)) W_up z' of the position state (docs/tape.md).
+    """The update z' = z + A u, z'' = z' + W_down diag(silu(W_x m)) W_up z' of the position state z (docs/tape.md).
 
-    A (`token_mixing`) and W_down start at zero: an untrained model is RoPE. `position_mlp_size` (P) is 4 H by default.
+    u is the averaged state and m the gate input. A (`token_mixing`) and W_down (`down_proj`) start at zero, so an
+    untrained model is RoPE. `position_mlp_size` (P) defaults to 4 H.
     """
 
     def __init__(
@@ -100,15 +105,16 @@ class PositionUpdate(nn.Module):
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, position_state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next state (B, S, G, D) in the dtype of `position_state` (B or 1, S, G, D), best float32.
+        """Return the next position state (B, S, G, D), in the dtype of `position_state` (best float32).
 
-        averaged (B, S, H, D) comes from `TapeAttention`, and gate_input (B, S, C) from the layer's MLP or attention,
-        before the residual.
+        `position_state` (B or 1, S, G, D) is the state that attention used, and `averaged` (B, S, H, D) its average
+        from `TapeAttention`. `gate_input` (B, S, C) is the output of the layer's MLP or attention, without the residual
+        stream.
         """
         gate = self.x_proj(gate_input).flatten(0, 1)
         position_state = position_state.expand(len(averaged), -1, -1, -1)
         z, u = position_state.flatten(0, 1), averaged.flatten(0, 1).to(gate.dtype)
-        matrices = [each.weight.to(gate.dtype) for each in (self.token_mixing, self.up_proj, self.down_proj)]
+        matrices = [linear.weight.to(gate.dtype) for linear in (self.token_mixing, self.up_proj, self.down_proj)]
         _, G, D = z.shape
         fused = z.is_cuda and fits_fused(G, u.shape[1]) and not unsupported("triton", z.device, u.dtype, D)
         update = fused_update if fused else compact_update
@@ -117,7 +123,7 @@ class PositionUpdate(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Llama's gated MLP, from (..., C) to (..., C)."""
+    """Llama's gated MLP, down(silu(gate(x)) * up(x)), from (..., C) to (..., C)."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int):
         super().__init__()
@@ -130,10 +136,10 @@ class SwiGLU(nn.Module):
 
 
 class TapeLayer(nn.Module):
-    """A Llama layer with TAPE.
+    """A Llama layer with TAPE: attention rotated by the position state, the MLP, and the update of the state.
 
-    `gate_input` chooses the input of the position MLP's gate: the output of the MLP, or of attention as in the paper.
-    Without `updates_positions`, as in a model's last layer, the state does not change.
+    `gate_input` selects the gate input m of `PositionUpdate`: the MLP's output, or attention's output as in the paper.
+    With `updates_positions=False`, as in a model's last layer, the layer returns the position state unchanged.
     """
 
     def __init__(
@@ -150,7 +156,7 @@ class TapeLayer(nn.Module):
     ):
         super().__init__()
         if gate_input not in ("mlp", "attention"):
-            raise ValueError(f"gate_input is {gate_input!r}, not mlp or attention")
+            raise ValueError(f"gate_input is {gate_input!r}; choose 'mlp' or 'attention'")
         self.gate_input = gate_input
         self.input_layernorm = nn.RMSNorm(hidden_size, eps=norm_epsilon)
         self.self_attn = TapeAttention(hidden_size, num_attention_heads, num_query_groups, backend)
@@ -171,18 +177,21 @@ class TapeLayer(nn.Module):
 
 
 class TapeOutput(NamedTuple):
-    """What `TapeModel` returns."""
+    """The outputs of `TapeModel`."""
 
     logits: Tensor
     """(B, S, V)."""
     hidden_states: tuple[Tensor, ...]
-    """The embeddings and the hidden states after each layer, (B, S, C)."""
+    """The token embeddings, then the hidden states after each layer, (B, S, C)."""
     position_states: tuple[Tensor, ...]
-    """The state that each layer reads, (B, S, G, D); that of the first layer is RoPE's."""
+    """The position state that each layer uses, (B, S, G, D). The first layer uses RoPE's phases."""
 
 
 class TapeModel(nn.Module):
-    """A Llama-like language model with TAPE; the arguments after `num_layers` are those of `TapeLayer`."""
+    """A Llama-like language model with TAPE. `layer_options` are further arguments of `TapeLayer`.
+
+    The last layer does not update the position state, since no layer follows it.
+    """
 
     def __init__(
         self,
@@ -212,7 +221,7 @@ class TapeModel(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> TapeOutput:
-        """Run the model on token ids (B, S); positions (B, S) or (S,) are 0, 1, ... by default."""
+        """Run the model on token ids (B, S). `positions` (B, S) or (S,) default to 0, 1, ..."""
         hidden_states = [self.model["embed_tokens"](input_ids)]
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -228,13 +237,17 @@ class TapeModel(nn.Module):
 
 
 def plot_position_states(position_states: Sequence[Tensor], tokens: Sequence[str] | None = None) -> "Figure":
-    """Draw how far the states that the layers read are from RoPE's, |z - z_0| / |z_0|, as a heat map.
+    """Draw how far each layer's position state z is from RoPE's z_0, |z - z_0| / |z_0|, as a heat map.
 
-    position_states (B, S, G, D) begin with z_0, as in `TapeOutput`; the first sequence of the batch is shown. `tokens`
-    label its S columns. Raises ValueError for a single state, as of a model with one layer.
+    `position_states` (B, S, G, D) are those of `TapeOutput`, z_0 first; only the first sequence is drawn. The heat map
+    has a row for each layer after the first, and a column for each token, labelled by `tokens`. Raises ValueError if
+    there is only one state, as in a model with one layer.
     """
     if len(position_states) < 2:
-        raise ValueError("there is no state after RoPE's: only models with at least two layers update it")
+        raise ValueError(
+            f"position_states must contain at least two states, not {len(position_states)}; use a model with at least "
+            "two layers"
+        )
     import matplotlib.pyplot as plt
 
     first, *later = (state[0].detach().float().flatten(1) for state in position_states)

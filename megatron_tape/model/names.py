@@ -1,22 +1,27 @@
-"""Names of a model's parameters: Hugging Face's for whole weights, Megatron's for shards. Imports no torch."""
+"""Names of a model's parameters, and their conversion from Megatron to Hugging Face. Imports no torch.
+
+Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`, are those of parameters in training, which may be
+sharded. Hugging Face's names, such as `model.layers.0.mlp.up_proj.weight`, are those of unsharded weights in exports.
+"""
 
 import re
 
 KINDS = ("embeddings", "output", "attention", "mlp", "biases", "norms", "position", "lora")
-"""Kinds of parameters that settings, figures and the estimate refer to (see `kind_of`).
+"""Kinds of parameters, as settings, tables and metrics name them (see `kind_of`).
 
-`attention` and `mlp` are matrices only. `position` are the parameters of the positional encoding. A matrix tied between
-the input embedding and the output layer counts as `embeddings`.
+`attention` and `mlp` are matrices only. `position` are the parameters of the positional encoding. A matrix that is tied
+between the input embedding and the output layer counts as `embeddings`.
 """
 MATRICES = ("attention", "mlp")
+"""The kinds of the matrices in the decoder layers, apart from the positional encoding and LoRA."""
 WRAPPED = "gpt."
-"""Prefix of `GPTModel` parameter names in `LanguageModel` and checkpoints."""
+"""Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel`."""
 POSITION = "position."
-"""Prefix of a positional encoding's parameters within a layer, in Megatron's and Hugging Face's names."""
+"""Prefix of a positional encoding's parameters in a layer, in both Megatron's and Hugging Face's names."""
 OUTPUT = "lm_head.weight"
 """Hugging Face's name of the output layer's matrix."""
 AVERAGE = "average"
-"""Name of a parameter's averaged weight in checkpoints, next to `weight` and the moments such as `exp_avg`."""
+"""The key of averaged weights in checkpoints, `average/NAME`, next to `weight/NAME` and moments (`exp_avg/NAME`)."""
 PLAIN = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -29,23 +34,28 @@ PLAIN = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+"""Hugging Face's names of unfused parameters by Megatron's names, both without the prefix of a layer."""
 FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
+"""Megatron's names in a layer of the fused projection to queries, keys and values."""
 
 
 def split_layer(name: str) -> tuple[str, str, str]:
-    """Split a Megatron name into (Megatron prefix, Hugging Face prefix, rest)."""
+    """Split a Megatron name into (layer prefix, Hugging Face's prefix of the same layer, rest of the name).
+
+    Both prefixes are empty for a parameter outside of the layers.
+    """
     if match := re.fullmatch(r"decoder\.layers\.([0-9]+)\.(.*)", name):
         return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
     return "", "", name
 
 
 def whole_name(prefix: str, rest: str) -> str:
-    """Return Hugging Face's name of an unfused parameter, given the last two results of `split_layer`."""
+    """Return Hugging Face's name of an unfused parameter, from the last two results of `split_layer`."""
     return prefix + (f"{rest}.weight" if rest.startswith(POSITION) else PLAIN.get(rest, rest))
 
 
 def kind_of(name: str) -> str:
-    """Return which of `KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
+    """Return the kind, one of `KINDS`, of a parameter by its name in a `GPTModel` or `LanguageModel`."""
     name = name.removeprefix(WRAPPED)
     if name.startswith(("embedding.", "output_layer.")):
         return "embeddings" if name.startswith("embedding.") else "output"

@@ -1,7 +1,8 @@
 """One pipeline stage of the model, run by Megatron-core's schedules.
 
-Stages send a single tensor: the hidden states and, where the next stage cannot recompute it, the position state (see
-`ops.stage_boundary` and `PositionEncoding.sends_state`). Parameters keep their names in the whole model.
+Each stage sends one tensor to the next: the hidden states and, if the next stage cannot recompute it, the position
+state (see `ops.stage_boundary` and `PositionEncoding.sends_state`). Parameters have the same names as in the whole
+model.
 """
 
 import copy
@@ -26,9 +27,9 @@ TIED = "gpt.embedding.word_embeddings.weight"
 
 
 class Pipeline(nn.Module):
-    """The model chunks of one stage, each a `LanguageModel`. All stages must call its methods together.
+    """The model chunks of one pipeline stage, each a `LanguageModel`. All stages call its methods together.
 
-    Stage p of P holds chunk p and, with virtual stages, every P-th chunk after it.
+    Stage p of P has chunk p and, with virtual stages, every P-th chunk after it.
     """
 
     def __init__(self, model_chunks: list[LanguageModel], config: TransformerConfig, groups: ProcessGroupCollection):
@@ -54,13 +55,13 @@ class Pipeline(nn.Module):
         self.tied = TiedWeight(self) if self.model.tie_embeddings else None
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by their names in the whole model, and those that `add_empty` added."""
+        """Yield the names and parameters of this stage, including those that `add_empty` added."""
         yield from self._parameters.items()
         for chunk in self.model_chunks:
             yield from chunk.named_parameters(*args, **kwargs)
 
     def add_empty(self) -> nn.Parameter:
-        """Add and return an unused parameter, for an optimizer parameter group that would otherwise be empty."""
+        """Add an unused parameter for an optimizer parameter group that would otherwise be empty, and return it."""
         like, name = next(self.model_chunks.parameters()), f"empty_{len(self._parameters)}"
         self.register_parameter(name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device)))
         return self.get_parameter(name)
@@ -87,11 +88,12 @@ class Pipeline(nn.Module):
         scaled: Callable[[Tensor], Tensor],
         accumulating: Callable[[], AbstractContextManager],
     ) -> Tensor:
-        """Run the forward and backward passes of `batches`, each the arguments of one `LanguageModel.forward`.
+        """Run the forward and backward passes of one training step, and return the sum of the micro-batches' losses.
 
-        The gradients are those of the mean of `scaled(loss)` over the batches. `accumulating` is Megatron's
-        `no_sync_func`: its context covers all backward passes of a model chunk except the last. Returns the sum of the
-        losses in the last stage, 0 in others.
+        The sum is 0 in all stages except the last. `batches` are the keyword arguments of `LanguageModel.forward` for
+        each micro-batch, apart from the `positions` (S,) that all share. The gradients are those of the mean of
+        `scaled(loss)`. `accumulating` is Megatron's `no_sync_func`: its context covers all backward passes of a model
+        chunk except the last one.
         """
         tokens = batches[0]["tokens"]
         self._config.no_sync_func = accumulating
@@ -116,7 +118,7 @@ class Pipeline(nn.Module):
         return sum(losses, torch.zeros((), device=tokens.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **settings) -> Tensor:
-        """Return the result of `LanguageModel.forward` in the last stage, an empty tensor like it in others."""
+        """Return the result of `LanguageModel.forward` in the last stage, elsewhere an empty tensor of that shape."""
         shape = [tokens.shape[1] // self.tokens.sequence_shards, len(tokens), self._config.hidden_size]
         for chunk in self.model_chunks:
             chunk.set_input_tensor([self._communicator.recv_forward(shape, chunk.is_first)])
@@ -137,14 +139,15 @@ class Pipeline(nn.Module):
         return self.model_chunks[-1].take_z_loss()
 
     def position_updates(self) -> list[LayerPosition]:
-        """Return the modules of this stage that update the position state."""
+        """Return the modules of this stage that update the position state, in layer order."""
         return [update for chunk in self.model_chunks for update in chunk.position_updates()]
 
 
 class TiedWeight:
-    """The embedding weight, copied to the last stage for its output layer. The caller sets `trained`.
+    """A tied embedding weight: the first pipeline stage has the parameter, the last one a copy for its output layer.
 
-    The copy has no optimizer state. Its gradient is sent to the first stage, which sends the updated weight back.
+    The copy has no optimizer state. In every step, its gradient is sent to the first stage (`gradient`), and the
+    updated weight is sent back (`share`). Set `trained` to whether the parameter is trained before calling `start`.
     """
 
     def __init__(self, pipeline: Pipeline):
@@ -160,7 +163,7 @@ class TiedWeight:
         return model.vocab_size // self._pipeline.groups.tp.size(), model.hidden_size
 
     def start(self, device: torch.device) -> None:
-        """Create the copy on `device`. Call this once the first stage has loaded or initialized the weight."""
+        """Create the copy on `device`. Call this after the first stage has loaded or initialized the weight."""
         pipeline = self._pipeline
         if pipeline.is_first:
             self.weight = dict(pipeline.named_parameters())[TIED]
@@ -175,7 +178,7 @@ class TiedWeight:
         dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
 
     def _accumulate(self, weight: Tensor) -> None:
-        """Accumulate the gradients of micro-batches in fp32, as ZeRO does for parameters."""
+        """Add a micro-batch's gradient of the copy to their sum in fp32, as ZeRO does for parameters."""
         gradient, weight.grad = weight.grad.float(), None
         self._gradient = gradient if self._gradient is None else self._gradient.add_(gradient)
 
@@ -185,7 +188,10 @@ class TiedWeight:
             self._broadcast(self.weight.detach(), 0)
 
     def gradient(self) -> Tensor | None:
-        """Return the copy's gradient in fp32 in the first stage, where it must be added to the weight's; else None."""
+        """Send the copy's gradient to the first stage, and return it there in fp32; return None in other stages.
+
+        The caller must add it to the gradient of the parameter.
+        """
         if self.weight is None or not self.trained:
             return None
         if self._pipeline.is_last:

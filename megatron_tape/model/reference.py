@@ -1,9 +1,11 @@
-"""TAPE in plain torch on one page: the ground truth that everything else is tested against.
+"""TAPE in plain torch on one page: the reference that all other implementations are tested against.
 
-Axes: B batch, S/T query/key token, C hidden size, H query heads, G key/value groups, D head dimension, F = D/2 rotary
-frequencies, P inner width of the position MLP, V vocabulary. A position state z_BSGD stores F complex numbers as
-[real | imaginary]. Paper: "Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding"
-(ICML 2025). Written to be read, not to be fast.
+It is written for readability, not for speed. Paper: "Rethinking Addressing in Language Models via Contextualized
+Equivariant Positional Encoding" (ICML 2025).
+
+Axes: B batch, S/T query/key token, C hidden size, H query heads, G key/value groups, D head dimension, E dimension of
+the averaged vectors, F = D/2 rotary frequencies, P inner width of the position MLP, V vocabulary. For each token and
+group, a position state z_BSGD stores F complex numbers, first all real parts, then all imaginary parts.
 """
 
 import math
@@ -16,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Settings that cannot be inferred from the weights."""
+    """Settings that cannot be inferred from the weights: those of `model` with the same or similar names."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -34,19 +36,20 @@ class ReferenceConfig:
     layers_without_positions: int | None = None
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
-    """Input of the position MLP's gate, before the residual: `mlp` (released code) or `attention` (paper) output."""
+    """Input of the position MLP's gate: the output of the `mlp` (released code) or of `attention` (paper)."""
     state_norm: str = "none"
     """`unit` resets the modulus of each complex number of the position state to its initial value after each update."""
     increments: str = "fixed"
-    """`signed`: increments of positions, if the weights have any, are not passed through a sigmoid."""
+    """How learned increments of positions are computed, if the weights contain any (see `forward`): `signed` for the
+    linear form, any other value for the sigmoid."""
 
 
 def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
-    """Return the angles per position theta_f, float32 (D/2,), scaled according to `config`.
+    """Return RoPE's frequencies theta_f, in radians per position, float32 (F,), scaled by `config.rope_scaling_type`.
 
-    `llama3` and `yarn` keep frequencies with many turns within the original context, and divide those with few. In
-    between they interpolate linearly by the number of turns (`llama3`) or by f (`yarn`). All but the fastest
-    `rope_share` of the frequencies are 0.
+    `linear` divides all frequencies by `rope_scaling_factor`. `llama3` and `yarn` divide only those with few turns
+    within the original context, and keep those with many. In between they interpolate, linearly in the number of turns
+    (`llama3`) or in f (`yarn`). Only the fraction `rope_share` of the frequencies, the highest, is not 0.
     """
     f = torch.arange(head_dim // 2)
     frequencies = (f < int(config.rope_share * head_dim // 2)) / config.rope_theta ** (2 * f.float() / head_dim)
@@ -58,7 +61,7 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        # turns = turns[0] * theta^(-2f/D), solved for f.
+        # Solve turns = turns[0] * theta^(-2f/D) for f, where turns is beta_fast or beta_slow.
         first, last = (
             (turns[0] / beta).log() / math.log(config.rope_theta) * head_dim / 2
             for beta in (config.rope_beta_fast, config.rope_beta_slow)
@@ -71,30 +74,33 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
 
 
 def attention_factor(config: ReferenceConfig) -> float:
-    """Return the factor of rotated queries and keys: 1, except with `yarn`."""
+    """Return the factor that multiplies rotated queries and keys: 1, except with `yarn`."""
     if config.rope_scaling_type != "yarn":
         return 1.0
     return config.rope_attention_factor or 0.1 * math.log(max(config.rope_scaling_factor, 1)) + 1
 
 
 def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return exp(i s theta_f) as [cos | sin] (..., D) for positions (...): float32 for integers, else their dtype."""
+    """Return exp(i p theta_f) for positions p (...) as (..., D): F cosines, then F sines.
+
+    The result has the dtype of floating-point positions, and is float32 for integers.
+    """
     positions = positions if positions.is_floating_point() else positions.float()
     angles = positions[..., None] * frequencies.to(positions.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
-    """Multiply x (..., D), whose pairs (j, j + F) are complex numbers, by the position state z (..., D)."""
+    """Multiply x (..., D) by the position state z (..., D); elements j and j + F of each are one complex number."""
     x_re, x_im = x.chunk(2, dim=-1)
     z_re, z_im = z.chunk(2, dim=-1)
     return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)
 
 
 def attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-    """Compute causal softmax attention (B, S, H, E), where the queries are the last S of T tokens.
+    """Compute causal softmax attention (B, S, H, E). The queries belong to the last S of T tokens.
 
-    If `documents_BT` numbers the documents of a pack, tokens attend only within their document.
+    Tokens attend only to tokens with the same number in `documents_BT`, for packed documents.
     """
     B, S, H, D = q_BSHD.shape
     T = k_BTGD.shape[1]
@@ -116,18 +122,20 @@ def forward(
 ) -> dict[str, Tensor | list[Tensor]]:
     """Run the decoder on token ids (B, S).
 
-    `weights` has the names of Hugging Face's Llama and, in TAPE layers, `model.layers.N.position.token_mixing.weight`
-    A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G) and `.down_proj.weight` W_down (G, P). A layer
-    without these leaves the position state unchanged, so a model without any of them is RoPE. Biases of q, k and v
+    `weights` has the names of Hugging Face's Llama. A layer N that updates the position state also has the matrices
+    `model.layers.N.position.token_mixing.weight` A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G)
+    and `.down_proj.weight` W_down (G, P). A model without them in any layer is RoPE. Biases of q, k and v
     (`self_attn.q_proj.bias`), norms of each head's q and k (`self_attn.q_norm.weight`) and a gate of attention's output
     (`self_attn.gate_proj.weight`) are applied if present.
 
-    With `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups, `positions` are ignored. The
-    position of a token is then the sum of 2 sigmoid(w_g . y), or of 1 + w_g . y with signed increments, over the tokens
-    up to it, where y is the first layer's normalised input.
+    If the weights contain `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups, positions are
+    learned and `positions` is ignored. Each token then adds an increment to the position: 2 sigmoid(w_g . y), or
+    1 + w_g . y if they are signed, where y is the first layer's normalized input.
 
-    Returns `logits` (B, S, V) and, for each layer, the resulting `hidden_states` (B, S, C) and `position_states`
-    (B, S, G, D).
+    `positions` (S,) or (B, S) default to 0, 1, ...; see `attend` for `documents` (B, S).
+
+    Returns `logits` (B, S, V) and, for each layer, the `hidden_states` (B, S, C) and `position_states` (B, S, G, D)
+    that it passes to the next layer.
     """
     B, S = input_ids.shape
     H, G = config.num_attention_heads, config.num_query_groups
@@ -188,6 +196,7 @@ def forward(
     return {"logits": logits, "hidden_states": hidden_states, "position_states": position_states}
 
 
+# Names of FIRE's parameters in the TAPE authors' released code, and here.
 _RELEASED_FIRE = {
     "c": "log_scale",
     "L_multiplier": "threshold_scale",
@@ -201,8 +210,8 @@ def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights of the TAPE authors' released code to the names of `forward`.
 
     The released code applies `post_attention_linear` W as `einsum('bqnd,qe->bqnd')`. This scales each head by the sum
-    of its row of W, which equals A = diag(W 1) exactly. FIRE's `init_L` is dropped, since it is a setting here, and so
-    is the output bias of its MLP, which softmax cancels.
+    of its row of W, exactly as A = diag(W 1) does. Two parameters of FIRE are dropped: `init_L`, which is a setting
+    here, and the output bias of its MLP, which has no effect after softmax.
     """
     renamed = {}
     for name, value in weights.items():
@@ -213,9 +222,9 @@ def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif ".pe." in name:
             renamed[name.replace(".pe.", ".position.")] = value
         elif ".rotary_emb." in name:
-            prefix, own = name.split("self_attn.rotary_emb.")
-            value = value if own == "mlp.2.weight" else value.reshape(-1)
-            renamed[f"{prefix}position.{_RELEASED_FIRE[own]}.weight"] = value
+            prefix, fire_name = name.split("self_attn.rotary_emb.")
+            value = value if fire_name == "mlp.2.weight" else value.reshape(-1)
+            renamed[f"{prefix}position.{_RELEASED_FIRE[fire_name]}.weight"] = value
         else:
             renamed[name.replace("self_attn.relative_attention_bias.", "position.table.")] = value
     return renamed

@@ -1,4 +1,7 @@
-"""Shapes of a model's parameters and their tensor-parallel sharding, from the settings alone. Imports no torch."""
+"""Shapes of a model's parameters and their tensor-parallel sharding, from the settings alone. Imports no torch.
+
+A whole parameter is an unsharded one. Axes: C hidden size, H query heads, G key/value groups, D head dimension.
+"""
 
 from math import prod
 from typing import NamedTuple
@@ -9,39 +12,40 @@ from megatron_tape.position import encoding_of
 
 
 class ParameterShape(NamedTuple):
-    """The shape of one parameter."""
+    """The shape of one parameter, and how tensor parallelism shards it."""
 
     whole: tuple[int, ...]
     """The shape before sharding."""
     cut: int | None = None
-    """The axis that tensor parallelism shards; None if every rank holds the whole parameter."""
+    """The axis that tensor parallelism shards; None if every rank has the whole parameter."""
 
     def elements(self, tensor_size: int = 1) -> int:
-        """Return the number of elements that one of `tensor_size` tensor-parallel ranks holds."""
+        """Return the number of elements of the parameter on one of `tensor_size` tensor-parallel ranks."""
         return prod(self.whole) // (1 if self.cut is None else tensor_size)
 
 
 class Factor(NamedTuple):
-    """One of the two matrices of a LoRA layer."""
+    """A or B, one of the two matrices of a LoRA layer."""
 
     target: str
     """The adapted projection: q, k, v or o."""
     side: str
-    """A, which maps the projection's input to `lora_rank` elements, or B, which maps these to its output."""
+    """A, which maps the projection's input to `lora_rank` elements, or B, which maps these to the output."""
     shape: tuple[int, int]
+    """The shape before sharding."""
     cut: int | None
-    """The axis that tensor parallelism shards, as in the projection; None if every rank holds the whole factor."""
+    """The axis that tensor parallelism shards; None if every rank has the whole matrix."""
 
 
 def lora_widths(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input and output size of each projection that LoRA can adapt."""
+    """Return the input and output sizes of the projections q, k, v and o, which LoRA can adapt."""
     C, D = model.hidden_size, model.head_dim
     heads, groups = model.num_attention_heads * D, model.query_groups * D
     return {"q": (C, heads), "k": (C, groups), "v": (C, groups), "o": (heads, C)}
 
 
 def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[str, Factor]:
-    """Return the LoRA factors of one layer by their names within it; empty without LoRA."""
+    """Return the LoRA factors of one layer by their Megatron names in the layer; empty if `extension` adds no LoRA."""
     if extension is None or not extension.adds_lora:
         return {}
     factors = {}
@@ -57,7 +61,7 @@ def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[
 
 
 def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, ParameterShape]:
-    """Return the shape of every `GPTModel` parameter by name, in layer order, LoRA's included if `extension` has it."""
+    """Return the shape of every `GPTModel` parameter by name, in layer order, with LoRA if `extension` adds it."""
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     encoding = encoding_of(model)
     qkv = (H + 2 * G) * D
@@ -81,22 +85,22 @@ def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> 
     shapes = {"embedding.word_embeddings.weight": ParameterShape((model.vocab_size, C), 0)}
     for index in range(model.num_layers):
         declared = encoding.parameters(index).items()
-        own = {f"{POSITION}{name}": ParameterShape(p.shape, p.head_axis) for name, p in declared}
-        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in (layer | own).items()}
+        position = {f"{POSITION}{name}": ParameterShape(p.shape, p.head_axis) for name, p in declared}
+        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in (layer | position).items()}
     shapes["decoder.final_layernorm.weight"] = ParameterShape((C,))
     output = {} if model.tie_embeddings else {"output_layer.weight": ParameterShape((model.vocab_size, C), 0)}
     return shapes | output
 
 
 def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every `GPTModel` parameter by name; see `cut_shapes`."""
+    """Return the unsharded shape of every `GPTModel` parameter by name; see `cut_shapes`."""
     return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
 
 
 def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
-    """Return whether this parameter is stored as the diagonal of a matrix in whole weights.
+    """Return whether this parameter is a vector that exports store as a diagonal matrix.
 
-    `layer` and `rest` are results of `split_layer`.
+    `layer` and `rest` are the first and last result of `split_layer`.
     """
     if not rest.startswith(POSITION):
         return False
@@ -105,7 +109,7 @@ def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
 
 
 def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every whole weight by Hugging Face's name, in layer order."""
+    """Return the shape of every weight of an exported model by Hugging Face's name, in layer order."""
     dim, groups = model.head_dim, model.query_groups
     rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -1,7 +1,8 @@
-"""Convert between whole weights with Hugging Face's Llama names and Megatron's sharded parameters (see `names`).
+"""Convert between Hugging Face's weights and Megatron's sharded parameters, by their names (see `model.names`).
 
-Whole weights have the names of `model.reference.forward`. Megatron fuses q, k and v (for each group: its queries, its
-key, its value) and the two halves of the gated MLP, and shards matrices over the tensor-parallel ranks.
+Hugging Face's weights are unsharded, and have the names of Llama that `model.reference.forward` uses. Megatron fuses q,
+k and v into one matrix (for each group: its queries, its key, its value), and the gate and up projections of the MLP
+into another. It shards matrices over the tensor-parallel ranks.
 """
 
 import re
@@ -19,11 +20,15 @@ _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])"
 
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    """Return the whole tensor of the `GPTModel` parameter `name`. Raises KeyError if `weights` lacks a part of it."""
+    """Return the unsharded `GPTModel` parameter `name` from Hugging Face's `weights`.
+
+    Raises KeyError if `weights` lacks one that is needed, and FileError if a matrix that Megatron stores as a vector is
+    not diagonal.
+    """
     layer, prefix, rest = split_layer(name)
     if match := FUSED.fullmatch(rest):
-        parts = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
-        return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
+        return torch.cat([weight.unflatten(0, (model.query_groups, -1)) for weight in qkv], dim=1).flatten(0, 1)
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(rest):
@@ -32,28 +37,28 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     if not is_diagonal(model, layer, rest):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
-        problem = "has nonzero elements off its diagonal, which the settings of the positional encoding do not allow"
-        raise FileError(whole_name(prefix, rest), problem, "with tape, set model.position.token_mixing to full")
+        problem = "has nonzero elements off its diagonal, which model.position.token_mixing: per_head cannot represent"
+        raise FileError(whole_name(prefix, rest), problem, "set model.position.token_mixing: full")
     return tensor.diag()
 
 
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the whole weights, by Hugging Face's names, of the unsharded `GPTModel` parameter `name`."""
+    """Return the Hugging Face weights by name that make up the unsharded `GPTModel` parameter `name`."""
     layer, prefix, rest = split_layer(name)
     if match := FUSED.fullmatch(rest):
         D, G = model.head_dim, model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
-        parts = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
-        return {f"{prefix}self_attn.{p}_proj.{match[1]}": part.flatten(0, 1) for p, part in zip("qkv", parts)}
+        qkv = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
+        return {f"{prefix}self_attn.{p}_proj.{match[1]}": weight.flatten(0, 1) for p, weight in zip("qkv", qkv)}
     if rest == "mlp.linear_fc1.weight":
-        return {f"{prefix}mlp.{p}_proj.weight": part for p, part in zip(("gate", "up"), tensor.chunk(2))}
+        return {f"{prefix}mlp.{p}_proj.weight": weight for p, weight in zip(("gate", "up"), tensor.chunk(2))}
     if match := _LORA.fullmatch(rest):
         return {lora_name(prefix, *match.groups()): tensor}
     return {whole_name(prefix, rest): tensor.diag() if is_diagonal(model, layer, rest) else tensor}
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
-    """Return the `GPTModel` names of LoRA's A and B by the Hugging Face name of the matrix that they adapt."""
+    """Return, for each adapted matrix by its Hugging Face name, the `GPTModel` names of its LoRA factors A and B."""
     pairs: dict[str, dict[str, str]] = {}
     for index in range(model.num_layers):
         for name, factor in lora_factors(model, extension).items():
@@ -68,7 +73,7 @@ def lora_name(prefix: str, target: str, side: str) -> str:
 
 
 def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
-    """Return tensor-parallel rank `rank`'s shard of `whole`, according to the attributes of `parameter`."""
+    """Return the shard of `whole` on tensor-parallel rank `rank` of `size`, by Megatron's attributes of `parameter`."""
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
     dim, stride = parameter.partition_dim, parameter.partition_stride
@@ -86,6 +91,6 @@ def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_weights(gpt: torch.nn.Module, weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> None:
-    """Load whole weights with Hugging Face's names into a `GPTModel` on tensor-parallel rank `rank` of `size`."""
+    """Load unsharded weights by Hugging Face's names into a `GPTModel` on tensor-parallel rank `rank` of `size`."""
     for name, parameter in gpt.named_parameters():
         parameter.copy_(shard(to_megatron(weights, name, model), parameter, rank, size))

@@ -121,7 +121,7 @@ def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
     assert not backend.verified_kernels(tape, layout, torch.bfloat16).loss
     assert "the loss runs in plain torch (rank 1, nodeB: liger-kernel is not installed)" in caplog.text
     answers["position update"] = "does not work here (position update)"
-    with pytest.raises(NodeError, match="needs the fused position update, which does not work here"):
+    with pytest.raises(NodeError, match="requires the fused position update, which does not work here"):
         backend.verified_kernels(tape, layout, torch.bfloat16)
     assert not backend.verified_kernels(tape, layout, torch.bfloat16, allow_slow=True).position_update
     named = small_model(position_encoding="tape", attention_backend="torch")

@@ -336,7 +336,8 @@ def test_the_automatic_backend_falls_back_to_torch_only_if_allowed(run, wrong_ke
     short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
     short += ("--model.hidden_size=128", "--model.num_layers=1", "--train.global_batch_size=1")
     assert run(*short) == 2
-    assert "fix that, or choose another; train.allow_slow_attention trains in plain torch" in capfd.readouterr().err
+    fix = "fix this, or choose another backend; to train with slower attention in plain torch, set"
+    assert f"{fix} train.allow_slow_attention: true" in capfd.readouterr().err
     assert run(*short, "--train.allow_slow_attention=true") == 0
     log = capfd.readouterr().err
     assert "WARNING: training continues with slower attention in plain torch: model.attention_backend is triton" in log
