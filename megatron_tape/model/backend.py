@@ -38,7 +38,7 @@ class _Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """The Triton kernels that a model uses instead of plain torch, apart from attention."""
+    """Whether a model uses Triton kernels instead of plain torch in each of these places."""
 
     position_update: bool = False
     swiglu: bool = False
@@ -108,15 +108,15 @@ def verified_backend(
         chosen = choice(model, dtype, device, shifted_sparse, packed, failed)
         problem = _why_slow(model, chosen, dtype, device)
         checked = chosen.backend in _COMPILED or (device.type == "cuda" and chosen.backend in LIBRARIES)
-        # Ranks on another kind of GPU may have chosen another backend, but must take part in the collective.
+        # All ranks must enter `first_on_node`, also those whose GPU model led to a backend that needs no check.
         inexact = None
         if layout.any_rank(checked):
             with layout.first_on_node():
-                # Shifted sparse attention calls kernels as packed documents do.
+                # Shifted sparse attention passes its segments to the kernels as packed documents.
                 if checked:
                     inexact = backend_fails(chosen.backend, shapes, dtype, device, packed or shifted_sparse)
         problem = problem if inexact is None else f"is {chosen.backend}, which {inexact}"
-        # The rows after a slow backend are even slower.
+        # All backends that follow a slow one in the table are even slower.
         replaceable = auto and chosen.backend in LIBRARIES and not chosen.slow
         failure = None
         if problem is not None:
@@ -199,7 +199,7 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
             why = f"triton {triton}" if triton else first_failure(check(), dtype, device)
         failure = None if why is None else _Failure(node_name(), layout.rank, why, inexact=None if triton else name)
         failures = [failure for failure in layout.gather(failure) if failure is not None]
-        # All ranks must come to the same decision.
+        # Decide from the failures of all ranks, so that all ranks decide the same.
         problem = "requires the fused position update, which {}"
         inexact = [failure._replace(problem=problem.format(failure.problem)) for failure in failures if failure.inexact]
         if inexact and name == "position_update" and required:

@@ -3,8 +3,7 @@
 Each element depends only on the seed, the parameter's name and the element's index in the unsharded tensor (see
 `ops.philox`). A rank therefore draws only its own shard.
 
-Functions that address a part of a parameter treat it as a matrix: the last axis are the columns, and all other axes are
-flattened into rows.
+Rows and columns of a parameter are those of a matrix: columns are the last axis, rows all other axes, flattened.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -51,9 +50,9 @@ class Initialization:
 def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initialization]:
     """Return the initialization of every `GPTModel` parameter by name, with LoRA layers if `extension` adds them.
 
-    Matrices and embeddings are normal with standard deviation `model.init_std`. Matrices that write to the residual
-    stream are divided by sqrt(2 L) in a model of L layers. LoRA's A is uniform up to 1 / sqrt(input size), as in peft,
-    and LoRA's B is zero. Norms are 1, biases 0. The positional encoding declares the values of its own parameters.
+    Matrices and embeddings are normal with standard deviation `model.init_std`, divided by sqrt(2 L) for matrices that
+    write to the residual stream of L layers. LoRA's A is uniform up to 1 / sqrt(input size), as in peft, and LoRA's B
+    is 0. Norms are 1, biases 0. The positional encoding declares the values of its own parameters.
     """
     encoding, factors = encoding_of(model), {} if extension is None else lora_factors(model, extension)
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")

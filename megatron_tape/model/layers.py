@@ -268,7 +268,7 @@ class PositionTransformerLayer(TransformerLayer):
         packed_seq_params: Shared,
         **_,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the next layer's hidden states (s, B, C) and position state, or both packed and None."""
+        """Return the next layer's hidden states (s, B, C) and position state; with `packs`, one tensor and None."""
         normed = self.input_layernorm(hidden_states)
         context, positions = self.position.enter(context, normed)
         attention_output, bias, averaged = self.self_attention(normed, positions, packed_seq_params)

@@ -256,7 +256,7 @@ def plot_position_states(position_states: Sequence[Tensor], tokens: Sequence[str
     figure, axes = plt.subplots(figsize=(min(12.0, 3 + 0.2 * columns), 1.6 + 0.25 * rows), layout="constrained")
     image = axes.imshow(distances, aspect="auto", vmin=0, interpolation="none")
     axes.set_xlabel("token")
-    axes.set_ylabel("layer that reads the state")
+    axes.set_ylabel("layer")
     axes.set_yticks(range(rows), range(1, rows + 1))
     if tokens is not None:
         axes.set_xticks(range(columns), tokens, rotation=0 if max(map(len, tokens)) == 1 else 90)
