@@ -1,4 +1,4 @@
-"""The section `evaluation`: tasks that run during training. pretrain.evaluate has the same settings."""
+"""The section `evaluation`: tasks that run during training. `pretrain.evaluate TASK` has the same settings."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -9,86 +9,88 @@ from megatron_tape.config.values import Count, PathText
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 BelowMillion = Annotated[int, Field(ge=1, lt=10**6)]
-"""Digits and samples of sums; below a million, so that every sum has an index of its own."""
+"""Digits or samples of the addition task. The limit makes the index of a sum, which combines three of them, unique."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSettings:
-    """Settings of tasks that measure the losses of documents' tokens."""
+    """Settings of tasks that compute the loss of each token of a set of documents."""
 
     data: dict[str, PathText] | PathText
-    """Documents, as a path or a mapping name: path. A path is a file of JSON lines, text or parquet (as for
-    tools/preprocess_data.py, also .gz and .zst), the prefix of an indexed dataset, or a .bin file of uint16 token ids,
-    which counts as one document. Token ids must be those of the model's tokenizer."""
+    """Documents to evaluate: one path, or a mapping name: path. A path is a file of JSON lines or text (also .gz and
+    .zst), a parquet file, an indexed dataset (without .idx and .bin), or a .bin file of uint16 token ids, which is one
+    document. Token ids must be those of the model's tokenizer."""
     text_key: str = "text"
-    """Key of the text in JSON lines, or its column in parquet."""
+    """Key of the text in JSON lines, and its column in parquet files."""
     split: str | None = None
-    """Fractions of an indexed dataset's documents for training, validation and test, such as 969,30,1 (see data.split).
-    Only validation documents are used. Default: all documents."""
+    """Evaluate only the validation documents of indexed datasets, for a division such as 969,30,1 (see data.split).
+    Default: evaluate all documents."""
     lengths: list[int] | None = None
     """Context lengths in tokens, including a beginning-of-sequence token if the model's tokenizer adds one. Default:
     the training length, half of it and a quarter of it."""
     documents: Count | None = None
-    """Maximum number of documents per name; the first ones that are long enough are used. Default: 50."""
+    """Maximum number of documents per path. The first ones that are long enough are evaluated. Default: 50."""
     stride: Count = 256
-    """Number of tokens scored at the end of each window; fewer where a token would have less than three quarters of the
-    context."""
+    """Number of tokens that are scored at the end of each window. At short lengths, fewer tokens are scored per window,
+    so that every scored token has at least three quarters of the context."""
     windows: Count | None = None
-    """Maximum number of scored tokens per document, as a multiple of stride. Default: 8."""
+    """Maximum number of scored tokens per document, divided by stride. Default: 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(DocumentSettings):
-    """Losses of documents' tokens by context length."""
+    """Perplexity of documents at several context lengths."""
 
     protocol: Literal["documents", "longlora"] = "documents"
-    """documents scores the same tokens at every length, each token once and within its document. longlora reproduces
-    the tables of the LongLoRA and TAPE papers; a note in the results explains its flaws. With longlora, stride is the
-    distance between windows, windows is their number, and documents and windows default to all."""
+    """How tokens are scored. documents scores the same tokens at every length, each token once and within its document.
+    longlora reproduces the tables of the LongLoRA and TAPE papers; a note in the results explains its flaws. With
+    longlora, stride is the distance between the starts of windows, windows is their maximum number per path, and all
+    documents and windows are evaluated by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextGainSettings(DocumentSettings):
-    """The reduction of tokens' losses by longer contexts."""
+    """Reduction of the loss by longer contexts, on all tokens and on key tokens. As in LongPPL (Fang et al., 2025), key
+    tokens are those that alpha and beta select."""
 
     short: int | None = None
-    """Tokens of the short context, with which longer contexts are compared. Default: an eighth of the longest
+    """Length in tokens of the short context, the baseline for longer contexts. Default: an eighth of the longest
     context."""
     alpha: float = 2.0
-    """Key tokens: minimum reduction of the loss from the short to the longest context, in nats."""
+    """A key token's loss is lower by more than this, in nats, with the longest context than with the short one."""
     beta: float = -2.0
-    """Key tokens: minimum log-probability in the longest context."""
+    """A key token's log-probability, in nats, is above this with the longest context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdditionSettings:
-    """Exact match of sums for every pair of operand lengths."""
+    """Fraction of sums that are computed without an error, for every pair of operand lengths."""
 
     digits: BelowMillion = 40
-    """Maximum number of digits of operands in training."""
+    """Maximum number of digits of an operand in training."""
     longest: BelowMillion | None = None
-    """Maximum number of digits of tested operands. Default: twice digits."""
+    """Maximum number of digits of a tested operand. Default: twice digits."""
     step: Count = 1
-    """Step between tested operand lengths: 10 tests 10, 20, 30 and so on."""
+    """Step between tested operand lengths. 10 tests operands of 10, 20, 30, ... digits."""
     hints: int = 0
-    """Number of index hints, as in training; 0 disables them."""
+    """Number of index hints, as in training. 0 disables them."""
     samples: BelowMillion = 100
-    """Sums per pair of lengths."""
+    """Number of sums per pair of operand lengths."""
     seed: Seed = 0
-    """Seed of the sums. They are drawn independently of those of training; both share sums only where operands are so
-    short that few different sums exist."""
+    """Seed of the sums. They are drawn independently of the training data, which contains the same sums only where
+    operands are so short that few different sums exist."""
     batch_size: Count = 100
     """Sums per batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSettings:
-    """Settings of tasks with variants."""
+    """Settings of tasks that evaluate several variants of a synthetic task, such as longer sequences."""
 
     samples: Count = 1000
-    """Sequences per variant."""
+    """Number of sequences per variant."""
     seed: Seed = 0
-    """Seed of the sequences, which differ from those of training."""
+    """Seed of the sequences. They are drawn independently of the training data."""
     batch_size: Count = 50
     """Sequences per batch."""
 
@@ -102,15 +104,15 @@ class SelectiveCopySettings(VariantSettings):
     symbols: int = 16
     """Number of different symbols, as in training."""
     blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
-    """Number of blanks by variant; models train on the first variant."""
+    """Variants: a mapping from names to numbers of blanks in a sequence. The first must be as in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridNavigationSettings(VariantSettings):
-    """Accuracy of predicting the objects in cells that were visited before."""
+    """Accuracy of predicting the content of grid cells that were visited before."""
 
     dimensions: int = 2
-    """1 for a ring of cells, 2 for a torus, as in training."""
+    """Dimensions of the grid, as in training: 1 for a ring of cells, 2 for a torus."""
     objects: int = 16
     """Number of different objects, as in training."""
     longest_run: int | None = None
@@ -118,19 +120,20 @@ class GridNavigationSettings(VariantSettings):
     variants: dict[str, list[float]] = field(
         default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
     )
-    """Steps, width and fraction of blank cells by variant; the first variant is that of training."""
+    """Variants: a mapping from names to [steps, width, blank_probability], the number of steps of a walk, the number of
+    cells along each dimension and the fraction of empty cells. The first must be as in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings(VariantSettings):
-    """Accuracy of recalling the values of keys."""
+    """Accuracy of recalling the values of keys from key-value pairs at the beginning of the sequence."""
 
     keys: int = 128
-    """Number of different keys, and of different values, as in training."""
+    """Number of different keys, which is also the number of different values, as in training."""
     tokens_per_pair: int = 16
-    """Tokens of a sequence per key-value pair, as in training."""
+    """Length of a sequence divided by its number of key-value pairs, as in training."""
     lengths: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
-    """Sequence lengths in tokens; each is a variant."""
+    """Sequence lengths in tokens. Each length is a variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +144,18 @@ class EvaluationConfig:
     every: Count = 1000
     """Steps between evaluations. The tasks also run after the last step."""
     perplexity: PerplexitySettings | None = None
-    """Perplexity by context length."""
+    """Perplexity of documents at several context lengths. Disabled by default, as are all other tasks."""
     context_gain: ContextGainSettings | None = None
-    """Reduction of tokens' losses by longer contexts."""
+    """Reduction of the loss by longer contexts."""
     addition: AdditionSettings | None = None
-    """Exact match of sums by operand length."""
+    """Fraction of sums that are computed without an error, by operand length."""
     selective_copy: SelectiveCopySettings | None = None
     """Accuracy of copying symbols that are separated by blanks."""
     grid_navigation: GridNavigationSettings | None = None
-    """Accuracy of predicting the objects in visited grid cells."""
+    """Accuracy of predicting the content of grid cells that were visited before."""
     recall: RecallSettings | None = None
     """Accuracy of recalling the values of keys."""
 
-    def given(self) -> dict[str, Any]:
-        """Return the settings of the enabled tasks by task name."""
+    def enabled_tasks(self) -> dict[str, Any]:
+        """Return the settings of each enabled task, such as `PerplexitySettings`, by the name of the task."""
         return {name: value for name, value in vars(self).items() if name != "every" and value is not None}

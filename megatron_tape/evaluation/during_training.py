@@ -14,7 +14,8 @@ from megatron_tape.evaluation.tasks import TASKS
 
 def build_tasks(config: RunConfig) -> dict[str, Task]:
     """Return the tasks of `evaluation` by name."""
-    return {name: TASKS[name](given, section=f"evaluation.{name}") for name, given in config.evaluation.given().items()}
+    tasks = config.evaluation.enabled_tasks().items()
+    return {name: TASKS[name](settings, section=f"evaluation.{name}") for name, settings in tasks}
 
 
 def check_tasks(config: RunConfig) -> None:

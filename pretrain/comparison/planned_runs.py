@@ -256,7 +256,7 @@ def _runs_of(
 ) -> list[PlannedRun]:
     """Check a variant and return its runs."""
     runs = []
-    without = [text for task in base.evaluation.given() for text in (f"--evaluation.{task}", "null")]
+    without = [text for task in base.evaluation.enabled_tasks() for text in (f"--evaluation.{task}", "null")]
     for seed in seeds:
         directory = Path(base.logging.directory) / variant.directory / f"seed-{seed}"
         own = [*without, *variant.arguments, "--train.seed", str(seed), "--logging.directory", str(directory)]
@@ -279,7 +279,7 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
     """Return the tasks as arguments of pretrain.evaluate, or None without tasks."""
     if options.evaluation is not None:
         return ["--config", options.evaluation, *["--trust-remote-code"] * options.trust_remote_code]
-    given = base.evaluation.given()
+    given = base.evaluation.enabled_tasks()
     if not given and (trained := getattr(base.data.generator, "task", None)) is not None:
         problem = f"is not set, but {options.recipe} trains on {trained}, which only a task evaluates"
         fix = f"add evaluation: {{{trained}: {{...}}}} to it, or give --evaluation FILE"

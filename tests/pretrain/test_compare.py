@@ -211,7 +211,7 @@ def test_tasks_may_come_from_a_file(recipe, tmp_path):
     assert [task.settings.blanks for task in plan.tasks] == [{"far": 7}]
     assert plan.runs[0].evaluation[:2] == ["--config", str(file)]
     # What the recipe would evaluate during the training is left out of it.
-    assert all(run.config.evaluation.given() == {} for run in plan.runs)
+    assert all(run.config.evaluation.enabled_tasks() == {} for run in plan.runs)
 
 
 def test_lm_eval_tasks_in_the_users_files_need_trust_remote_code(recipe, tmp_path):
