@@ -1,4 +1,7 @@
-"""The section `data`: training and validation data."""
+"""The section `data`: settings of the training and validation data.
+
+A prefix is the path of a dataset without `.idx` and `.bin`, as in Megatron.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,8 +15,9 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.synthetic import Addition, GridNavigation, Recall, SelectiveCopy
 
 SAMPLE_SOURCES = ("generator", "examples")
-"""Keys of `data` with samples from `data.samples`, which have a loss mask."""
+"""Data sources that `megatron_tape.data.samples` reads. Their samples have a loss mask."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
+"""The settings in `data` that select a data source. A run sets exactly one of them."""
 INPUT = "{input}"
 """Placeholder of the input in a template."""
 TEMPLATE = INPUT + "\n\nAnswer:"
@@ -21,101 +25,105 @@ TEMPLATE = INPUT + "\n\nAnswer:"
 
 @dataclass(frozen=True, kw_only=True)
 class StageSettings:
-    """A stage of the training data, after data.prefix."""
+    """A later stage of training, which reads other datasets than data.prefix."""
 
     prefix: Prefixes
-    """Datasets, as in data.prefix."""
+    """Datasets of this stage, in the format of data.prefix."""
     share: Annotated[float, Field(gt=0, lt=1)]
-    """Fraction of the run's training tokens."""
+    """Fraction of the run's training tokens in this stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSettings:
-    """Train on examples with inputs and targets instead of a dataset. They are shuffled anew in every epoch."""
+    """Train on pairs of an input and a target. The pairs are shuffled again in every epoch."""
 
     path: PathText
-    """Uncompressed JSON lines with the keys `input` and either `output` or `target`. The end-of-document token is
-    appended to targets."""
+    """Training examples: an uncompressed file of JSON lines with the keys `input` and either `output` or `target`. The
+    end-of-document token is appended to each target."""
     validation: PathText | None = None
-    """The same for validation. Required to compute the validation loss."""
+    """Validation examples, in the same format. Required to compute the validation loss."""
     template: str = TEMPLATE
-    """Prompt before the target. {input} is replaced by the input, which is truncated at its end if it is too long."""
+    """Prompt before the target. {input} is replaced by the input. The end of an input that is too long is cut off."""
     target_tokens: Count = 200
-    """Maximum number of tokens of a target; longer targets are truncated."""
+    """Maximum number of tokens of a target. Longer targets are truncated."""
     bos: bool = False
     """Start every sequence with the tokenizer's beginning-of-sequence token, as Llama does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongDocumentSettings:
-    """Draw a fraction of the training tokens from long documents. Sequences start at the beginning of a long document
-    where possible. Requires reset_attention_mask. Validation data is not affected. Datasets keep their weights, both
-    among long and among other documents; a dataset without enough documents of one group is excluded from that
-    group."""
+    """Draw a fixed fraction of the training tokens from long documents. Where possible, a sequence starts at the
+    beginning of a long document. Requires reset_attention_mask. Validation data is not affected. The weights of
+    data.prefix apply among the long documents and, separately, among all other documents. A dataset with less than one
+    sequence of either group is excluded from that group."""
 
     minimum: Count
-    """Minimum number of tokens of a long document."""
+    """Number of tokens from which a document is long."""
     share: Annotated[float, Field(gt=0, le=1)]
-    """Fraction of the training tokens that comes from long documents."""
+    """Fraction of the training tokens that is drawn from long documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Training and validation data: Megatron's indexed datasets (prefix), a synthetic task (generator) or examples."""
+    """Training and validation data: Megatron's indexed datasets (prefix), a synthetic task (generator) or pairs of
+    inputs and targets (examples). Set exactly one of the three."""
 
     prefix: Prefixes | None = None
-    """Dataset path without .idx/.bin, a list of them, or a mapping prefix: weight. A pattern such as data/web-* selects
-    the datasets that match when the run starts, and divides its weight among them by their tokens. A dataset is
-    excluded, with a warning, from splits in which it has less than one sequence."""
+    """Indexed datasets: a path without .idx and .bin, a list of paths, or a mapping path: weight. A pattern such as
+    data/web-* selects the datasets that match when the run starts. They share its weight in proportion to their tokens.
+    A dataset with less than one sequence in a split is excluded from that split, with a warning."""
     stages: list[StageSettings] | None = None
-    """Further stages of training data, such as [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] for the last 10 %
-    of the run's tokens. Validation data always comes from prefix."""
+    """Later stages of training, none by default. [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] trains on books
+    and math for the last 10 % of the run's tokens. Validation data always comes from data.prefix."""
     generator: Annotated[Addition | SelectiveCopy | GridNavigation | Recall, Field(discriminator="task")] | None = None
-    """Train on sequences of a synthetic task instead of a dataset. Samples do not repeat; each depends only on
-    train.seed and its index. Validation samples are drawn in the same way."""
+    """Train on sequences of a synthetic task instead of a dataset. Each sample depends only on train.seed and its
+    index, and no index is used twice. Validation samples are drawn in the same way."""
     examples: ExampleSettings | None = None
-    """Train on examples with inputs and targets instead of a dataset."""
+    """Train on pairs of an input and a target instead of a dataset."""
     loss_on: Literal["answers", "all"] = "answers"
-    """Tokens in the loss of generator or examples: the answers (targets) or all. The loss is their mean over the global
-    batch. Indexed datasets always use all tokens."""
+    """Tokens in the loss of generator and examples: only answers (the targets of examples), or all tokens. The loss is
+    the mean over these tokens of the global batch. With indexed datasets, the loss always includes all tokens."""
     split: str = "969,30,1"
-    """Fractions of the documents for training, validation and test."""
+    """Division of the documents of prefix into training, validation and test documents: three relative sizes."""
     tokenizer: PathText | None = None
-    """Tokenizer of the data. Required to sample text and to find the ends of documents."""
+    """Tokenizer that the data was made with. Required for sampled text, reset_attention_mask and examples."""
     reset_attention_mask: bool = False
-    """Do not attend across the boundaries of packed documents."""
+    """Do not attend from one document to another where a sequence contains several. Requires tokenizer."""
     long_documents: LongDocumentSettings | None = None
     """Draw a fraction of the training tokens from long documents. Disabled by default."""
     allow_changed: bool = False
-    """Continue a run even if its data files have changed since its checkpoint was saved."""
+    """Continue a run whose data files have changed since its checkpoint was saved. By default, this is an error."""
     num_workers: NotNegativeInt = 0
-    """Number of processes that load training data; 0 loads it in the training process. Validation data is always loaded
-    in the training process."""
+    """Number of worker processes that load training data, per training process. 0 loads it in the training process.
+    Validation data is always loaded in the training process."""
     cache_directory: PathText | None = None
     """Directory in which Megatron's index maps and the results of data checks are cached between runs. Default:
     index_cache in the directory of the first dataset."""
 
     @property
     def source(self) -> str:
-        """The key of the configured data source. Raises ConfigError unless exactly one is set."""
-        given = [key for key in DATA_SOURCES if getattr(self, key) is not None]
-        if len(given) != 1:
-            keys = tuple(f"data.{key}" for key in given)
-            refuse(bool(given), keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them")
-            instead = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
-            raise ConfigError("data.prefix", "must be set", f"set it, or {instead} instead")
-        return given[0]
+        """The data source of the run: one of `DATA_SOURCES`. Raises ConfigError unless exactly one is set."""
+        configured = [key for key in DATA_SOURCES if getattr(self, key) is not None]
+        if len(configured) != 1:
+            keys = tuple(f"data.{key}" for key in configured)
+            refuse(bool(keys), keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them")
+            alternatives = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
+            raise ConfigError("data.prefix", "must be set", f"set it, or {alternatives} instead")
+        return configured[0]
 
     @property
     def resolved_cache_directory(self) -> str | None:
-        """Directory of the index maps; None without indexed datasets."""
+        """`cache_directory` with its default resolved. None if neither it nor `prefix` is set."""
         if self.cache_directory is not None or self.prefix is None:
             return self.cache_directory
         return str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
 
 
 def blend(prefix: dict[str, float] | list[str] | str | None) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes in `data.prefix` and their weights; None weighs datasets by size."""
+    """Return the paths in a value of `data.prefix`, and their weights.
+
+    The weights are None if the value has none; datasets are then weighted by their numbers of tokens.
+    """
     if prefix is None:
         return [], None
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
@@ -140,6 +148,6 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 
 def check_template(template: str, name: str) -> None:
-    """Raise ConfigError for the setting `name` unless its template contains the input exactly once."""
+    """Raise ConfigError for the setting `name` unless its value `template` contains `{input}` exactly once."""
     fix = f"include {INPUT} exactly once, such as {TEMPLATE!r}"
     refuse(template.count(INPUT) != 1, name, f"is {format_value(template)}", fix)

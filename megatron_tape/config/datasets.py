@@ -1,4 +1,7 @@
-"""Resolve patterns in `data.prefix` and `data.stages`, such as data/web-*, to datasets."""
+"""Replace patterns such as `data/web-*` in `data.prefix` and `data.stages` by the datasets that they match.
+
+A prefix is the path of a dataset without `.idx` and `.bin`, or such a pattern.
+"""
 
 import fnmatch
 import glob
@@ -10,43 +13,46 @@ from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
 
 _ENDINGS = (".bin", ".idx", ".bin.partial", ".idx.partial")
-"""Files of complete and incomplete datasets. Patterns match both, so that incomplete datasets raise an error."""
+"""Endings of the files of complete and of unfinished datasets. A pattern also matches unfinished datasets, so that the
+run refuses them instead of training without them."""
 _PART = re.compile(r"(.*-)[0-9]{5}(-of-([0-9]{5}))", re.DOTALL)
-"""The name of a dataset written by `tools/preprocess_data.py --part`."""
+"""Prefix of a dataset written by `tools/preprocess_data.py --part`, such as `web-00000-of-00008`."""
 
 
 def is_pattern(prefix: str) -> bool:
-    """Return whether a prefix contains wildcards."""
+    """Return whether a prefix contains a wildcard (`*`, `?` or `[`)."""
     return any(character in prefix for character in "*?[")
 
 
 def match_datasets(prefix: str) -> list[str]:
-    """Return the sorted prefixes of the datasets that a pattern matches, or the prefix itself if there are none.
+    """Return the sorted prefixes of the datasets that a pattern matches. Return [prefix] if nothing matches.
 
-    If it matches one part of a dataset in several parts, missing parts are included, so that they raise an error.
+    A prefix without wildcards, or one that is the literal name of a dataset, is returned as it is. If the pattern
+    matches some parts of a dataset that was preprocessed in parts, missing parts with a matching name are included, so
+    that the run refuses to start without them.
     """
     if not is_pattern(prefix) or any(os.path.exists(prefix + ending) for ending in _ENDINGS):
         return [prefix]
-    found = {path.removesuffix(end) for end in _ENDINGS for path in glob.glob(prefix + end, recursive=True)}
-    for begin, end, count in {part.groups() for part in map(_PART.fullmatch, found) if part}:
+    matches = {path.removesuffix(end) for end in _ENDINGS for path in glob.glob(prefix + end, recursive=True)}
+    for begin, end, count in {part.groups() for part in map(_PART.fullmatch, matches) if part}:
         parts = (f"{begin}{number:05}{end}" for number in range(int(count)))
-        found |= {part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), os.path.basename(prefix))}
-    return sorted(found) or [prefix]
+        matches |= {part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), os.path.basename(prefix))}
+    return sorted(matches) or [prefix]
 
 
 def resolve_patterns(prefix: dict[str, float] | list[str] | str | None) -> dict[str, float] | list[str] | str | None:
-    """Replace each pattern in a value of `data.prefix` by the datasets it matches.
+    """Replace each pattern in a value of `data.prefix` by the datasets that it matches.
 
-    The pattern's weight is divided among them in proportion to their tokens. A pattern without matches is kept.
+    If a pattern has a weight, the datasets share it in proportion to their sizes. A pattern without matches is kept.
     """
     prefixes, weights = blend(prefix)
-    found = [match_datasets(name) for name in prefixes]
-    if found == [[name] for name in prefixes]:
+    matches = [match_datasets(name) for name in prefixes]
+    if matches == [[name] for name in prefixes]:
         return prefix
     if weights is None:
-        return list(dict.fromkeys(name for names in found for name in names))
+        return list(dict.fromkeys(name for names in matches for name in names))
     result: dict[str, float] = {}
-    for names, weight in zip(found, weights):
+    for names, weight in zip(matches, weights):
         sizes = [os.path.getsize(f"{name}.bin") if os.path.isfile(f"{name}.bin") else 1 for name in names]
         for name, size in zip(names, sizes):
             result[name] = result.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
@@ -54,7 +60,10 @@ def resolve_patterns(prefix: dict[str, float] | list[str] | str | None) -> dict[
 
 
 def resolve_datasets(config: RunConfig) -> RunConfig:
-    """Return a configuration whose patterns are resolved, so that the run records and compares actual datasets."""
+    """Return the configuration with all patterns in `data.prefix` and `data.stages` replaced by datasets.
+
+    The run's saved settings then list its datasets, and a restart notices if they change.
+    """
     stages = config.data.stages and [
         replace(stage, prefix=resolve_patterns(stage.prefix)) for stage in config.data.stages
     ]

@@ -1,6 +1,9 @@
-"""The positional encodings by name. Exports include this module, which therefore imports nothing from the project."""
+"""The registry of positional encodings.
+
+Hugging Face exports contain a copy of this file, so it must not import other modules of the project.
+"""
 
 from typing import Any
 
 ENCODINGS: dict[str, Any] = {}
-"""Encoding classes, each with its `Settings`; `position.register` adds to them."""
+"""Subclasses of `PositionEncoding` by name. `position.register` adds an entry."""

@@ -1,8 +1,8 @@
 """All settings of a run, as nested dataclasses.
 
-A run reads `--config recipe.yaml` and `--section.key value`; later values override earlier ones, and an unknown key is
-an error. `checks.check` rejects invalid settings before process groups and parameters are created. This module does not
-import torch.
+A run reads `--config recipe.yaml` and `--section.key value`. Later values override earlier ones, and an unknown key is
+an error. `checks.check` rejects invalid settings before process groups and parameters are created. The text after a
+field is its description in `--help` and in the reference. This module does not import torch.
 """
 
 import difflib
@@ -23,35 +23,36 @@ from megatron_tape.errors import UserError
 from megatron_tape.io.strict_yaml import dump
 
 TRAINABLE = ("position", "lora", "embeddings", "output", "norms")
-"""Parameter kinds that `extension.trains` accepts."""
+"""Kinds of parameters that `extension.trains` can select."""
 LORA_TARGETS = ("q", "k", "v", "o")
+"""Projections of attention (query, key, value, output) that can have LoRA layers."""
 ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
 
 
 def _known_encoding(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), ENCODINGS, n=1)
-    meant = f"did you mean {close[0]}? There are" if close else "choose from"
+    suggestion = f"did you mean {close[0]}? Otherwise, choose from" if close else "choose from"
     if name not in ENCODINGS:
-        raise UserError(name, "is no encoding", f"{meant} {', '.join(ENCODINGS)}")
+        raise UserError(name, "is not a positional encoding", f"{suggestion} {', '.join(ENCODINGS)}")
     return name
 
 
-def _settings_of_encoding(given: Any, info: ValidationInfo) -> Any:
-    """Validate `given` as the settings of the chosen encoding; return it unchanged if the encoding is unknown."""
+def _settings_of_encoding(value: Any, info: ValidationInfo) -> Any:
+    """Validate `model.position` as settings of the encoding `model.position_encoding`; do nothing if it is unknown."""
     encoding = ENCODINGS.get(info.data.get("position_encoding")) if info.data else None
-    return given if encoding is None else validate_as(encoding.Settings, given)
+    return value if encoding is None else validate_as(encoding.Settings, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of the model, saved with every checkpoint."""
+    """The architecture of the model. It is saved with every checkpoint."""
 
     position_encoding: Annotated[str, AfterValidator(_known_encoding)] = "tape"
-    """Positional encoding: tape, rope, nope, or another name from docs/encodings.md."""
+    """Name of the positional encoding: tape, rope, nope, or another name from docs/encodings.md."""
     position: Annotated[Any, AfterValidator(_settings_of_encoding), Field(validate_default=True)] = field(
         default_factory=dict, metadata=chosen_by("position_encoding", ENCODINGS)
     )
-    """Settings of the positional encoding."""
+    """Settings of the positional encoding. Each encoding has its own."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
@@ -61,7 +62,7 @@ class ModelConfig:
     num_attention_heads: Annotated[int, Field(ge=1, le=2**16)]
     """Number of query heads (H)."""
     num_query_groups: Count | None = None
-    """Number of key/value heads (G) for grouped-query attention. Default: num_attention_heads."""
+    """Number of key/value heads (G) of grouped-query attention. Default: num_attention_heads."""
     kv_channels: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Width of one head (D). Default: hidden_size / num_attention_heads."""
     qkv_bias: bool = False
@@ -69,23 +70,23 @@ class ModelConfig:
     qk_norm: bool = False
     """Apply RMSNorm to each head's queries and keys before the rotation, as Qwen3 does."""
     attention_output_gate: bool = False
-    """Multiply the heads' outputs by sigmoid(W x), where x is the input of attention, before the output projection.
-    Qwen3-Next and the "Pro" models of the Forgetting Transformer do so."""
+    """Multiply the output of the heads by sigmoid(W x) before the output projection, where x is the input of attention
+    and W is learned. Qwen3-Next and the "Pro" models of the Forgetting Transformer do so."""
     layers_without_positions: Annotated[int, Field(ge=2, le=10_000)] | None = None
-    """Omit positions in every n-th layer: 4 omits them in layers 4, 8 and so on (counted from 1), as SmolLM3 does.
-    Default: all layers have positions."""
+    """Use no positional encoding in every n-th layer, as SmolLM3 does: 4 selects layers 4, 8, 12, ..., counted from 1.
+    Default: all layers use the positional encoding."""
     seq_length: Annotated[int, Field(ge=1, le=2**30)]
     """Tokens per training sequence (S)."""
     vocab_size: Annotated[int, Field(ge=1, le=2**28)]
-    """Rows of the embedding matrix: the tokenizer's vocabulary size, rounded up to a multiple of
+    """Number of rows of the embedding matrix: the tokenizer's vocabulary size, padded to a multiple of
     tensor_model_parallel_size."""
     unpadded_vocab_size: Count | None = None
-    """Rows of the embedding matrix that an export keeps. Default: the tokenizer's vocabulary size."""
+    """Vocabulary size of exports, which drop the padding. Default: the tokenizer's vocabulary size."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
-    """Implementation of attention: triton (this project's GPU kernels), tiled (PyTorch, optimized for CPUs), torch
-    (SDPA, one call for the values and one for the position state), torch_wide (one call of SDPA for both, with cuDNN),
-    flash_attn (version 2, 3 or 4), flex (FlexAttention) and fla (flash-linear-attention), which support biases and
-    forget gates on GPUs, or naive. auto chooses by device and model."""
+    """Implementation of attention. auto chooses by device and model. triton: this project's GPU kernels. tiled: PyTorch
+    code optimized for CPUs. torch: SDPA, one call for the values and one for the position state. torch_wide: one call
+    of SDPA for both, with cuDNN. flash_attn: FlashAttention 2, 3 or 4. flex (FlexAttention) and fla
+    (flash-linear-attention): biases and forget gates on GPUs. naive: the definition in plain PyTorch."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     tie_embeddings: bool = False
@@ -109,9 +110,9 @@ class OptimizerConfig:
     """The optimizer: AdamW, or Muon for matrices and AdamW for all other parameters."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon updates the matrices of attention and the MLP with orthogonalized Nesterov momentum (0.95), scaled so that
-    AdamW's learning rate and weight decay can be reused. AdamW updates embeddings, the output layer, norms, biases and
-    the positional encoding. muon does not support ZeRO 3."""
+    """Optimizer. muon updates the matrices of attention and the MLP with orthogonalized Nesterov momentum (0.95), and
+    uses AdamW for embeddings, the output layer, norms, biases and the positional encoding. Its updates are scaled so
+    that the learning rate and weight decay of AdamW can be reused. It does not support ZeRO 3."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
@@ -122,23 +123,23 @@ class OptimizerConfig:
     Weight decay pulls TAPE's matrices towards zero, where TAPE equals RoPE. Set weight_decay_of to {position: 0.0} to
     prevent this."""
     weight_decay_of: dict[str, NotNegative] = field(default_factory=dict)
-    """Weight decay per parameter kind (embeddings, output, attention, mlp, biases, norms, position, lora), which
-    replaces weight_decay and also applies to vectors. position selects all parameters of the positional encoding;
-    position.NAME, such as position.increments, selects one."""
+    """Weight decay by kind of parameter, such as {embeddings: 0.0}. It replaces weight_decay and also applies to
+    vectors. Kinds: embeddings, output, attention, mlp, biases, norms, position and lora. position selects all
+    parameters of the positional encoding; position.NAME, such as position.increments, selects one of them."""
     lr_scale_of: dict[str, NotNegative] = field(default_factory=dict)
-    """Learning rate multiplier per parameter kind, with the keys of weight_decay_of; 1 for all others. Weight decay is
-    proportional to the learning rate and scales with it."""
+    """Learning rate multiplier by kind of parameter, with the kinds of weight_decay_of. All other parameters have a
+    multiplier of 1. The multiplier also scales weight decay, which is proportional to the learning rate."""
     beta1: Decay = 0.9
-    """Decay rate of the gradient's moving average."""
+    """Decay rate of the moving average of gradients (AdamW)."""
     beta2: Decay = 0.95
-    """Decay rate of the squared gradient's moving average."""
+    """Decay rate of the moving average of squared gradients (AdamW)."""
     eps: Positive = 1e-8
-    """Term added to the denominator for numerical stability."""
+    """Term added to the denominator of AdamW's update for numerical stability."""
     clip_grad: NotNegative = 1.0
-    """Maximum global norm of the gradients; 0 disables clipping."""
+    """Maximum global norm of the gradients. Larger gradients are scaled down to it. 0 disables clipping."""
     z_loss: NotNegative = 0.0
-    """Coefficient of an auxiliary loss, the mean of log(sum(exp(logits)))^2, which keeps logits small; 1e-4 is common.
-    It is logged as train/z_loss and is not part of train/loss or validation/loss. 0 disables it."""
+    """Coefficient of an auxiliary loss, the mean of log(sum(exp(logits)))^2, which keeps logits small. 1e-4 is common;
+    0 disables it. The auxiliary loss is logged as train/z_loss and is not part of train/loss or validation/loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,35 +147,39 @@ class ScheduleConfig:
     """The learning rate schedule: a linear warm-up, then one of four shapes."""
 
     kind: Literal["cosine", "polynomial", "constant", "wsd"] = "cosine"
-    """Shape after the warm-up. wsd (warm-up, stable, decay) keeps the peak and decays linearly at the end."""
+    """Shape after the warm-up. cosine and polynomial decay until the last step. constant keeps the peak. wsd (warm-up,
+    stable, decay) keeps the peak and decays linearly at the end."""
     warmup_steps: NotNegativeInt = 0
-    """Steps over which the learning rate rises linearly to its peak."""
+    """Number of steps over which the learning rate rises linearly to its peak. 0 disables the warm-up."""
     decay_steps: Count | None = None
-    """Steps of wsd's final decay. Default: 10 % of train.steps."""
+    """Number of steps of the final decay of kind wsd. Default: 10 % of train.steps."""
     power: Positive = 1.0
-    """Exponent of the polynomial decay; 1 is linear."""
+    """Exponent of the decay of kind polynomial. 1 is a linear decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Model parallelism: how each model replica is divided over GPUs. The remaining GPUs are data parallel."""
+    """Model parallelism: how each model replica is divided over GPUs. The data-parallel size is the number of GPUs
+    divided by the number of GPUs of one replica."""
 
     tensor_model_parallel_size: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Number of GPUs over which each layer's matrices are sharded."""
     sequence_parallel: bool | None = None
-    """Also shard tokens outside attention and the MLP. Default: true if tensor_model_parallel_size > 1."""
+    """Shard the activations outside attention and the MLP by token over the tensor-parallel GPUs. Default: true if
+    tensor_model_parallel_size > 1."""
     context_parallel_size: Count = 1
-    """Number of groups of tensor_model_parallel_size GPUs over which each sequence is sharded, for long sequences. A
-    group computes a part of the tokens outside attention and a part of the heads inside it."""
+    """Number of groups of tensor_model_parallel_size GPUs over which each sequence is sharded, for long sequences. Each
+    group computes some of the tokens outside attention, and some of the heads inside attention."""
     pipeline_model_parallel_size: Count = 1
-    """Number of pipeline stages, which hold consecutive layers. For models on hundreds of GPUs that are too large for
-    tensor parallelism and ZeRO 1 alone."""
+    """Number of pipeline stages, each of which computes consecutive layers. Use it for models on hundreds of GPUs that
+    are too large for tensor parallelism and ZeRO 1 alone."""
     virtual_pipeline_size: Count = 1
-    """Number of model chunks (groups of consecutive layers) per pipeline stage. More chunks reduce the pipeline bubble
-    and send more data. Above 1, the micro-batches per step must be a multiple of pipeline_model_parallel_size."""
+    """Number of model chunks (groups of consecutive layers) per pipeline stage. More chunks shorten the pipeline bubble
+    but require more communication. Above 1, the number of micro-batches per step must be a multiple of
+    pipeline_model_parallel_size."""
     pipeline_layers: list[int] | None = None
     """Number of layers of each model chunk, from the first layer to the last. Default: equal numbers. The first stage
-    also computes the embedding, and the last one the loss."""
+    also computes the embedding, and the last stage the loss."""
 
     @property
     def ranks_per_stage(self) -> int:
@@ -183,17 +188,17 @@ class ParallelConfig:
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Number of GPUs that compute one sequence together, i.e. the size of one model replica."""
+        """Number of GPUs of one model replica, which compute a sequence together."""
         return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     def model_chunks(self, num_layers: int) -> list[range]:
-        """Return the layers (from 0) of each model chunk, in order; stage p of P holds chunks p, p + P, and so on."""
+        """Return the layers (from 0) of each model chunk, in order. Stage p of P holds chunks p, p + P, p + 2 P, ..."""
         count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
         numbers = self.pipeline_layers or [num_layers // count] * count
         return [range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))]
 
     def describe(self, processes: int) -> str:
-        """Describe the layout of `processes` processes, such as `2 tensor parallel x 4 data parallel`."""
+        """Describe the layout of a run on `processes` ranks, such as `2 tensor parallel x 4 data parallel`."""
         sizes = [
             (self.tensor_model_parallel_size, "tensor"),
             (self.context_parallel_size, "context"),
@@ -211,82 +216,79 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
-    """ZeRO over the data-parallel ranks."""
+    """DeepSpeed's ZeRO, which shards the training state over the data-parallel and context-parallel ranks."""
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 1
-    """ZeRO stage: shard the optimizer state (1), also gradients (2), also parameters (3). With one data-parallel rank,
-    nothing is sharded.
-
-    In bf16, all stages accumulate the gradients of micro-batches in fp32."""
+    """ZeRO stage. 1 shards the optimizer state, 2 also the gradients, 3 also the parameters. In bf16, all stages
+    accumulate the gradients of micro-batches in fp32."""
     communication_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which a bf16 run averages gradients over data-parallel ranks. bf16 halves the communication volume
-    but rounds the sums."""
+    """Precision in which gradients are averaged over ranks. bf16 halves the communication volume but rounds the sums;
+    it requires train.precision bf16."""
     overlap_comm: bool = True
-    """Overlap the averaging of gradients, and ZeRO 3's all-gathers, with computation. This does not change results. It
-    has not been run on a GPU."""
+    """Overlap gradient averaging and ZeRO 3's all-gathers with computation. Results do not change. Not tested on
+    GPUs."""
     reduce_bucket_size: Count = 500_000_000
-    """Elements of gradients per communication bucket. A smaller bucket takes less memory but sends more messages."""
+    """Number of gradient elements per communication bucket. Smaller buckets take less memory but need more messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and which one a run starts from."""
+    """When and how checkpoints are saved, and from which checkpoint a run starts."""
 
     directory: PathText | None = None
     """Directory of the checkpoints. Default: checkpoints in logging.directory."""
     interval: Count = 1000
-    """Steps between checkpoints. The last step is always saved. A failed save is not retried before the next
-    interval."""
+    """Steps between checkpoints; the last step is also saved. A failed save is only retried after the next interval."""
     keep: Count = 2
-    """Number of most recent checkpoints to keep."""
+    """Number of most recent checkpoints to keep. Older ones are deleted."""
     keep_every: Count | None = None
     """Also keep the checkpoints of steps divisible by this number, which must be a multiple of interval. Disabled by
-    default. A continued run without this setting deletes them at its next save."""
+    default. If the run continues without this setting, its next save deletes them."""
     asynchronous: bool = False
     """Write checkpoints in background threads while training continues. Each writer needs host memory for a copy of
-    its shard. Only one checkpoint is written at a time. The run waits for the last checkpoint, and for one saved on a
-    signal."""
+    the tensors that it writes. Only one checkpoint is written at a time. A run that finishes or is stopped by a signal
+    waits until its last checkpoint is written."""
     writers: Count | None = None
-    """Maximum number of processes that write tensors, each to a file of its own, balanced by size; at least one per
-    tensor-parallel rank. Default: one per GiB, at most 512."""
+    """Maximum number of processes that write tensors, each to its own file of about equal size. Must be at least
+    tensor_model_parallel_size * pipeline_model_parallel_size. Default: one per GiB, at most 512."""
     frozen: bool = True
-    """Also save frozen parameters, if only some parameters are trained (extension.trains, or a program as in
-    docs/extending.md). false saves the trained parameters and the path of the checkpoint that the run started from
-    (extension.from or resume). That checkpoint holds the others and must not be moved."""
+    """Also save frozen parameters if only some parameters are trained (extension.trains, or a program as in
+    docs/extending.md). false saves only the trained parameters and the path of the checkpoint that the run started
+    from (extension.from or resume). Frozen parameters are then loaded from that path, so it must stay available."""
     resume: PathText = "auto"
-    """auto continues from the newest complete checkpoint, if there is one. none starts a new run and requires a
-    directory without later checkpoints. Otherwise, the path of a checkpoint: that of another run provides the weights,
-    the step and the optimizer state to start from; restarts then continue from the run's own checkpoints."""
+    """auto continues from the newest complete checkpoint, or starts a new run if there is none. none always starts a
+    new run; it requires a directory without later checkpoints. A path of a checkpoint starts from its weights, step and
+    optimizer state. If it belongs to another run, restarts continue from this run's own checkpoints."""
 
     def milestones(self, steps: int) -> int:
-        """Return the number of checkpoints that `keep_every` keeps in a run of `steps` steps."""
+        """Return the number of checkpoints of a run of `steps` steps that `keep_every` protects from deletion."""
         return 0 if self.keep_every is None else steps // self.keep_every
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionConfig:
-    """Context extension: the base model and the parameters to train. Set its positions with model.position.rope_*."""
+    """Extension of a trained model to a longer context. Its RoPE is scaled by the settings model.position.rope_*."""
 
     from_: PathText | None = None
-    """The model to extend: a run, one of its checkpoints, or a model directory of transformers. The run starts at step
-    0 with its weights. Model settings that are not given are taken from this model."""
+    """The model to extend: the directory of a run, of a checkpoint or of a Hugging Face model. The run starts at step 0
+    with the weights of this model. Model settings that are not given are taken from it. Disabled by default."""
     trains: Annotated[list[Literal[*TRAINABLE, "all"]], Field(min_length=1)] = field(  # type: ignore[valid-type]
         default_factory=lambda: ["all"]
     )
-    """Parameters to train: all, or any of position (the positional encoding), lora (adds LoRA layers), embeddings
-    (input), output (the output layer, unless it shares the embedding's matrix) and norms."""
+    """Parameters to train; all others are frozen. all, or a list of position (the positional encoding), lora (adds LoRA
+    layers), embeddings (input), output (the output layer, unless it shares the embedding's matrix) and norms."""
     attention: Literal["full", "shifted_sparse"] = "full"
     """Attention pattern in training steps; evaluation always uses full attention. shifted_sparse is that of LongLoRA:
-    tokens attend within segments of a quarter of the sequence, and half of the heads shift the segments by half their
-    length. Attention stays causal. With model.attention_backend torch, it is slower than full attention."""
+    tokens attend causally within segments of a quarter of the sequence, and for half of the heads, segments are shifted
+    by half their length. With model.attention_backend torch, it is slower than full attention."""
     lora_rank: Count = 8
     """Rank of the LoRA layers."""
     lora_alpha: Positive = 16.0
-    """Scaling of LoRA layers: their output is multiplied by lora_alpha / lora_rank."""
+    """Scale of the LoRA layers. Their output is multiplied by lora_alpha / lora_rank."""
     lora_targets: Annotated[list[Literal[LORA_TARGETS]], Field(min_length=1)] = field(  # type: ignore[valid-type]
         default_factory=lambda: list(LORA_TARGETS)
     )
-    """Projections with LoRA layers: any of q, k, v and o."""
+    """Projections of attention with LoRA layers: any of q (query), k (key), v (value) and o (output)."""
 
     @property
     def adds_lora(self) -> bool:
@@ -304,29 +306,29 @@ class WandbSettings:
     """Log metrics to Weights & Biases. Requires the package wandb."""
 
     project: str
-    """Project of the run."""
+    """Name of the project in W&B."""
     entity: str | None = None
-    """User or team that owns the project. Default: that of the logged-in user."""
+    """User or team that owns the project. Default: the default entity of the logged-in user."""
     name: str | None = None
-    """Name of the run. Default: the name of logging.directory."""
+    """Name of the run in W&B. Default: the last part of logging.directory."""
     mode: Literal["online", "offline"] = "online"
-    """offline writes files that `wandb sync` uploads later."""
+    """online uploads metrics during the run. offline writes files for `wandb sync`, which uploads them later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Logging of metrics and samples."""
+    """Where and how often metrics and sampled text are logged."""
 
     directory: PathText | None = None
-    """Directory of metrics, TensorBoard files and the configuration. Default: runs/<name of the recipe>."""
+    """Directory of the run's metrics, settings and, by default, checkpoints. Default: runs/<name of the recipe>."""
     interval: Count = 10
-    """Steps between log entries."""
+    """Steps between rows of metrics."""
     sample_tokens: NotNegativeInt = 64
-    """Tokens of text to sample at every evaluation; 0 disables sampling."""
+    """Number of tokens of text to sample at every evaluation (train.eval_interval). 0 disables sampling."""
     sample_prompt: str = "The"
-    """Prompt of the sampled text."""
+    """Prompt that the sampled text continues."""
     tensorboard: bool = True
-    """Write TensorBoard files."""
+    """Write TensorBoard files to the subdirectory tensorboard of logging.directory."""
     wandb: WandbSettings | None = None
     """Log metrics to Weights & Biases. Disabled by default."""
 
@@ -349,14 +351,15 @@ class RunConfig:
 
     @property
     def default_checkpoint_directory(self) -> str:
-        """The default of `checkpoint.directory`."""
+        """Default of `checkpoint.directory`: `checkpoints` in `logging.directory`."""
         return f"{self.logging.directory}/checkpoints"
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """Return all settings as nested dictionaries, with the keys of recipes.
 
-    `checkpoint.directory` is None if it has its default value, so that it follows a changed `logging.directory`.
+    `checkpoint.directory` is None if it has its default value, so that a copy of these settings with another
+    `logging.directory` also has another checkpoint directory.
     """
     sections = as_dict(config)
     if config.checkpoint.directory == config.default_checkpoint_directory:
@@ -365,10 +368,10 @@ def config_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return all settings as YAML that `--config` can read."""
+    """Return all settings as YAML, which `--config` can read."""
     return dump(config_dict(config))
 
 
 def replace_settings(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return a copy of `config` with new values for the settings with these dotted keys. Raises ConfigError."""
+    """Return a copy of `config` with new `values` by dotted key, such as `optimizer.lr`. Raises ConfigError."""
     return build(RunConfig, merge(RunConfig, as_dict(config), unflatten(values)))

@@ -1,4 +1,4 @@
-"""The stages of a run's training data: `data.prefix`, then `data.stages`. Does not import torch."""
+"""Stages of training, each with its own datasets: `data.prefix`, then `data.stages`. Does not import torch."""
 
 import bisect
 import contextlib
@@ -15,18 +15,18 @@ KEY = "data.stages"
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the training data."""
+    """One stage of training."""
 
     config: RunConfig
-    """The settings of a run that trains only on this stage's data."""
+    """The settings of the run, with the datasets of this stage in `data.prefix`, and without `data.stages`."""
     number: int
-    """0 for `data.prefix`, and for sources without stages."""
+    """0 for the stage on `data.prefix` (or another data source), n for the n-th entry of `data.stages`."""
     start: int
-    """Index of the stage's first training sample, which is also the first of a step."""
+    """Index of the first training sample of the stage. A stage starts at the beginning of a step."""
 
     @contextlib.contextmanager
     def rename_error_subjects(self) -> Iterator[None]:
-        """Report errors about `data.prefix` under the setting that defines this stage."""
+        """Within the context, change the subject of errors about `data.prefix` to `data.stages` if that defines it."""
         try:
             yield
         except ConfigError as error:
@@ -35,39 +35,42 @@ class Stage:
 
 
 def stages_of(config: RunConfig) -> list[Stage]:
-    """Return the stages of a run's training data. Raises `ConfigError` if `data.stages` is invalid.
+    """Return the stages of a run, in order. A run without `data.stages` has one.
 
-    Each stage has a seed of its own, so that stages that share a dataset shuffle it differently.
+    Each stage has its own seed, so that two stages with the same dataset shuffle it differently. Raises ConfigError if
+    the shares in `data.stages` leave a stage without a step.
     """
-    given = config.data.stages or []
-    total = sum(item.share for item in given)
-    problem = f"has shares that add up to {total:g}, which leaves nothing for data.prefix"
-    refuse(total >= 1, KEY, problem, "lower the shares")
+    later = config.data.stages or []
+    total = sum(item.share for item in later)
+    problem = f"has shares that add up to {total:g}, so there are no steps for data.prefix"
+    refuse(total >= 1, KEY, problem, "lower the shares to less than 1 in total")
     train = config.train
     samples = train.samples_after(train.steps)
-    stages = [Stage(_trained_on(config, config.data.prefix, 0), 0, 0)]
-    left = total
-    for number, item in enumerate(given, start=1):
-        step = bisect.bisect_right(range(train.steps + 1), round(samples * (1 - left)), key=train.samples_after) - 1
-        stages.append(Stage(_trained_on(config, item.prefix, number), number, train.samples_after(step)))
-        left -= item.share
-    for stage, end in zip(stages if given else (), [*(stage.start for stage in stages[1:]), samples]):
+    stages = [Stage(_with_datasets(config, config.data.prefix, 0), 0, 0)]
+    remaining = total
+    for number, item in enumerate(later, start=1):
+        first = round(samples * (1 - remaining))
+        step = bisect.bisect_right(range(train.steps + 1), first, key=train.samples_after) - 1
+        stages.append(Stage(_with_datasets(config, item.prefix, number), number, train.samples_after(step)))
+        remaining -= item.share
+    for stage, end in zip(stages if later else (), [*(stage.start for stage in stages[1:]), samples]):
         problem = f"gives stage {stage.number} less than one of the {train.steps} steps"
         refuse(stage.start >= end, (KEY, "train.steps"), problem, "raise its share or train.steps")
     return stages
 
 
 def prefixes_of(stages: list[Stage]) -> list[str]:
-    """Return the datasets of all stages without duplicates."""
+    """Return the prefixes of the datasets of all stages, without duplicates."""
     return list(dict.fromkeys(prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]))
 
 
 def stage_at(stages: list[Stage], sample: int) -> int:
-    """Return the number of the stage that contains a training sample."""
+    """Return the number of the stage that contains the training sample with index `sample`."""
     return sum(stage.start <= sample for stage in stages) - 1
 
 
-def _trained_on(config: RunConfig, prefix: dict | list | str | None, number: int) -> RunConfig:
+def _with_datasets(config: RunConfig, prefix: dict | list | str | None, number: int) -> RunConfig:
+    """Return the settings of stage `number`, whose datasets are `prefix`."""
     cache = config.data.resolved_cache_directory
     data = dataclasses.replace(config.data, prefix=prefix, stages=None, cache_directory=cache)
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The section `train`: the training loop."""
+"""The section `train`: settings of the training loop."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ from megatron_tape.config.values import Count, Decay, NotNegativeInt, Positive
 EVALUATIONS = ("validation_loss", "sample", "position_norms", "gradient_norms")
 """Default of `train.evaluations`."""
 ON_VALIDATION_DATA = frozenset({"validation_loss"})
-"""Entries of `train.evaluations` that need the validation split, which is indexed only for them."""
+"""Entries of `train.evaluations` that read validation data. Without them, the validation split is not indexed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRampSettings:
-    """Batch size warm-up: increase the batch size to global_batch_size. The learning rate is not affected."""
+    """Batch size warm-up: increase the batch size linearly to global_batch_size. The learning rate is not affected."""
 
     from_: Count
-    """Sequences in the first step. Later batch sizes are multiples of it."""
+    """Number of sequences in the first step. All batch sizes are multiples of it, also global_batch_size."""
     over_samples: Count
-    """Number of sequences over which the batch size increases."""
+    """Number of sequences until the batch size reaches global_batch_size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,15 @@ class SpikeSettings:
     """Detect spikes: steps with a loss or gradient norm far above that of recent updates."""
 
     action: Literal["warn", "skip", "rewind"] = "warn"
-    """warn logs the spike. skip also skips the update. rewind exits with status 75; after a restart, the run continues
-    from its newest checkpoint and skips the data since then."""
+    """What to do after a spike. warn logs it. skip also skips the update of this step. rewind exits with status 75;
+    after a restart, the run continues from its newest checkpoint with the data that follows the spike."""
     window: Annotated[int, Field(ge=3, le=10_000)] = 100
-    """Number of previous updates to compare a step with. No spikes are detected before there are enough."""
+    """Number of previous updates that a step is compared with. Detection starts after so many updates."""
     threshold: Positive = 6.0
-    """Standard deviations above the median of the last `window` updates from which a loss or gradient norm is a spike.
-    The deviation is estimated from the median absolute deviation."""
+    """A loss or gradient norm is a spike if it exceeds the median of the last `window` updates by more than this number
+    of standard deviations. The standard deviation is estimated from the median absolute deviation."""
     limit: Count = 10
-    """Maximum number of skipped steps or rewinds; the next spike ends the run."""
+    """Maximum number of skipped steps or rewinds in a run. The next spike ends the run with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,83 +46,82 @@ class AverageSettings:
     evaluated as validation/loss_averaged_weights, and exported with --average."""
 
     kind: Literal["ema", "last"]
-    """ema is an exponential moving average over all updates. last is the mean of several weights from the end of the
-    run."""
+    """ema: exponential moving average over all updates. last: mean of the weights at several steps at the end."""
     decay: Decay = 0.999
-    """Decay of the moving average per update; skipped steps do not count. Early updates use (1 + updates) /
-    (10 + updates) if that is smaller, so that the initial weights decay quickly."""
+    """Decay per update of kind ema; skipped steps do not count. If (1 + updates) / (10 + updates) is smaller, it is
+    used instead, so that the initial weights decay quickly."""
     count: Count = 10
-    """Number of weights in the mean of kind last, up to the last step of the run."""
+    """Number of steps whose weights are averaged by kind last. The last of them is the last step of the run."""
     every: Count = 100
-    """Steps between the weights of kind last, including skipped steps."""
+    """Number of steps from one averaged step of kind last to the next. Skipped steps count."""
 
     def share(self, step: int, steps: int, updates: int, skipped: bool = False) -> float:
-        """Return the weight that the model after `step` has in the new average; the old average has the rest.
+        """Return the fraction s in the update of the average, average = (1 - s) average + s weights, after a step.
 
         Args:
-            step: the step that has just ended, from 1.
-            steps: the steps of the whole run.
-            updates: the updates so far.
+            step: the step that has just ended, counted from 1.
+            steps: number of steps of the whole run.
+            updates: number of updates so far, without skipped steps.
             skipped: whether `step` skipped its update.
         """
         if self.kind == "ema":
             return 0.0 if skipped else 1 - min(self.decay, (1 + updates) / (10 + updates))
-        # Skipped steps count, since the mean is taken at fixed steps.
-        number, rest = divmod(step - (steps - (self.count - 1) * self.every), self.every)
+        # Skipped steps count, since the mean is over fixed steps.
+        number, remainder = divmod(step - (steps - (self.count - 1) * self.every), self.every)
         # Before the first of these steps, the average equals the current weights.
-        return 1.0 if number < 0 else 0.0 if rest else 1 / (number + 1)
+        return 1.0 if number < 0 else 0.0 if remainder else 1 / (number + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """Trace steps with PyTorch's profiler. Traces are written to logging.directory/profile, for ui.perfetto.dev. The
-    signal SIGUSR2 traces the next two steps."""
+    """Trace steps with PyTorch's profiler. Traces are written to logging.directory/profile; open them in
+    ui.perfetto.dev. The signal SIGUSR2 traces the next two steps."""
 
     steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
-    """First and last step of the trace. Default: trace only after a signal."""
+    """First and last step of the trace, such as [10, 12]. Default: trace only after SIGUSR2."""
     ranks: Annotated[list[NotNegativeInt], Field(min_length=1)] = field(default_factory=lambda: [0])
-    """Ranks that are traced, one file each."""
+    """Ranks to trace. Each rank writes its own file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The training loop."""
+    """Length, batch sizes, precision and evaluations of training, and its reactions to failures."""
 
     steps: Annotated[int, Field(ge=1, le=10**8)]
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     micro_batch_size: Annotated[int, Field(ge=1, le=10**6)] = 1
-    """Sequences per GPU in one forward pass."""
+    """Number of sequences in one forward pass of a model replica."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**6)]
-    """Sequences per optimizer step over all GPUs."""
+    """Number of sequences per optimizer step, over all GPUs. It must be a multiple of micro_batch_size times the
+    data-parallel size; the quotient is the number of accumulated micro-batches."""
     batch_ramp: BatchRampSettings | None = None
     """Batch size warm-up. Disabled by default."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """Precision of the forward and backward passes."""
+    """Precision of the forward and backward passes. With bf16, the optimizer keeps fp32 weights."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """Seed of weight initialization and data shuffling."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. auto uses the GPUs, or the CPU if there are none. With auto or cuda, there must be one
     process for each visible GPU of a node."""
     allow_slow_attention: bool = False
-    """Train with attention in plain PyTorch on GPUs on which the kernels do not work, instead of exiting with an
-    error."""
+    """Use attention in plain PyTorch if the fast kernels do not work on the GPU, instead of exiting with an error."""
     deterministic: bool = False
-    """Use only deterministic kernels, at some cost in speed, so that a run repeated on the same GPUs gives the same
-    losses. Runs on CPUs are always deterministic. On GPUs, PyTorch has no deterministic kernel for the cumulative sums
-    of increments, fox, path_fox and cope."""
+    """Use only deterministic kernels, so that a run that is repeated on the same GPUs has the same losses. This makes
+    training slower. Runs on CPUs are always deterministic. On GPUs, PyTorch has no deterministic kernel for the
+    cumulative sums in the encodings increments, fox, path_fox and cope."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing. full recomputes every layer in the backward pass, which costs a third more computation.
-    selective recomputes everything but attention, whose outputs are stored."""
+    """Activation checkpointing, which saves memory. full recomputes every layer in the backward pass, a third more
+    computation. selective stores the output of attention and recomputes the rest of each layer."""
     eval_interval: Count | None = None
     """Steps between evaluations. Disabled by default."""
     evaluations: list[str] = field(default_factory=lambda: list(EVALUATIONS))
-    """Evaluations to run. At every eval_interval: validation_loss, and sample, text that continues
-    logging.sample_prompt. At every logged step: position_norms, TAPE's distance from RoPE by layer, and gradient_norms
-    of the embeddings, attention, MLPs, the positional encoding and norms."""
+    """Evaluations to run. Every eval_interval steps: validation_loss, and sample, which logs text that continues
+    logging.sample_prompt. At every logged step: position_norms, the distance of TAPE from RoPE by layer, and
+    gradient_norms of the embeddings, attention, MLPs, the positional encoding and norms."""
     eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
-    """Global batches per evaluation."""
+    """Number of global batches per evaluation of validation_loss."""
     max_bad_steps: Count = 5
-    """Number of consecutive steps with a non-finite loss or gradient after which the run stops."""
+    """Stop the run after this many consecutive steps with a non-finite loss or gradient. Their updates are skipped."""
     spikes: SpikeSettings | None = None
     """Detect spikes of the loss or gradient norm. Disabled by default."""
     average: AverageSettings | None = None
@@ -130,8 +129,8 @@ class TrainConfig:
     profile: ProfileSettings = ProfileSettings()
     """Trace steps with PyTorch's profiler."""
     hang_timeout: Positive | None = 1800.0
-    """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stack traces
-    and ends the run's attempt. Start-up may take at least an hour. null disables the timeout."""
+    """Seconds without progress (a step, an evaluation batch or a save) after which each process writes its stack traces
+    and exits with status 77. During start-up, the timeout is at least an hour. null disables the timeout."""
 
     def batch_size_keys(self) -> dict[str, int]:
         """Return the configured batch sizes by the keys of their settings."""
@@ -139,26 +138,26 @@ class TrainConfig:
         return sizes if self.batch_ramp is None else sizes | {"train.batch_ramp.from": self.batch_ramp.from_}
 
     def batch_size(self, samples: int) -> int:
-        """Return the batch size of the next step after `samples` sequences."""
+        """Return the global batch size of the step that follows the first `samples` sequences of the run."""
         ramp = self.batch_ramp
         if ramp is None or samples >= ramp.over_samples:
             return self.global_batch_size
-        grown = ramp.from_ + (self.global_batch_size - ramp.from_) * samples // ramp.over_samples
-        return grown - grown % ramp.from_
+        size = ramp.from_ + (self.global_batch_size - ramp.from_) * samples // ramp.over_samples
+        return size - size % ramp.from_
 
     def batch_sizes(self, samples: int, steps: int) -> Iterator[int]:
-        """Yield the batch sizes of the next `steps` steps after `samples` sequences."""
+        """Yield the global batch sizes of the `steps` steps that follow the first `samples` sequences of the run."""
         for _ in range(steps):
             yield (size := self.batch_size(samples))
             samples += size
 
     @property
     def validates(self) -> bool:
-        """Whether the run uses the validation split."""
+        """Whether the run evaluates validation data."""
         return self.eval_interval is not None and bool(ON_VALIDATION_DATA & set(self.evaluations))
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
-        """Return the number of sequences seen `steps` steps after `samples` sequences."""
-        while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # only within the warm-up
+        """Return the number of sequences of the run up to `steps` steps after the first `samples` sequences."""
+        while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # only during the warm-up
             steps, samples = steps - 1, samples + size
         return samples + steps * self.global_batch_size

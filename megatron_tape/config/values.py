@@ -1,4 +1,4 @@
-"""Types of settings, which pydantic validates, and functions for error messages about them."""
+"""Types of settings, which pydantic validates, and helpers for error messages about settings."""
 
 import dataclasses
 import operator
@@ -21,22 +21,22 @@ _SHOWN_CHARACTERS = 200
 
 
 def expand_path(path: str) -> str:
-    """Return a path with its `~` expanded. Raises UserError for control characters, which break lists of paths."""
+    """Return a path with a leading `~` expanded. Raises UserError if the path contains a control character."""
     if re.search(r"[\x00-\x1f\x7f-\x9f]", path):
         raise UserError(path, "contains a control character, such as a line break", "rename it")
     return expand_home(path)
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
-"""A path; `~` is expanded to the home directory."""
+"""A path. A leading `~` becomes the home directory."""
 Prefixes = (
     Annotated[dict[PathText, Positive], Field(min_length=1)] | Annotated[list[PathText], Field(min_length=1)] | PathText
 )
-"""One or several datasets, optionally with weights."""
+"""Datasets by path without `.idx` and `.bin`: one path, a list of paths, or a mapping from paths to weights."""
 
 
 def format_value(value: Any) -> str:
-    """Format a value for a message: spelled as in YAML, and truncated if it is long."""
+    """Format a value for an error message, spelled as in YAML and truncated. A section is formatted as `set`."""
     if dataclasses.is_dataclass(value):
         return "set"
     constants = {None: "null", True: "true", False: "false"}
@@ -45,14 +45,16 @@ def format_value(value: Any) -> str:
 
 
 def refuse_incompatible(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> None:
-    """Raise ConfigError for incompatible settings if `refused`.
+    """Raise ConfigError, with the values of the settings `keys`, if `refused` is true.
+
+    The message is `KEY is VALUE, but KEY is VALUE and KEY is VALUE, WHY; FIX`.
 
     Args:
-        config: the settings.
-        refused: whether to raise.
-        keys: the keys of the settings, separated by spaces. The message shows their values.
-        fix: how to fix it.
-        why: why the values are incompatible; appended to the message.
+        config: the settings of the run.
+        refused: whether the settings are incompatible.
+        keys: the dotted keys of the incompatible settings, separated by spaces.
+        fix: what to change.
+        why: why the settings are incompatible, as a clause such as "which has no final decay". May be empty.
     """
     if refused:
         subjects = tuple(keys.split())
