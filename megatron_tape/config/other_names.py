@@ -1,4 +1,4 @@
-"""Names of our settings in other training stacks, for the suggestion after an unknown key.
+"""Settings of other training stacks and their counterparts here. Errors about unknown keys suggest the counterpart.
 
 The stacks are Hugging Face's Trainer and models, Megatron-LM, nanoGPT, torchtitan, LitGPT, Lightning and DeepSpeed.
 """
@@ -80,14 +80,14 @@ _NAMES = {
     "logging.wandb.name": "run_name wandb_name wandb_run_name wandb_exp_name",
 }
 OTHER_NAMES = {name: key.split(" or ") for key, names in _NAMES.items() for name in names.split()}
-"""Our keys by the names of other stacks. A name with several meanings has several keys."""
+"""Keys of this project by the name of the setting in other stacks. An ambiguous name has several keys."""
 
 _ACCUMULATION = (
-    "set train.global_batch_size and train.micro_batch_size: a step accumulates global / (micro x data-parallel GPUs) "
-    "micro-batches"
+    "set train.global_batch_size and train.micro_batch_size: the number of accumulated micro-batches is "
+    "global_batch_size / (micro_batch_size x data-parallel GPUs)"
 )
-_EPOCHS = "set train.steps: the length of a run is set in steps, not in epochs"
-_DATA_PARALLEL = "remove it: the data-parallel size is the number of GPUs divided by the other sizes in parallel"
+_EPOCHS = "set train.steps: the length of a run is a number of steps, not of epochs"
+_DATA_PARALLEL = "remove it: the data-parallel size is the number of GPUs divided by the sizes in the section parallel"
 WITHOUT_COUNTERPART = {
     **dict.fromkeys(
         ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps", "accumulate_grad_batches"),
@@ -97,4 +97,4 @@ WITHOUT_COUNTERPART = {
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "data_parallel_shard_degree"), _DATA_PARALLEL),
     "fp16": "set train.precision to bf16 or fp32: fp16 is not supported",
 }
-"""Advice for settings of other stacks that have no counterpart here."""
+"""What to do instead, by the name of a setting of another stack that has no counterpart here."""

@@ -1,4 +1,4 @@
-"""Read settings from `--config` files and `--section.key value`, and locate errors by file and line."""
+"""Read settings from recipes (`--config`) and options (`--section.key value`). Errors name the file and line."""
 
 import argparse
 import inspect
@@ -29,15 +29,17 @@ _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up
 
 
 @dataclass
-class Given:
+class ParsedCommandLine:
     """The settings and options of a command line."""
 
     options: argparse.Namespace
+    """Options that are not settings, such as `print_config`."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Nested settings."""
+    """Settings of all files and options, as nested dictionaries. They are not validated yet."""
     places: dict[str, str] = field(default_factory=dict)
-    """File and line of the settings that were given in a file."""
+    """File and line by dotted key, such as `recipe.yaml:12`; "" for settings from options."""
     files: list[str] = field(default_factory=list)
+    """Paths of the recipes, in order."""
 
     @contextmanager
     def add_places_to_errors(self) -> Iterator[None]:
@@ -54,69 +56,77 @@ class Given:
         return self.places.get(key, "")
 
 
-def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str] | None) -> Given:
-    """Read a command line that `settings_parser` has made the parser of. Raises ConfigError."""
+def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str] | None) -> ParsedCommandLine:
+    """Parse a command line with a parser from `settings_parser`.
+
+    Later options and recipes override earlier ones. Raises ConfigError for an unknown option or an unreadable recipe.
+    """
     options, unknown = parser.parse_known_args(argv)
     known: dict[str, list[Setting]] = {}
     for setting in settings_of(section):
         known.setdefault(setting.key, []).append(setting)
     if unknown:
         name = unknown[0].partition("=")[0]
-        refuse(not name.startswith("--"), name, "is not expected here", "give settings as --section.key value")
+        refuse(not name.startswith("--"), name, "is not an option", "give settings as --section.key value")
         name = name.removeprefix("--")
-        refuse(name in known, name, "is a section", f"give its settings as --{name}.key value")
+        refuse(name in known, name, "is a section of settings", f"give its settings as --{name}.key value")
         raise unknown_key(name, [*(key for key in known if "." in key), "print_config"])
-    given = Given(options)
+    parsed = ParsedCommandLine(options)
     for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
         if is_file:
             for _, text in group:
                 file = find_recipe(text)
                 values, places = read_recipe(file)
-                given.files.append(file)
-                given.values = merge(section, given.values, values)
-                given.places.update(places)
+                parsed.files.append(file)
+                parsed.values = merge(section, parsed.values, values)
+                parsed.places.update(places)
             continue
         changed = {key: _from_text(text, known[key]) for key, text in group}
-        given.values = merge(section, given.values, unflatten(changed))
+        parsed.values = merge(section, parsed.values, unflatten(changed))
         for key in changed:
-            within = [place for place in given.places if place.startswith(f"{key}.")]
-            given.places.update(dict.fromkeys([key, *within], ""))
-    return given
+            within = [place for place in parsed.places if place.startswith(f"{key}.")]
+            parsed.places.update(dict.fromkeys([key, *within], ""))
+    return parsed
 
 
 def _from_text(text: str, settings: list[Setting]) -> Any:
-    """Parse the text of an option: as YAML if that fits a setting of its name, otherwise as plain text."""
+    """Parse the value of an option as YAML if the result has the type of one of `settings`, otherwise as plain text.
+
+    `settings` are the settings with the option's key, one per section that may contain it.
+    """
     try:
-        reading = parse_value(text)
+        parsed = parse_value(text)
     except ValueError:
         return text
-    if isinstance(reading, str):
+    if isinstance(parsed, str):
         return text  # YAML would truncate it at a #, and strip quotes and spaces
-    types = [one.get("type") for each in settings for one in each.schema.get("anyOf", [each.schema])]
+    types = [schema.get("type") for each in settings for schema in each.schema.get("anyOf", [each.schema])]
     if {"{": "object", "[": "array"}.get(text.lstrip()[:1]) in types:
-        return reading  # even if it does not fit: as text, it would be used as a path
-    return next((value for value in (reading, text) if any(_fits(value, each.kind) for each in settings)), reading)
+        return parsed  # Even if it is invalid: as text, it would be used as a path.
+    return next((value for value in (parsed, text) if any(_is_valid(value, each.kind) for each in settings)), parsed)
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _is_valid(value: Any, kind: Any) -> bool:
     try:
         validate_as(kind, value)
-    except ValueError:  # pydantic's, or that for text that is not UTF-8
+    except ValueError:  # pydantic's ValidationError, or UnicodeEncodeError
         return False
     return True
 
 
 def settings_parser(section: type, usage: str, description: str) -> argparse.ArgumentParser:
-    """Return a command line that collects settings and recipes in `given`, in order; it raises ConfigError.
+    """Return a parser with an option for each setting of `section`, and `--config`, `--print_config` and `--help`.
 
-    `--help SECTION` shows only the settings of a section such as `train.spikes`.
+    Parsing collects settings and recipes in the list `given`, as (key, text) in the order of the command line, and
+    raises ConfigError if it fails. `--help SECTION` shows only the settings of a section such as `train.spikes`.
     """
     sections = ", ".join(setting.key for setting in settings_of(section) if "." not in setting.key)
-    about = f"Sections of settings: {sections}. --help SECTION shows only that section's."
-    parser = Parser(usage=usage, description=description, epilog=about, add_help=False)
-    short = "Print this help, or that of a section of settings, and exit."
-    parser.add_argument("-h", "--help", nargs="?", metavar="SECTION", action=_Help, section=section, help=short)
-    _add_setting(parser, "config", "RECIPE", "YAML file, or a name in pretrain/recipes such as tape_demo; repeatable.")
+    epilog = f"Sections of settings: {sections}. --help SECTION shows only the settings of that section."
+    parser = Parser(usage=usage, description=description, epilog=epilog, add_help=False)
+    about = "Print this help, or only the settings of a section such as train.spikes, and exit."
+    parser.add_argument("-h", "--help", nargs="?", metavar="SECTION", action=_Help, section=section, help=about)
+    about = "YAML file with settings, or the name of a recipe in pretrain/recipes, such as tape_demo. May be repeated."
+    _add_setting(parser, "config", "RECIPE", about)
     parser.add_argument("--print_config", action="store_true", help="Print the resulting configuration and exit.")
     _add_settings(parser, settings_of(section))
     return parser
@@ -131,19 +141,19 @@ class _Help(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> NoReturn:
         if value is not None:
-            found = [one for one in settings_of(self._section) if f"{one.key}.".startswith(f"{value}.")]
-            if not found:
+            shown = [setting for setting in settings_of(self._section) if f"{setting.key}.".startswith(f"{value}.")]
+            if not shown:
                 raise unknown_key(value, (setting.key for setting in settings_of(self._section)))
             parser = argparse.ArgumentParser(
                 usage=argparse.SUPPRESS, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
             )
-            _add_settings(parser, found)
+            _add_settings(parser, shown)
         parser.print_help()
         parser.exit()
 
 
 def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
-    """Add an option for each setting, in a group for each section; the first may be within a section."""
+    """Add an option for each setting, and a group of options for each top-level section."""
     group, added = None, set()
     for setting in settings:
         key, default = setting.key, setting.default
@@ -155,12 +165,12 @@ def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) 
             added.add(key)
             of_section = "null or the settings below; default: null" if default is None else "the settings below"
             required = "required" if default is MISSING else f"default: {format_value(default)}"
-            what = of_section if setting.sections else f"{describe(setting.schema)}; {required}"
-            explanation = f"{setting.schema.get('description', '')} ({what})"
-            _add_setting(group, key, key.rpartition(".")[2].upper(), explanation)
+            allowed = of_section if setting.sections else f"{describe(setting.schema)}; {required}"
+            about = f"{setting.schema.get('description', '')} ({allowed})"
+            _add_setting(group, key, key.rpartition(".")[2].upper(), about)
 
 
-def _add_setting(group: Any, key: str, metavar: str, explanation: str) -> None:
+def _add_setting(group: Any, key: str, metavar: str, description: str) -> None:
     group.add_argument(
         f"--{key}",
         dest="given",
@@ -168,15 +178,15 @@ def _add_setting(group: Any, key: str, metavar: str, explanation: str) -> None:
         default=[],
         type=lambda text: (key, text),
         metavar=metavar,
-        help=explanation.replace("%", "%%"),
+        help=description.replace("%", "%%"),
     )
 
 
 def describe(schema: dict[str, Any]) -> str:
-    """Describe in words what a JSON schema allows."""
+    """Describe the values that a JSON schema allows, such as `a whole number of at least 1 or null`."""
     if "anyOf" in schema:
         return " or ".join(map(describe, schema["anyOf"]))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     bounds = (f"{words} {schema[name]:,}" for name, words in _BOUNDS.items() if name in schema)
-    return " ".join([_TYPES.get(schema.get("type", ""), "a value"), *bounds])
+    return f"{_TYPES.get(schema.get('type', ''), 'a value')} {' and '.join(bounds)}".rstrip()

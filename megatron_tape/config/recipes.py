@@ -1,4 +1,4 @@
-"""The recipes of `pretrain/recipes`, which are installed with the package, by name."""
+"""Find recipes (YAML files of settings) by path or, for those in `pretrain/recipes`, by name."""
 
 import difflib
 import os
@@ -8,15 +8,16 @@ from megatron_tape.config.values import expand_path
 from megatron_tape.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "pretrain/recipes"
-"""Both packages are in one directory, in a checkout as after an installation."""
+"""The packages pretrain and megatron_tape are in the same directory, both in a clone and when installed."""
 
 
-def find_recipe(given: str) -> str:
-    """Return the path of an existing file or, if there is none, of the recipe with this name, such as extend/yarn.
+def find_recipe(path_or_name: str) -> str:
+    """Return the path of a recipe, given as a path or as a name in `pretrain/recipes`, such as `extend/yarn`.
 
-    Raises ConfigError, with the most similar names or else those of all recipes, if there is neither.
+    An existing file has precedence over a recipe of the same name. Raises ConfigError if neither exists; the message
+    lists recipes with similar names, or all recipes if there are none.
     """
-    path = expand_path(given)
+    path = expand_path(path_or_name)
     recipes = _recipes()
     packaged = recipes.get(path.removesuffix(".yaml"))
     try:
@@ -26,15 +27,16 @@ def find_recipe(given: str) -> str:
     except FileNotFoundError:
         pass
     except OSError:
-        return path  # whose reader says why
+        return path  # reading it raises a clear error
     if packaged is None:
         similar = difflib.get_close_matches(path.removesuffix(".yaml").lower(), recipes, n=3, cutoff=0.7)
         names = f"such as {', '.join(similar)}" if similar else f"one of {', '.join(recipes)}"
-        raise ConfigError(f"recipe {path}", "does not exist", f"give the path of a YAML file, or a recipe: {names}")
+        fix = f"give the path of a YAML file, or the name of a recipe, {names}"
+        raise ConfigError(f"recipe {path}", "does not exist", fix)
     return packaged
 
 
 def _recipes() -> dict[str, str]:
-    """Return the path of each recipe by name, those outside subdirectories first."""
-    found = {path.relative_to(RECIPES).with_suffix("").as_posix(): str(path) for path in RECIPES.rglob("*.yaml")}
-    return dict(sorted(found.items(), key=lambda item: (item[0].count("/"), item[0])))
+    """Return the paths of all recipes in `pretrain/recipes` by name. Recipes in subdirectories come last."""
+    paths = {path.relative_to(RECIPES).with_suffix("").as_posix(): str(path) for path in RECIPES.rglob("*.yaml")}
+    return dict(sorted(paths.items(), key=lambda item: (item[0].count("/"), item[0])))

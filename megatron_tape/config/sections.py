@@ -1,7 +1,8 @@
-"""Settings by dotted keys, such as `train.spikes.action`: nested dataclasses that pydantic builds from mappings.
+"""Sections of settings: nested dataclasses, which pydantic validates and builds from nested mappings.
 
-A field whose type is a dataclass is a section. If several dataclasses are possible, another key selects one: `task`
-inside the section, or the field that `chosen_by` names, such as `model.position_encoding`.
+A setting has a dotted key such as `train.spikes.action`. A field whose type is a dataclass is a section. If several
+dataclasses are possible, another setting selects one: the key `task` inside the section, or the field that `chosen_by`
+names, such as `model.position_encoding` for `model.position`.
 """
 
 import dataclasses
@@ -26,37 +27,44 @@ _STRICT = ConfigDict(
     extra="forbid",
     allow_inf_nan=False,
     use_attribute_docstrings=True,
-    alias_generator=lambda field: field.removesuffix("_"),  # of fields such as from_, since `from` is Python's
+    alias_generator=lambda field: field.removesuffix("_"),  # The key `from`, a keyword of Python, has the field from_.
 )
 
 
 def chosen_by(field: str, among: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata for a field with the `Settings` of the entry of `among` that another `field` names."""
+    """Return the metadata of a field whose type depends on another field of the same section.
+
+    The value of the other `field` is a key of `among`; the type is the attribute `Settings` of that entry.
+    """
     return {"chosen_by": field, "among": among}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting, or a nested section."""
+    """A setting or a nested section, as a field of a dataclass."""
 
     key: str
+    """Dotted key, such as `train.spikes.action`."""
     kind: Any
-    """The type of its field."""
+    """Type of the field."""
     default: Any
-    """MISSING if it is required."""
+    """Default value; `dataclasses.MISSING` if a value is required."""
     sections: tuple[type, ...]
-    """The possible dataclasses, if it is a section."""
+    """The possible dataclasses of a nested section; empty for a setting."""
     within: type
-    """The section that contains it."""
+    """The dataclass that has the field."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Its JSON schema; `description` is the docstring of its field."""
+        """JSON schema of the field. Its `description` is the text after the field."""
         return _schemas(self.within)[self.key.rpartition(".")[2]]
 
 
 def settings_of(section: type, name: str = "") -> Iterator[Setting]:
-    """Yield all settings of a section and its nested sections, once for each dataclass that has them."""
+    """Yield all settings and nested sections of a section with the key `name`.
+
+    A key is yielded several times if it belongs to several of the possible dataclasses of a nested section.
+    """
     for item in dataclasses.fields(section):
         key, inner = f"{name}.{_key(item)}" if name else _key(item), _sections_in(section, item)
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -66,14 +74,14 @@ def settings_of(section: type, name: str = "") -> Iterator[Setting]:
 
 
 def _sections_in(section: type, item: dataclasses.Field) -> tuple[type, ...]:
-    """Return the possible dataclasses of a field that is a section; empty for other fields."""
+    """Return the possible dataclasses of a field that is a section, or an empty tuple for other fields."""
     if "among" in item.metadata:
         return tuple(chosen.Settings for chosen in item.metadata["among"].values())
     return tuple(kind for kind in _options(_hints(section)[item.name]) if dataclasses.is_dataclass(kind))
 
 
 def _options(kind: Any) -> Iterator[Any]:
-    """Yield the types that a value of type `kind` may have."""
+    """Yield the members of a type that may be a union or `Annotated`, such as int and None for `Count | None`."""
     if get_origin(kind) is Annotated or get_origin(kind) in UNIONS:
         options = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
         for option in options:
@@ -82,44 +90,48 @@ def _options(kind: Any) -> Iterator[Any]:
         yield kind
 
 
-def build(section: type[Section], given: Mapping[str, Any], name: str = "", fix: str = "add it") -> Section:
-    """Return a section, itself `name`, with the values that nested mappings give for its keys.
+def build(section: type[Section], values: Mapping[str, Any], name: str = "", fix: str = "add it") -> Section:
+    """Build the dataclass `section` from its settings by key; a nested section is a mapping.
 
-    Raises ConfigError for a key that is unknown or must be given and is not, and for a value of the wrong type.
+    Error messages contain the section's own key `name` ("" for all settings of a run) and, for a missing setting,
+    `fix`. Raises ConfigError if a key is unknown, a required setting is missing or a value is invalid.
     """
     try:
-        return validate_as(section, given)
+        return validate_as(section, values)
     except ValidationError as error:
-        raise _refusal(error, section, given, name, fix) from None
-    except UnicodeEncodeError:  # bytes of the command line, which Python reads as surrogates
+        raise _refusal(error, section, values, name, fix) from None
+    except UnicodeEncodeError:  # Python decodes other bytes of the command line as surrogates.
         raise ConfigError(name or "a setting", "is not UTF-8 text", "correct it, or rename the file") from None
 
 
 def validate_as(kind: Any, value: Any) -> Any:
-    """Convert a value, whose sections may be mappings, to type `kind`. Raises pydantic's ValidationError."""
+    """Validate `value` as the type `kind` and return it; mappings become dataclasses. Raises ValidationError."""
     # Use JSON, since pydantic's strict mode does not accept mappings for dataclasses otherwise.
     return _adapter(kind).validate_json(json.dumps([value], default=as_dict, ensure_ascii=False).encode())[0]
 
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter:
-    # A dataclass itself has no settings of pydantic, but takes those of what it is in.
+    # pydantic refuses a configuration for a dataclass itself, but a dataclass inherits that of a tuple around it.
     return TypeAdapter(tuple[kind], config=_STRICT)
 
 
-def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: str) -> ConfigError:
-    """Return the error for the first invalid value, or for the missing values if none is invalid."""
+def _refusal(error: ValidationError, section: type, values: Any, name: str, fix: str) -> ConfigError:
+    """Return a ConfigError for the first invalid value, or for all missing values if none is invalid.
+
+    The other arguments are those of `build`.
+    """
     errors = error.errors(include_url=False)
-    found = [(place_in(given, one["loc"][1:], name, one["type"] == "missing"), one) for one in errors]
-    wrong = [(key, one) for key, one in found if one["type"] != "missing"]
-    if not wrong:
-        missing = tuple(key for key, _ in found)
+    by_key = [(place_in(values, one["loc"][1:], name, one["type"] == "missing"), one) for one in errors]
+    invalid = [(key, one) for key, one in by_key if one["type"] != "missing"]
+    if not invalid:
+        missing = tuple(key for key, _ in by_key)
         others = f", as must {', '.join(missing[1:])}" if missing[1:] else ""
         return ConfigError(missing, f"must be set{others}", fix)
-    # For a union, there is an error for each of its types; report the one with the longest path.
-    key = max((key for key, _ in wrong if key.startswith(wrong[0][0])), key=len)
-    same = [one for other, one in wrong if other == key]
-    same = [one for one in same if not one["type"].endswith("_type")] or same  # of a type that the value has
+    # A value of a union has an error for each member of the union. Report those with the longest path.
+    key = max((key for key, _ in invalid if key.startswith(invalid[0][0])), key=len)
+    same = [one for other, one in invalid if other == key]
+    same = [one for one in same if not one["type"].endswith("_type")] or same  # prefer members of the value's type
     first = same[0]
     if first["type"] == "unexpected_keyword_argument":
         return unknown_key(key, (setting.key for setting in settings_of(section, name)))
@@ -136,16 +148,17 @@ def _refusal(error: ValidationError, section: type, given: Any, name: str, fix: 
     return ConfigError(key, f"is {format_value(first['input'])}", fix)
 
 
-def merge(section: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested `values` of a section, updated with those that are `given` later.
+def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested `values` of a section, overridden by those in `later`.
 
-    Nested sections keep the values that are not given, unless null is given. If another dataclass is selected, values
-    of common keys are kept if a key outside the section selects it, and none if a key inside it does.
+    Nested sections are merged too, unless `later` sets them to None. If `later` selects another dataclass for a nested
+    section, its old values are dropped: all of them if the selecting key is inside the section (`task`), otherwise only
+    those that the new dataclass does not have.
     """
-    merged = {**values, **given}
+    merged = {**values, **later}
     for item in dataclasses.fields(section):
         key, inner, chooser = _key(item), _sections_in(section, item), item.metadata.get("chosen_by")
-        old, new = values.get(key), given.get(key, {})
+        old, new = values.get(key), later.get(key, {})
         if not inner or not isinstance(old, dict) or not isinstance(new, dict):
             continue
         if len(inner) == 1:
@@ -153,7 +166,7 @@ def merge(section: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
         elif new.get("task", old.get("task")) != old.get("task"):
             merged[key] = new
         else:
-            chosen = item.metadata["among"].get(given.get(chooser)) if chooser else None
+            chosen = item.metadata["among"].get(later.get(chooser)) if chooser else None
             kept = old if chosen is None else {name: old[name] for name in old if name in keys_of(chosen.Settings)}
             merged[key] = kept | new
     return merged
@@ -165,47 +178,47 @@ def as_dict(section: Any) -> dict[str, Any]:
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings by dotted keys to nested mappings; later ones override earlier ones."""
-    found: dict[str, Any] = {}
+    """Convert `{"train.steps": 3}` to `{"train": {"steps": 3}}`; later items override earlier ones."""
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         *outer, last = key.split(".")
-        inner = found
+        inner = nested
         for part in outer:
             if not isinstance(inner.get(part), dict):
                 inner[part] = {}
             inner = inner[part]
         old = inner.get(last)
         inner[last] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
-    return found
+    return nested
 
 
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for a key that does not exist, with the `known` key that was probably meant.
+    """Return the error for an unknown key. It suggests one of the `known` keys, or what to do instead.
 
-    That is the counterpart of another training stack's setting, a similar key of the same section, or the same key of
-    another section, in this order.
+    The suggestion is the counterpart of another training stack's setting, a similar key of the same section, or the
+    same key in another section, in this order.
     """
     known = list(dict.fromkeys(known))
     if key in known:
-        return ConfigError(key, "does not belong to what its section is set to", "remove it")
-    whole, _, name = key.rpartition(".")
-    if whole in known and not any(other.startswith(f"{whole}.") for other in known):
-        return ConfigError(key, "is an unknown key", f"give {whole} a mapping, such as {{{name}: ...}}")
-    names = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == whole}
-    other_name = name.lower().replace("-", "_") if "." not in whole else ""
+        return ConfigError(key, "does not apply to the selected task or positional encoding", "remove it")
+    section, _, name = key.rpartition(".")
+    if section in known and not any(other.startswith(f"{section}.") for other in known):
+        return ConfigError(key, "is an unknown key", f"give {section} a mapping, such as {{{name}: ...}}")
+    names = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    other_name = name.lower().replace("-", "_") if "." not in section else ""
     if other_name in WITHOUT_COUNTERPART and "train.steps" in known:
         return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[other_name])
     close = [other for other in OTHER_NAMES.get(other_name, ()) if other in known]
     close = close or [names[other] for other in difflib.get_close_matches(name, names, n=1)]
     close = close or [other for other in known if other.rpartition(".")[2] == name][:1]
-    if not whole or not (names or "[" in key):  # the section is missing or misspelled
+    if not section or not (names or "[" in key):  # The section is missing or misspelled.
         close = close or difflib.get_close_matches(key, known, n=1)
     fix = f"did you mean {' or '.join(close)}?" if close else "correct or remove it"
     return ConfigError(key, "is an unknown key", fix)
 
 
 def keys_of(section: type) -> set[str]:
-    """Return the keys of a section, without those of nested sections."""
+    """Return the keys of a section, such as `steps`. The keys inside nested sections are not included."""
     return {_key(item) for item in dataclasses.fields(section)}
 
 
@@ -220,11 +233,11 @@ def _hints(section: type) -> dict[str, Any]:
 
 @functools.cache
 def _schemas(section: type) -> dict[str, Any]:
-    """Return the JSON schema of every setting of a section."""
-    found: dict[str, Any] = {}
-    for kind in reversed(section.__mro__):  # only the class that has a field has the text after it
+    """Return the JSON schema of every setting of a section, by key."""
+    schemas: dict[str, Any] = {}
+    for kind in reversed(section.__mro__):  # pydantic reads the text after a field only in the class that declares it.
         if dataclasses.is_dataclass(kind):
-            whole = _adapter(kind).json_schema()
-            properties = whole["$defs"][whole["prefixItems"][0]["$ref"].rpartition("/")[2]]["properties"]
-            found |= {key: found.get(key, {}) | schema for key, schema in properties.items()}
-    return found
+            schema = _adapter(kind).json_schema()
+            properties = schema["$defs"][schema["prefixItems"][0]["$ref"].rpartition("/")[2]]["properties"]
+            schemas |= {key: schemas.get(key, {}) | added for key, added in properties.items()}
+    return schemas

@@ -152,8 +152,8 @@ def test_help_names_the_sections_and_refuses_others(capsys):
         (["--train.spikes.actoin=skip"], "is an unknown key; did you mean train.spikes.action?"),
         (["--data.stages=[{prefix: a, shar: 1}]"], "data.stages[0].shar is an unknown key; correct "),
         (["--optimizer.weight_decay_of.position=0"], "; give optimizer.weight_decay_of a mapping, such as {position: "),
-        (["stray"], "stray is not expected here"),
-        (["--train=3"], "train is a section; give its settings as --train.key value"),
+        (["stray"], "stray is not an option"),
+        (["--train=3"], "train is a section of settings; give its settings as --train.key value"),
         (["--train.spikes=skip"], "train.spikes is 'skip'"),
         (["--train.spikes.action=stop"], "train.spikes.action is 'stop'; it should be 'warn', 'skip' or 'rewind'"),
         (["--train.average.decay=0.9"], "train.average.kind must be set"),
@@ -173,12 +173,12 @@ def test_help_names_the_sections_and_refuses_others(capsys):
         (["--model.num_query_groups=two"], "num_query_groups is 'two'"),
         (
             ["--model.position_encoding=sine"],
-            "model.position_encoding is 'sine', which is no encoding; did you mean sin",
+            "model.position_encoding is 'sine', which is not a positional encoding; did you mean sin",
         ),
         (["--deepspeed.zero_stage", "0"], "deepspeed.zero_stage is 0"),
         (["--data.prefix", "null"], "data.prefix must be set; "),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist; give the path of a YAML file"),
-        (["--config", "tape_155M"], "or a recipe: such as tape_155m"),
+        (["--config", "tape_155M"], "or the name of a recipe, such as tape_155m"),
     ],
 )
 def test_an_invalid_argument_is_named_in_one_line(parse, capsys, argv, words):
@@ -284,7 +284,7 @@ def test_another_encoding_keeps_the_settings_that_it_has(parse):
 def test_a_setting_of_another_encoding_is_refused(parse, capsys):
     given = MODEL | {"position_encoding": "nope", "position": {"increments": "signed"}}
     assert "recipe.yaml:" in (error := refusal(capsys, parse, model=given))
-    assert "model.position.increments does not belong" in error
+    assert "model.position.increments does not apply to the selected task or positional encoding" in error
 
 
 def test_another_task_of_a_generator_does_not_keep_the_settings_of_the_first(parse):
