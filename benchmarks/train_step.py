@@ -105,7 +105,7 @@ class Comparison:
 
     def run(self) -> dict:
         """Measure all models and return the results. Raises ConfigError if first losses differ (`_check_parity`)."""
-        self.say(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
+        self.log(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
         rivals = [name for name in self.rivals() if self._can_train(name)]
         # On a GPU, TAPE comes first because it needs the most memory.
         groups = [(name,) for name in ("tape", "rope", *rivals)] if self.on_gpu else [(*ENCODINGS, *rivals)]
@@ -123,7 +123,7 @@ class Comparison:
             return self.arguments.against
         return [name for name in RIVALS if importlib.util.find_spec(name)] if self.layout.world_size == 1 else []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line of progress on rank 0."""
         if self.layout.rank == 0:
             print(text, flush=True)
@@ -138,7 +138,7 @@ class Comparison:
             for name, measured in models.items():
                 steps[name].append(measured.step())
             taken = ", ".join(f"{name} {of[-1].seconds:.4f} s" for name, of in steps.items())
-            self.say(f"step {repetition + 1} of {total}: {taken}")
+            self.log(f"step {repetition + 1} of {total}: {taken}")
         for name, measured in models.items():
             counted, model = steps[name][warmup:], measured.config.model
             speed = self._speed(flops_per_token(model), statistics.median(step.seconds for step in counted))
@@ -197,7 +197,7 @@ class Comparison:
                 measured.step()
         except Exception as error:  # an error in a library, or out of memory
             self.result.setdefault("rejected_rivals", {})[rival] = reason(error)
-            self.say(f"WARNING: {rival} is not measured: {reason(error)}")
+            self.log(f"WARNING: {rival} is not measured: {reason(error)}")
             return False
         return True
 
@@ -215,7 +215,7 @@ class Comparison:
         else:
             measured = Rival(name, self.configs["rope"], self.layout)
         seconds = time.perf_counter() - started
-        self.say(f"{name}: {parameter_count(measured.config.model):,} parameters, built in {seconds:.1f} s")
+        self.log(f"{name}: {parameter_count(measured.config.model):,} parameters, built in {seconds:.1f} s")
         try:
             yield measured
         finally:
@@ -232,7 +232,7 @@ class Comparison:
         self.result["parity"] = {"difference": difference, "allowed": allowed}
         found = f"differ by {difference:.2g} before the first step (allowed: {allowed:.2g})"
         refuse(not difference <= allowed, "losses of a token", f"{found}, so no figure is given")
-        self.say(f"losses of a token {found}")
+        self.log(f"losses of a token {found}")
 
     def _profile(self, measured: MeasuredModel) -> None:
         """Profile a step of TAPE or RoPE: print the longest kernels, and write a trace next to the record."""
@@ -241,7 +241,7 @@ class Comparison:
         with profile() as profiler:
             measured.step()
         order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-        self.say(profiler.key_averages().table(sort_by=order, row_limit=20))
+        self.log(profiler.key_averages().table(sort_by=order, row_limit=20))
         if self.record and (path := self.record.path):
             profiler.export_chrome_trace(str(path.with_name(f"{path.stem}-{measured.name}.trace.json.gz")))
 

@@ -73,7 +73,7 @@ def main() -> None:
     with atomic_directory(arguments.directory) as partial:
         downloaded = [each for name, each in requirements.items() if name not in SOURCE_PACKAGES]
         _pip("download", "--no-deps", *target, "--dest", str(partial), *downloaded)
-        command_line.say("building deepspeed from source, which takes a minute ...")
+        command_line.log("building deepspeed from source, which takes a minute ...")
         # In a temporary folder, as pip might otherwise use a wheel of an earlier build.
         with tempfile.TemporaryDirectory() as folder:
             os.environ |= {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}

@@ -135,7 +135,7 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
             raise
         status = 1
     with suppress(OSError):
-        say(printable(f"error: {sentence}", one_line=True))
+        log(printable(f"error: {sentence}", one_line=True))
     return status
 
 
@@ -173,7 +173,7 @@ def print_error(error: UserError | str) -> None:
     if rank != "0":
         # A launcher ends all ranks as soon as one ends, so rank 0 must print first.
         time.sleep(REPORT_TIMEOUT)
-    say(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}")
+    log(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}")
 
 
 def escape_unprintable() -> None:
@@ -237,7 +237,7 @@ def _end_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print a message to stderr."""
     print(message, file=sys.stderr, flush=True)
 
@@ -245,10 +245,10 @@ def say(message: str) -> None:
 @contextmanager
 def step(description: str):
     """Announce a step without a progress line, and print its duration."""
-    say(f"{description} ...")
+    log(f"{description} ...")
     started = time.monotonic()
     yield
-    say(f"{description}: done in {time.monotonic() - started:.1f} s")
+    log(f"{description}: done in {time.monotonic() - started:.1f} s")
 
 
 class Progress:
@@ -284,7 +284,7 @@ class Progress:
         if self._terminal:
             self._rewrite(line)
         else:
-            say(line)
+            log(line)
 
     def end(self) -> None:
         """Clear the line on a terminal."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from megatron_tape import command_line
-from megatron_tape.command_line import say
+from megatron_tape.command_line import log
 from megatron_tape.errors import EXIT_RESTART, FileError, refuse
 from megatron_tape.evaluation.comparison_file import NAME, write_comparison
 from megatron_tape.io.files import write_whole
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {name}: {reason}", file=sys.stderr)
     missing = [run.name for run in plan.left if options.only is None or run in left]
     if missing:
-        say(f"{counted(len(missing), 'run')} of {count} not finished; run the same command to continue")
+        log(f"{counted(len(missing), 'run')} of {count} not finished; run the same command to continue")
     if stopped is not None:
         return 128 + signal.SIGINT if stopped == signal.SIGINT else EXIT_RESTART
     return 1 if missing else 0
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tuple[dict[str, str], int | None]:
     """Do the remaining runs; return the reasons of failed runs by name, and the signal that ended the comparison."""
     if not left:
-        say("all runs are finished already")
+        log("all runs are finished already")
         return {}, None
     gpus, device = find_gpus()
     slots = min(options.jobs or len(gpus) or len(os.sched_getaffinity(0)), len(left))

@@ -84,20 +84,20 @@ def _main(argv: list[str] | None) -> int:
         if not options.check:
             evaluate(options, tasks, source, output)
     except (command_line.Interrupted, KeyboardInterrupt) as error:
-        command_line.say("interrupted; run the same command to continue")
+        command_line.log("interrupted; run the same command to continue")
         return 130 if isinstance(error, KeyboardInterrupt) else EXIT_RESTART
     except UserError as error:
         if rank == "0":
-            command_line.say(f"error: {error}")
+            command_line.log(f"error: {error}")
         return EXIT_REFUSED
     except (ValueError, OSError) as error:
         message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-        command_line.say(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}")
+        command_line.log(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}")
         return 1
     except BaseException as error:
         if (sentence := command_line.describe_fatal_error(error)) is None:
             raise
-        command_line.say(f"error (rank {rank}): {sentence}")
+        command_line.log(f"error (rank {rank}): {sentence}")
         return 1
     return 0
 
@@ -179,7 +179,7 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("RANK", "0") == "0":
         output.mkdir(parents=True, exist_ok=True)
-        command_line.say("loading torch and transformers")
+        command_line.log("loading torch and transformers")
     from megatron_tape.evaluation.ranks import Ranks
     from megatron_tape.evaluation.runner import plan_task, unfinished
     from megatron_tape.evaluation.transformers_model import choose_device
@@ -203,7 +203,7 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
             for one in planned:
                 _run(by_name[one.task], model, ranks, output, one, source)
     if ranks.rank == 0:
-        command_line.say(f"results: {output / NAME}")
+        command_line.log(f"results: {output / NAME}")
     ranks.leave()
 
 

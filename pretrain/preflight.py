@@ -115,8 +115,8 @@ def _interrupted(attempt: Attempt | None, number: int) -> None:
 def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None) -> str:
     """Return the problems that rank 0 found on all nodes as text; "" if there are none."""
     started = time.monotonic()
-    say = functools.partial(print, "preflight:", flush=True) if rank == 0 else lambda _: None
-    say(f"{counted(size, 'rank')} ({config.parallel.describe(size)}), importing torch")
+    log = functools.partial(print, "preflight:", flush=True) if rank == 0 else lambda _: None
+    log(f"{counted(size, 'rank')} ({config.parallel.describe(size)}), importing torch")
     import torch
     from torch.distributed import TCPStore
 
@@ -164,16 +164,16 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         return verdict
     if rank == 0:
         plan, parameters = Plan(config, size), parameter_count(config.model, config.extension)
-        say(", ".join(f"{name} {value}" for name, value in facts["versions"].items()))
-        say(f"{len(nodes.inputs(config))} input files are the same on every node")
-        say(
+        log(", ".join(f"{name} {value}" for name, value in facts["versions"].items()))
+        log(f"{len(nodes.inputs(config))} input files are the same on every node")
+        log(
             f"{parameters:,} parameters, about {byte_size(memory(plan).peak)} per rank, "
             f"{flop_count(flops_per_step(plan))} per step, "
             f"{byte_size(checkpoint_bytes(plan))} per checkpoint"
         )
     if size > 1:
-        _measure(torch, store, rank, size, options, say)
-    say(f"passed in {time.monotonic() - started:.1f} s")
+        _measure(torch, store, rank, size, options, log)
+    log(f"passed in {time.monotonic() - started:.1f} s")
     return ""
 
 
@@ -248,7 +248,7 @@ def _gpu(torch) -> dict[str, Any] | None:
     return {"name": properties.name, "total": properties.total_memory}
 
 
-def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, say) -> None:
+def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, log) -> None:
     """Print the bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times its bytes, divided by its time."""
     import torch.distributed as dist
 
@@ -282,7 +282,7 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
     if not sums_correct:
         raise Unready(f"{node_name()}: the all-reduce over all ranks gave wrong sums")
     bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
-    say(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
+    log(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 
 
 if __name__ == "__main__":

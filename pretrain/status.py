@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
         print(*lines, sep="\n", end="\n" if lines else "", flush=True)
     for problem in problems:
-        command_line.say(f"error: {problem}")
+        command_line.log(f"error: {problem}")
     if problems:
         return EXIT_REFUSED
     return 0 if all(status.well for status in found) else 1

@@ -16,7 +16,7 @@ import os, sys
 from megatron_tape import command_line
 
 def main():
-    command_line.say("a message")
+    command_line.log("a message")
     command_line.Progress(10).update(1, lambda seconds: "progress")
     with open(sys.argv[1], "w") as file:
         os.write(2, b"a library's warning")
@@ -65,7 +65,7 @@ SHOWN = r"evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
 @pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"])
 def test_control_characters_are_escaped_in_all_output(shared):
     main = (
-        "def main():\n print(text)\n command_line.say(text)\n raise FileError(text + chr(10), 'has problem\\r', 'fix')"
+        "def main():\n print(text)\n command_line.log(text)\n raise FileError(text + chr(10), 'has problem\\r', 'fix')"
     )
     program = "from megatron_tape import command_line\nfrom megatron_tape.errors import FileError\n"
     program += f"text = {EVIL!r}\n{main}\n{shared}"

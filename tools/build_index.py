@@ -27,19 +27,19 @@ def main() -> None:
     config = with_saved_tokenizer(config, check_start(config))
     check_datasets(config)
     if config.data.source in SAMPLE_SOURCES:
-        command_line.say(f"data.{config.data.source} needs no index; nothing to do")
+        command_line.log(f"data.{config.data.source} needs no index; nothing to do")
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    command_line.say("loading torch and megatron-core")
+    command_line.log("loading torch and megatron-core")
     from megatron_tape.data.batches import build_batches
     from megatron_tape.parallel.layout import initialize_distributed
 
     tokenizer = load_run_tokenizer(config)
     build_batches(config, initialize_distributed(), None if tokenizer is None else tokenizer.eod)
-    command_line.say(f"the index is in {config.data.resolved_cache_directory}")
+    command_line.log(f"the index is in {config.data.resolved_cache_directory}")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
         raise UserError("--prompt", problem, "shorten it")
     if context is not None and length + count > context:
         count = context - length
-        command_line.say(f"the model's context of {context} tokens leaves room for {count}")
+        command_line.log(f"the model's context of {context} tokens leaves room for {count}")
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
     transformers.set_seed(arguments.seed)

@@ -24,7 +24,7 @@ def main() -> None:
     if tokenizer is not None:
         origins = check_tokenizer([arguments.prefix], record_of(tokenizer), arguments.tokenizer)
         if warning := unknown_tokenizers(origins, arguments.tokenizer):
-            command_line.say(warning)
+            command_line.log(warning)
     describe(arguments.prefix, dataset, tokenizer, origin)
     print("\n" + histogram(dataset.document_lengths()), end="")
     for index in range(min(arguments.documents, len(dataset))):

@@ -64,10 +64,10 @@ def main() -> None:
                 break
         progress.end()
         for sentence in problems.report():
-            command_line.say(sentence)
+            command_line.log(sentence)
         if not count:
             raise FileError(arguments.source, "has no documents; nothing was written")
-    command_line.say(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
+    command_line.log(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
 
 
 def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
@@ -103,7 +103,7 @@ def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Ite
         for path in files[folder]:
             name, text = path.relative_to(root).as_posix(), _source(path)
             if text is None:
-                command_line.say(f"{name} is not text and is skipped")
+                command_line.log(f"{name} is not text and is skipped")
             elif text:
                 texts.append(f"# {name}\n{text}")
         if texts:
@@ -135,7 +135,7 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield {"text"} of a dataset's rows without empty texts. Raises UserError if it cannot be read."""
     import datasets
 
-    command_line.say(f"opening {arguments.name} ...")
+    command_line.log(f"opening {arguments.name} ...")
     # A text file is one document, as in preprocess_data.py; datasets of the Hub define their own documents.
     options = {"sample_by": "document"} if arguments.name == "text" else {}
     with _library_errors(arguments.name, "opened", "check name, --config-name and --split"):

@@ -35,7 +35,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """
     origins = check_tokenizer(prefixes, None, "")
     if warning := unknown_tokenizers(origins, "the same as of the others"):
-        command_line.say(warning)
+        command_line.log(warning)
     raise_file_limit()
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
     dtype = datasets[0].dtype
@@ -68,7 +68,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
             progress.end()
         with command_line.step("writing the index"):
             writer.finish(common_origin(origins.values()))
-    command_line.say(
+    command_line.log(
         f"{output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens, {progress.seconds:.1f} s"
     )
 

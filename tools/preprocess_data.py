@@ -50,7 +50,7 @@ def main() -> None:
             if {key: value for key, value in (found or {}).items() if key != "files"} != origin:
                 fix = "remove it, or pass --overwrite for all parts"
                 raise FileError(prefix, "was made from other files, or with another tokenizer or --append-eod", fix)
-            command_line.say(f"{prefix} is complete already; nothing to do")
+            command_line.log(f"{prefix} is complete already; nothing to do")
             return
         overwrite = True  # replaces the files of a killed process
     for path in paths if arguments.on_error == "stop" else ():
@@ -60,7 +60,7 @@ def main() -> None:
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
         writer.finish(origin)
-    command_line.say(f"{prefix}: {speed}")
+    command_line.log(f"{prefix}: {speed}")
 
 
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
@@ -86,7 +86,7 @@ def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, ar
     Raises FileError at a bad document unless bad documents are skipped.
     """
     size = sum(map(os.path.getsize, paths))
-    command_line.say(f"{len(paths):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
+    command_line.log(f"{len(paths):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
     progress = command_line.Progress(size)
     problems, text_bytes = Problems(), 0
 
@@ -108,7 +108,7 @@ def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, ar
     finally:
         progress.end()
     for line in problems.report():
-        command_line.say(line)
+        command_line.log(line)
     return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
 
 

@@ -37,13 +37,13 @@ def main() -> None:
         if not texts:
             raise ConfigError("--input", "has no documents", "check it")
         size = sum(len(text.encode("utf-8")) for text in texts)
-        command_line.say(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
+        command_line.log(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
         with (
             command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"),
             default_signal_handlers(),
         ):
             file.write(train(texts, arguments.vocab_size, arguments.model_type))
-    command_line.say(f"wrote {arguments.output}")
+    command_line.log(f"wrote {arguments.output}")
 
 
 def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int) -> list[str]:

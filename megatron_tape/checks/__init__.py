@@ -82,7 +82,7 @@ def _warn_of_export(config: RunConfig) -> None:
     """Warn before training if the tokenizer cannot be exported."""
     tokenizer = load_run_tokenizer(config)
     if tokenizer is not None and (problem := export_problem(tokenizer, config.model.seq_length)):
-        command_line.say(
+        command_line.log(
             f"warning: data.tokenizer {config.data.tokenizer} {problem}; training and evaluation work, but exports to "
             "Hugging Face will not include a tokenizer"
         )

@@ -146,7 +146,7 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
                 raise ConfigError(("data.prefix", "data.tokenizer"), problem, error.fix) from None
     if record is not None or any(origins.values()):
         if warning := unknown_tokenizers(origins, name if record is not None else "the same as of the others"):
-            command_line.say(warning)
+            command_line.log(warning)
 
 
 def _without_end(dataset: IndexedDatasetReader, eod: int) -> int | None:
@@ -184,7 +184,7 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
         return
     problem = f"has changed since {checkpoint} was saved: {', '.join(changed)}"
     if config.data.allow_changed:
-        command_line.say(f"warning: the data {problem}")
+        command_line.log(f"warning: the data {problem}")
         return
     of_prefix = config.data.source != "prefix" or set(changed) & set(blend(config.data.prefix)[0])
     key = f"data.{config.data.source}" if of_prefix else "data.stages"

@@ -87,7 +87,7 @@ def unfinished(planned: list[Planned], output: Path, overwrite: bool) -> list[Pl
         _check_same_model(output, results, one)
         finished = one.task in results.tasks and results.tasks[one.task].identity == one.identity
         if finished and not overwrite:
-            command_line.say(f"{one.task} is finished already; --overwrite evaluates it again")
+            command_line.log(f"{one.task} is finished already; --overwrite evaluates it again")
         else:
             left.append(one)
     return left
@@ -149,7 +149,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     left = [unit for unit in units if unit.key not in done]
     if ranks.rank == 0:
         before = f", {len(units) - len(left):,} of them done before" if len(left) < len(units) else ""
-        command_line.say(f"{task.name}: {counted(len(units), 'part')}{before}")
+        command_line.log(f"{task.name}: {counted(len(units), 'part')}{before}")
     own = _do(task, model, ranks, planned.parts(output), ranks.shares(left)[ranks.rank])
     # Gathered instead of read: a network file system may show files of other machines only after a minute.
     gathered = ranks.gather(own)
@@ -226,5 +226,5 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
     except OSError:
         raise
     except Exception as error:
-        command_line.say(f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}: {error})")
+        command_line.log(f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}: {error})")
     return files

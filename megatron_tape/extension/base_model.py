@@ -292,7 +292,7 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
     if position.rope_scaling_type == "linear":
         whole = before * model.seq_length / base.model.seq_length
         if factor < whole and scaling in (None, "linear"):
-            command_line.say(
+            command_line.log(
                 f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} "
                 f"grow from {base.model.seq_length} to {model.seq_length} tokens; set it to {whole:g} unless this is "
                 "intended"

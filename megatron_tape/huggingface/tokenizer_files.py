@@ -60,7 +60,7 @@ def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: st
     """
     exported, warnings = _write(tokenizer, output, context, source)
     for warning in warnings:
-        command_line.say(f"warning: {warning}")
+        command_line.log(f"warning: {warning}")
     return exported
 
 

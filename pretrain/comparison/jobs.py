@@ -164,12 +164,12 @@ class Jobs:
         self._done += 1
         self._progress.end()
         took = duration(seconds)
-        command_line.say(f"{self._done} of {counted(self._total, 'run')}: {run.name}, finished in {took}")
+        command_line.log(f"{self._done} of {counted(self._total, 'run')}: {run.name}, finished in {took}")
 
     def _fail(self, run: PlannedRun, reason: str) -> None:
         self.failed[run.name] = f"{reason}; its output is in {run.log}"
         self._progress.end()
-        command_line.say(f"failed: {run.name}: {self.failed[run.name]}")
+        command_line.log(f"failed: {run.name}: {self.failed[run.name]}")
 
     def _line(self, _: float) -> str:
         line = f"{self._done} of {counted(self._total, 'run')} finished"

@@ -102,9 +102,9 @@ def check_sources(
     if info.tokenizer is not None:
         origins = check_tokenizer(tokenized, info.tokenizer, f"that of {info.label}")
         if warning := unknown_tokenizers(origins, f"that of {info.label}"):
-            command_line.say(warning)
+            command_line.log(warning)
     elif tokenized:
-        command_line.say(f"warning: the tokenizer of {info.label} cannot be compared with that of {tokenized[0]}")
+        command_line.log(f"warning: the tokenizer of {info.label} cannot be compared with that of {tokenized[0]}")
     for source in sources:
         if source.kind == "text":
             problem = f"is the text {source.path}, but {info.label} has no tokenizer"

@@ -284,7 +284,7 @@ def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bo
     try:
         results = read_results(own)
     except (ValueError, OSError) as error:
-        command_line.say(f"the model card has no evaluation results: {error}")
+        command_line.log(f"the model card has no evaluation results: {error}")
         return []
     return [results] if results.model.digest == digest else []
 

@@ -87,7 +87,7 @@ def export_adapter(
         write_adapter_card(directory, Path(output).resolve().name, saved, dtype, where)
         for file in directory.iterdir():
             sync_directory(file)
-    command_line.say(f"exported the trained parameters of {saved.path} to {output}, an adapter of {place}")
+    command_line.log(f"exported the trained parameters of {saved.path} to {output}, an adapter of {place}")
 
 
 def _write_base(saved: SavedWeights, place: Path, dtype: str, tokenizer: str | None) -> int:

@@ -67,13 +67,13 @@ def export(
         saved = open_exportable(checkpoint, average)
         found = find_results(saved.path, results, average)
         write_model(saved, directory, ExportOptions(name, dtype, tokenizer, max_shard_size, True, found))
-    command_line.say(f"exported {saved.path} to {output}")
+    command_line.log(f"exported {saved.path} to {output}")
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
     """Check and open the newest complete checkpoint. Raises UserError or OSError if it cannot be exported."""
     with command_line.step("checking the checkpoint"):
-        path = find_checkpoint(checkpoint, command_line.say)
+        path = find_checkpoint(checkpoint, command_line.log)
         saved = open_weights(path, average)
     model, encoding = saved.model, encoding_of(saved.model)
     kind = encoding.exports_to
@@ -98,7 +98,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     loader = None if pieces is None else "AutoTokenizer"
     if pieces is not None and config["model_type"] == "qwen2":
         loader = FROM_THE_FILE
-        command_line.say(
+        command_line.log(
             "with model.qkv_bias this export is a Qwen2 model, whose tokenizer AutoTokenizer always replaces by "
             f"Qwen's; load the tokenizer with {FROM_THE_FILE}.from_pretrained"
         )

@@ -119,7 +119,7 @@ class GgufFile:
 
         kind, split = (self._fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if not (kind == "llama" or (kind == "gpt2" and split in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"))):
-            command_line.say(
+            command_line.log(
                 f"the tokenizer in {self.path} is not imported: transformers cannot convert its kind "
                 f"({kind!s:.100}, {split!s:.100}) without changing tokens; put the model's {TOKENIZER_JSON} next to it"
             )

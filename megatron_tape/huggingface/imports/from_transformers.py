@@ -67,7 +67,7 @@ def import_model(
             weights = open_directory(source, allow_pickle)
         else:
             origin = f"{origin} (GGUF, {gguf.quantization})"
-            command_line.say(f"{source} contains {gguf.quantization} weights; the checkpoint stores them in fp32")
+            command_line.log(f"{source} contains {gguf.quantization} weights; the checkpoint stores them in fp32")
             if tokenizer is None and gguf.write_tokenizer(Path(converted)):
                 tokenizer = find_tokenizer(Path(converted), model.unpadded_vocab_size)
             weights = gguf.weights()

@@ -139,13 +139,13 @@ def advise(output: str | Path) -> None:
     output = Path(output)
     copied = (output / TOKENIZER).is_dir()
     tokenizer_of_run = output / TOKENIZER if copied else "TOKENIZER"
-    command_line.say(
+    command_line.log(
         f"wrote {output}; train from it with: python -m pretrain.train --config RECIPE "
         f"--config {output / 'model.yaml'} --checkpoint.resume {output} --logging.directory runs/NAME "
         f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
     )
     if not copied:
-        command_line.say(f"{output} has no tokenizer: give the model's tokenizer as TOKENIZER, and for an export")
+        command_line.log(f"{output} has no tokenizer: give the model's tokenizer as TOKENIZER, and for an export")
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
@@ -172,7 +172,7 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
             raise FileError(str(source), problem)
         settings = read_settings(source / "config.json") if (source / "config.json").is_file() else {}
     except (ValueError, OSError) as error:
-        command_line.say(f"warning: the model is imported without its tokenizer: {error}")
+        command_line.log(f"warning: the model is imported without its tokenizer: {error}")
         return None
     ids = {key: settings[key] for key in SPECIAL_IDS if settings.get(key) is not None}
     if ids and GENERATION not in tokenizer.files:

@@ -63,7 +63,7 @@ def _metadata(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has {len(found[1]):,} characters of metadata, more than {_METADATA:,}")
         return parse_yaml(found[1], dict[str, Any] | None) or {} if found else {}
     except (ValueError, OSError) as error:
-        command_line.say(f"the license and languages in {path} are not imported: {error}")
+        command_line.log(f"the license and languages in {path} are not imported: {error}")
         return {}
 
 
