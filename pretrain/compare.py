@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = make_plan(options, overrides)
     count, left = len(plan.runs), plan.left
     if options.check:
-        print(f"{counted(count, 'run')}, of which {count - len(left)} are finished, in {plan.output}")
+        print(f"{counted(count, 'run')}, {count - len(left)} finished, output in {plan.output}")
         return 0
     if options.only is not None:
         refuse(not 0 <= options.only < count, "--only", f"is {options.only}", f"give a number from 0 to {count - 1}")

@@ -105,12 +105,12 @@ def test_check_does_not_import_torch_and_counts_the_runs(recipe, tmp_path):
     program = "import sys\nfrom pretrain.compare import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", program, *arguments(recipe, tmp_path / "out", "--check")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines()[0].startswith("4 runs, of which 0 are finished")
+    assert done.stdout.splitlines()[0].startswith("4 runs, 0 finished, output in ")
     assert done.stdout.splitlines()[1] == "0 False" and not (tmp_path / "out").exists()
 
 
 def test_an_array_has_a_task_for_each_of_many_runs(tmp_path):
-    lines = {"python": "echo 1,200 runs, of which 0 are finished, in out", "sbatch": 'echo "$@" >&2; echo 7'}
+    lines = {"python": "echo 1,200 runs, 0 finished, output in out", "sbatch": 'echo "$@" >&2; echo 7'}
     for name, line in lines.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)

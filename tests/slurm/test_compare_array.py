@@ -20,7 +20,7 @@ def test_a_comparison_array_completes_after_preemption_and_writes_the_page(clust
     script = f"{cluster.work}/repo/slurm/compare.sh"
     given = ["--recipe", "tiny.yaml", "--encodings", "rope,tape", "--seeds", "1", "--output", "out"]
     output = cluster.run(script, "--at-once", "2", *given).splitlines()
-    assert output[0] == "2 runs, of which 0 are finished, in out"
+    assert output[0] == "2 runs, 0 finished, output in out"
     array, page = (line.split()[2].rstrip(",") for line in output[1:3])
     log = cluster.work / f"slurm-tape-compare-{array}_0.out"
     run = cluster.work / "out" / "rope" / "seed-1"
