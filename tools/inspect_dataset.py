@@ -12,7 +12,7 @@ import numpy as np
 from megatron_tape import command_line
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.origins import Origin, check_tokenizer, read_origin, unknown_tokenizers
-from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_record
 from megatron_tape.errors import FileError
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     dataset, origin = IndexedDatasetReader(arguments.prefix), read_origin(arguments.prefix)
     if tokenizer is not None:
-        origins = check_tokenizer([arguments.prefix], record_of(tokenizer), arguments.tokenizer)
+        origins = check_tokenizer([arguments.prefix], tokenizer_record(tokenizer), arguments.tokenizer)
         if warning := unknown_tokenizers(origins, arguments.tokenizer):
             command_line.log(warning)
     describe(arguments.prefix, dataset, tokenizer, origin)

@@ -16,7 +16,7 @@ from megatron_tape.data.tokenizer import (
     Tokenizer,
     difference,
     load_tokenizer,
-    record_of,
+    tokenizer_record,
     write_files,
 )
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
@@ -70,7 +70,7 @@ def check_same_tokenizer(given: str, own: Tokenizer, name: str, fix: str) -> Tok
         tokenizer = load_tokenizer(given)
     except (ValueError, OSError) as error:
         raise ConfigError(_KEY, f"cannot be used: {error}") from error
-    different = difference(record_of(tokenizer), record_of(own), name)
+    different = difference(tokenizer_record(tokenizer), tokenizer_record(own), name)
     keys = (_KEY, "checkpoint.resume", "extension.from")
     refuse(different is not None, keys, f"{given} {different}", f"{fix}, and preprocess the data with it")
     return tokenizer

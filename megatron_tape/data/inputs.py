@@ -18,7 +18,7 @@ from megatron_tape.data.examples import example_encoder, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, raise_file_limit
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
-from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, record_of
+from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, tokenizer_record
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import fingerprint
 
@@ -130,7 +130,7 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
 
 def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: TokenizerRecord | None) -> None:
     """Raise ConfigError if a dataset was made with another tokenizer than the run's."""
-    record = saved if tokenizer is None else record_of(tokenizer)
+    record = saved if tokenizer is None else tokenizer_record(tokenizer)
     name = "the model's" if tokenizer is None else f"data.tokenizer {config.data.tokenizer}"
     different = difference(record, saved, "that of the model's training data") if saved else None
     fix = "set it to that tokenizer, or remove it"

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import raise_file_limit, token_dtype
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
-from megatron_tape.data.tokenizer import Tokenizer, record_of
+from megatron_tape.data.tokenizer import Tokenizer, tokenizer_record
 from megatron_tape.errors import refuse
 
 CHUNKS_IN_FLIGHT = 3
@@ -47,7 +47,7 @@ class Encoding:
     @property
     def origin(self) -> dict[str, Any]:
         """The settings that the dataset's origin records."""
-        return {"tokenizer": record_of(self.tokenizer), "append_eod": self.append_eod}
+        return {"tokenizer": tokenizer_record(self.tokenizer), "append_eod": self.append_eod}
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> list[str]:
     return list(files)
 
 
-def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
-    """Return the record of a tokenizer for a checkpoint or a dataset."""
+def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
+    """Return the record of a tokenizer that a checkpoint or a dataset stores, to compare tokenizers later."""
     record: TokenizerRecord = {"digest": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
     return record if tokenizer.same_as is None else record | {"same_as": tokenizer.same_as}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.tokenizer import load_run_tokenizer, record_of
+from megatron_tape.data.tokenizer import load_run_tokenizer, tokenizer_record
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.task import Task
@@ -23,7 +23,7 @@ def check_tasks(config: RunConfig) -> None:
     if not (tasks := build_tasks(config)):
         return
     tokenizer = load_run_tokenizer(config)
-    info = replace(info_of_run(config), tokenizer=None if tokenizer is None else record_of(tokenizer))
+    info = replace(info_of_run(config), tokenizer=None if tokenizer is None else tokenizer_record(tokenizer))
     for name, task in tasks.items():
         needed = task.needs_tokenizer and not info.has_tokenizer
         refuse(needed, ("data.tokenizer", f"evaluation.{name}"), f"is null, and {name} needs a tokenizer", "set it")

@@ -15,7 +15,7 @@ from megatron_tape.checkpoint.locate import find_checkpoint, model_digest
 from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, load_saved_tokenizer
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.config.sections import as_dict
-from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, tokenizer_record
 from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
@@ -151,7 +151,7 @@ def _from_transformers(path: Path, label: str | None) -> Source:
 def _record_in(path: Path) -> TokenizerRecord | None:
     """Return the record of a directory's tokenizer; None if only transformers can read it."""
     with suppress(FileError):
-        return record_of(load_tokenizer(path))
+        return tokenizer_record(load_tokenizer(path))
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tape.data.tokenizer import record_of
+from megatron_tape.data.tokenizer import tokenizer_record
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.ranks import Ranks
@@ -34,7 +34,7 @@ class TrainingModel:
 
     def __init__(self, trainer: Training, stage: str):
         self.tokenizer = trainer.tokenizer
-        own = None if self.tokenizer is None else record_of(self.tokenizer)
+        own = None if self.tokenizer is None else tokenizer_record(self.tokenizer)
         self.info = replace(info_of_run(trainer.config), has_tokenizer=own is not None, tokenizer=own)
         self._engine, self._watch, self._stage = trainer.engine, trainer.watch, stage
         self._tokens, self._device = trainer.layout.tokens, trainer.layout.device

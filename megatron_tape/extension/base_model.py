@@ -20,7 +20,7 @@ from megatron_tape.checkpoint.saved_tokenizer import (
 )
 from megatron_tape.config.schema import ExtensionConfig, LoggingConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_tape.config.sections import as_dict, build, keys_of, merge, settings_of
-from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, tokenizer_record
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
     errors_of_settings,
@@ -334,7 +334,7 @@ def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, Token
         return with_saved_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
     if config.data.tokenizer is None and config.data.generator is None:
         with suppress(ValueError, OSError):
-            record = record_of(load_tokenizer(base.path))
+            record = tokenizer_record(load_tokenizer(base.path))
             return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(base.path))), record
     return config, None
 

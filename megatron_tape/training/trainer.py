@@ -23,7 +23,7 @@ from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import fingerprints, recorded_tokenizer
-from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, record_of
+from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, tokenizer_record
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend
@@ -227,7 +227,7 @@ class Trainer:
             self.progress[FOUND] = self.spikes
         if layout.rank == 0:  # which writes it
             self.progress["data"] = self._data
-            record = recorded_tokenizer(config) if self.tokenizer is None else record_of(self.tokenizer)
+            record = recorded_tokenizer(config) if self.tokenizer is None else tokenizer_record(self.tokenizer)
             self.progress |= {} if record is None else {"tokenizer": record}
         self.hooks = build_hooks(config) | self._more_hooks(config)
         tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files

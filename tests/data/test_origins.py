@@ -11,7 +11,7 @@ from tool_runs import run_here
 
 from megatron_tape.data.inputs import check_datasets, check_same_data, fingerprints
 from megatron_tape.data.origins import check_tokenizer, common_origin, fingerprints_of, read_origin
-from megatron_tape.data.tokenizer import load_tokenizer, record_of
+from megatron_tape.data.tokenizer import load_tokenizer, tokenizer_record
 from megatron_tape.errors import ConfigError, FileError
 
 
@@ -52,7 +52,7 @@ def settings(tokenizers, prefix, tokenizer="own", packed=True, **changes):
 
 
 def test_a_dataset_records_its_tokenizer_and_whether_documents_end(preprocess, tokenizers):
-    record = record_of(load_tokenizer(tokenizers["own"]))
+    record = tokenizer_record(load_tokenizer(tokenizers["own"]))
     for options, ends in (([], False), (["--append-eod"], True)):
         prefix = preprocess(f"out{ends}", "own", *options)
         assert read_origin(prefix) == {"tokenizer": record, "append_eod": ends, "files": fingerprints_of(prefix)}
@@ -132,7 +132,7 @@ def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(prepro
 
 def test_inspection_names_the_tokenizer_and_refuses_another(preprocess, tmp_path, tokenizers):
     prefix = preprocess("out", "own", "--append-eod")
-    record = record_of(load_tokenizer(tokenizers["own"]))
+    record = tokenizer_record(load_tokenizer(tokenizers["own"]))
     assert f"64 ids, digest {record['digest'][:12]}; documents end in 63" in run_here("inspect_dataset", prefix).stdout
     assert run_here("inspect_dataset", prefix, "--tokenizer", tokenizers["own"]).returncode == 0
     done = run_here("inspect_dataset", prefix, "--tokenizer", tokenizers["other"])

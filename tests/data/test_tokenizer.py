@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_tape.data.tokenizer import difference, load_tokenizer, record_of, write_files
+from megatron_tape.data.tokenizer import difference, load_tokenizer, tokenizer_record, write_files
 from megatron_tape.errors import FileError
 
 
@@ -337,8 +337,8 @@ def test_the_digest_of_a_sentencepiece_model_covers_its_scores(tmp_path, tokeniz
     (tmp_path / "x.model").write_bytes(model.SerializeToString())
     one, other = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "x.model")
     assert one.digest != other.digest
-    record = record_of(one)
-    assert difference(record, record_of(other), "x") == "encodes text in another way than x"
+    record = tokenizer_record(one)
+    assert difference(record, tokenizer_record(other), "x") == "encodes text in another way than x"
     assert difference(record, record | {"vocab_size": 900}, "x") is None
     assert difference(record, record | {"eod": 9}, "x") == "ends documents with the id 3, and x with 9"
     assert difference(record, record | {"eod": 9}, "x", with_eod=False) is None
@@ -392,7 +392,7 @@ def test_a_tokenizer_that_transformers_saved_again_is_the_same(byte_level, tmp_p
     end = "</s>" if kind == "byte level" else END
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "pad_token": end}))
     PreTrainedTokenizerFast.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    one, other = record_of(load_tokenizer(tmp_path)), record_of(load_tokenizer(tmp_path / "again"))
+    one, other = tokenizer_record(load_tokenizer(tmp_path)), tokenizer_record(load_tokenizer(tmp_path / "again"))
     assert difference(one, other, "it") is None
 
 
@@ -403,7 +403,7 @@ def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(tm
     both, model = load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.model")
     assert both.same_as == model.digest == load_tokenizer(tokenizer_path).digest != both.digest
     for one, other in ((both, model), (model, both)):
-        assert difference(record_of(one), record_of(other), "it") is None
+        assert difference(tokenizer_record(one), tokenizer_record(other), "it") is None
     settings = json.loads((tmp_path / "tokenizer.json").read_text())
     settings["normalizer"]["normalizers"].insert(0, {"type": "Lowercase"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))

@@ -8,7 +8,7 @@ import pytest
 from data.test_tokenizer import KINDS, MENTIONS
 from datasets_for_tests import source_code
 
-from megatron_tape.data.tokenizer import difference, find_files, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import difference, find_files, load_tokenizer, tokenizer_record
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.tokenizer_files import export_problem, read_tokenizer, write_tokenizer
 
@@ -148,15 +148,16 @@ def test_special_tokens_in_text_are_matched_only_with_a_chat_template(tmp_path):
     assert theirs("a b")["input_ids"] == [1, *ours.encode("a b")] and load_tokenizer(tmp_path / "out").prefix == [1]
     text = "a<|im_end|>b <s> c"
     assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ours.encode(text)
-    assert difference(record_of(load_tokenizer(tmp_path / "out")), record_of(ours), "") is None
+    assert difference(tokenizer_record(load_tokenizer(tmp_path / "out")), tokenizer_record(ours), "") is None
 
 
 def test_a_converted_tokenizer_equals_its_source(tmp_path, tokenizer_path):
     exported(tokenizer_path, tmp_path / "out")
     original, converted = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "out")
-    assert difference(record_of(converted), record_of(original), "") is None and "tokenizer.json" in converted.files
+    assert difference(tokenizer_record(converted), tokenizer_record(original), "") is None
+    assert "tokenizer.json" in converted.files
     exported(tmp_path / "out", tmp_path / "again")
-    assert difference(record_of(load_tokenizer(tmp_path / "again")), record_of(original), "") is None
+    assert difference(tokenizer_record(load_tokenizer(tmp_path / "again")), tokenizer_record(original), "") is None
 
 
 def save_bpe(directory, *special, pre_tokenizer=None):

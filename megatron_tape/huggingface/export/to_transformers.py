@@ -17,7 +17,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, load_saved_tokenizer
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.data.tokenizer import TOKENIZER_MODEL, difference, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import TOKENIZER_MODEL, difference, load_tokenizer, tokenizer_record
 from megatron_tape.errors import CheckpointError, FileError, UserError
 from megatron_tape.huggingface.export.model_card import ExportOptions, find_results, write_card
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
@@ -268,8 +268,9 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
         if own is not None and TOKENIZER_MODEL in own.files:
             # To compare a tokenizer.json made from a SentencePiece model with it, by the ids of texts.
             tokenizer.files.setdefault(TOKENIZER_MODEL, own.files[TOKENIZER_MODEL])
-        recorded = saved.state["progress"].get("tokenizer") if own is None else record_of(own)
-        if recorded and (different := difference(record_of(tokenizer), recorded, "the one that trained the model")):
+        recorded = saved.state["progress"].get("tokenizer") if own is None else tokenizer_record(own)
+        chosen, name = tokenizer_record(tokenizer), "the one that trained the model"
+        if recorded and (different := difference(chosen, recorded, name)):
             fix = f"omit --tokenizer, or give {NO_TOKENIZER} and put its files into the export yourself"
             raise FileError(given, different, fix)
     if tokenizer is None:

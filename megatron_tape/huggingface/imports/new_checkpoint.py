@@ -14,7 +14,7 @@ from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, write_tokenizer_files
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.sections import as_dict
-from megatron_tape.data.tokenizer import TOKENIZER_FILES, Tokenizer, find_files, load_tokenizer, record_of
+from megatron_tape.data.tokenizer import TOKENIZER_FILES, Tokenizer, find_files, load_tokenizer, tokenizer_record
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_weights
@@ -114,7 +114,7 @@ def write_imported(
         tensors.close()
         write_record(directory / INDEX, {"files": index})
         progress = {"origin": origin} | progress
-        progress |= {} if tokenizer is None else {"tokenizer": record_of(tokenizer)}
+        progress |= {} if tokenizer is None else {"tokenizer": tokenizer_record(tokenizer)}
         state = {
             "step": 0,
             "optimizer_steps": 0,
