@@ -1,6 +1,6 @@
-"""Every check of a run before it starts: the number of processes, then files. Does not import torch.
+"""Check a run before it starts: its number of processes, its files and their contents. Does not import torch.
 
-`checks.arguments` checks the settings themselves when it reads them.
+`checks.arguments` checks whether the settings are compatible with each other when it reads them.
 """
 
 from enum import IntEnum
@@ -30,11 +30,11 @@ class Level(IntEnum):
     """How thorough a check is. Each level includes the previous ones."""
 
     SETTINGS = 0
-    """The settings are compatible with the number of processes and with the command."""
+    """Check that the settings are compatible with the number of processes and with the command."""
     FILES = 1
-    """Files exist and directories are writable. Used before a job is submitted, and on every node that trains."""
+    """Also check that files exist and directories are writable. Used before a job is submitted, and on every node."""
     START = 2
-    """The contents of files are valid. Used before a job's first process and before a run."""
+    """Also check the contents of files. Used once at the start of a job, and by every run before it trains."""
 
 
 def check(
@@ -45,9 +45,9 @@ def check(
     Args:
         config: the run's settings.
         level: how thoroughly to check.
-        processes: the number of training processes; None if it is not known yet.
-        extends: whether the command is pretrain.extend_context; None to accept both commands.
-        base: the model to extend, if it does not exist yet.
+        processes: the number of training processes, or None if it is not known yet.
+        extends: whether the command is pretrain.extend_context (true) or pretrain.train (false). None skips this check.
+        base: the model to extend, if an earlier run has yet to train it. Otherwise, it is read from extension.from.
     """
     if processes is not None:
         check_processes(config, processes)
@@ -79,7 +79,7 @@ def check(
 
 
 def _warn_of_export(config: RunConfig) -> None:
-    """Warn before training if the tokenizer cannot be exported."""
+    """Print a warning if Hugging Face exports of the run cannot include its tokenizer."""
     tokenizer = load_run_tokenizer(config)
     if tokenizer is not None and (problem := export_problem(tokenizer, config.model.seq_length)):
         command_line.log(

@@ -16,38 +16,39 @@ from megatron_tape.planning.parameters import parameter_count
 def parse_run_config(
     argv: list[str] | None = None, purpose: str = "Train one model.", base: Base | None = None
 ) -> RunConfig:
-    """Read `--config` files and overrides from `argv`; later values override earlier ones.
+    """Return the settings from the recipes (`--config`) and overrides (`--section.key value`) in `argv`.
 
-    If the run extends a model, settings of that model are added. `checks.check` performs the checks that depend on the
-    number of processes and on files. Exits with status 0 after `--help` or `--print_config`.
+    If the run extends a model, settings that are not given are taken from that model. `checks.check` performs the
+    checks that depend on the number of processes and on files. Exits with status 0 after `--help` or `--print_config`.
 
     Args:
-        argv: the arguments; None for those of the process.
-        purpose: the beginning of the text of `--help`.
-        base: the model to extend; None to read the one that `extension.from` names.
+        argv: the arguments. None reads those of the process.
+        purpose: the first sentence of `--help`.
+        base: the model to extend. None reads the model that `extension.from` names, if any.
 
     Returns:
-        The settings. Directories that are not set get defaults from the recipe's name.
+        The settings. The defaults of directories contain the name of the last recipe.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value is invalid or incompatible with others; with file and line.
+        ConfigError: a key is unknown or missing, or a value is invalid or incompatible with others. The message
+            contains the file and line of settings from a recipe.
     """
     parser = settings_parser(
         RunConfig,
         usage="%(prog)s --config RECIPE [--section.key value ...]",
         description=f"{purpose} Settings come from --config and --section.key; later ones override earlier ones.",
     )
-    given = read_settings(parser, RunConfig, argv)
-    fix = f"add to {' or '.join(given.files)}, or give --section.key value"
-    if not given.files:
+    parsed = read_settings(parser, RunConfig, argv)
+    fix = f"add the missing settings to {' or '.join(parsed.files)}, or give --section.key value"
+    if not parsed.files:
         fix = "give --config RECIPE, such as --config tape_demo"
-    with given.add_places_to_errors():
-        name = Path(given.files[-1]).stem if given.files else "unnamed"
-        config = build(RunConfig, with_base_settings(given.values, base, f"runs/{name}"), fix=fix)
+    with parsed.add_places_to_errors():
+        name = Path(parsed.files[-1]).stem if parsed.files else "unnamed"
+        config = build(RunConfig, with_base_settings(parsed.values, base, f"runs/{name}"), fix=fix)
         _ = config.data.source
         config = with_directories(resolve_datasets(config), name)
         validate(config, world_size=config.parallel.ranks_per_sequence)
-    if given.options.print_config:
+    if parsed.options.print_config:
         sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)
         print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))
         print(to_yaml(config), end="")
@@ -56,7 +57,7 @@ def parse_run_config(
 
 
 def with_directories(config: RunConfig, name: str) -> RunConfig:
-    """Return `config` with defaults for all directories that are not set, under `runs/<name>` or next to the data."""
+    """Return `config` with all directories set. The default of `logging.directory` is `runs/<name>`."""
     logging = dataclasses.replace(config.logging, directory=config.logging.directory or f"runs/{name}")
     config = dataclasses.replace(config, logging=logging)
     directory = config.checkpoint.directory or config.default_checkpoint_directory

@@ -1,4 +1,4 @@
-"""Reject invalid settings and incompatible combinations before process groups and parameters are created.
+"""Reject incompatible settings before process groups and parameters are created.
 
 This module reads no files and does not import torch.
 """
@@ -44,13 +44,13 @@ def _validate_checkpoint(config: RunConfig) -> None:
     incompatible(not_multiple, "checkpoint.keep_every checkpoint.interval", fix)
     shards = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     too_few = checkpoint.writers is not None and checkpoint.writers < shards
-    why, fix = "and every tensor-parallel rank of every stage writes its shard", f"set it to {shards} or more, or null"
+    why, fix = f"so the model has {shards} shards, which need a writer each", f"set it to {shards} or more, or null"
     keys = "checkpoint.writers parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size"
     incompatible(too_few, keys, fix, why)
 
 
 def _encoding_parameter_kinds(model: ModelConfig) -> list[str]:
-    """Return the encoding's parameters as keys of `optimizer.weight_decay_of` and `optimizer.lr_scale_of`."""
+    """Return the parameters of the encoding as keys of `optimizer.lr_scale_of`, such as `position.increments`."""
     encoding = encoding_of(model)
     names = [f"position.{name}" for layer in range(model.num_layers) for name in encoding.parameters(layer)]
     return list(dict.fromkeys(names))
@@ -63,7 +63,8 @@ def _validate_optimizer(config: RunConfig) -> None:
         for kind in getattr(optimizer, key):
             problem, fix = f"contains the unknown parameter kind {kind}", f"choose from {', '.join(kinds)}"
             refuse(kind not in kinds, f"optimizer.{key}", problem, fix)
-    refuse_incompatible(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
+    fix = "set optimizer.min_lr to at most optimizer.lr"
+    refuse_incompatible(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", fix)
     if optimizer.kind == "muon":
         incompatible, deepspeed = functools.partial(refuse_incompatible, config), config.deepspeed
         why = "which shards the matrices that Muon needs whole"
@@ -71,7 +72,7 @@ def _validate_optimizer(config: RunConfig) -> None:
         incompatible(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", fix, why)
         why = "so Muon has no matrices to train"
         partial = "all" not in config.extension.trains
-        incompatible(partial, "optimizer.kind extension.trains", "set it to adamw", why)
+        incompatible(partial, "optimizer.kind extension.trains", "set optimizer.kind to adamw", why)
     _validate_average(config)
 
 
@@ -80,11 +81,13 @@ def _validate_average(config: RunConfig) -> None:
     if average is None:
         return
     for name, kind in (("decay", "ema"), ("count", "last"), ("every", "last")):
-        given = getattr(average, name) != getattr(AverageSettings, name)
-        refuse(given and kind != average.kind, f"{key}.{name}", f"applies only to kind {kind}", "remove it")
+        is_set = getattr(average, name) != getattr(AverageSettings, name)
+        problem = f"applies only to kind {kind}, but {key}.kind is {average.kind}"
+        refuse(is_set and kind != average.kind, f"{key}.{name}", problem, "remove it")
     first = steps - (average.count - 1) * average.every
-    problem = f"{average.count} times every {average.every} exceeds train.steps {steps}"
-    refuse(average.kind == "last" and first < 1, (f"{key}.count", "train.steps"), problem, "lower either")
+    problem = f"is {average.count}, but so many steps, {average.every} apart ({key}.every), exceed train.steps {steps}"
+    fix = f"lower {key}.count or {key}.every, or raise train.steps"
+    refuse(average.kind == "last" and first < 1, (f"{key}.count", "train.steps"), problem, fix)
 
 
 def _validate_schedule(config: RunConfig) -> None:
@@ -92,19 +95,23 @@ def _validate_schedule(config: RunConfig) -> None:
     incompatible, key = functools.partial(refuse_incompatible, config), "schedule.warmup_steps"
     incompatible(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
     unused, why = decay is not None and config.schedule.kind != "wsd", "which has no final decay"
-    incompatible(unused, "schedule.decay_steps schedule.kind", "remove it or use kind wsd", why)
+    fix = "remove schedule.decay_steps, or set schedule.kind to wsd"
+    incompatible(unused, "schedule.decay_steps schedule.kind", fix, why)
     unused = config.schedule.power != 1 and config.schedule.kind != "polynomial"
-    incompatible(unused, "schedule.power schedule.kind", "remove it or use kind polynomial", "which has no exponent")
-    incompatible(warmup + (decay or 0) > steps, f"{key} schedule.decay_steps train.steps", "lower either")
+    fix = "remove schedule.power, or set schedule.kind to polynomial"
+    incompatible(unused, "schedule.power schedule.kind", fix, "which has no exponent")
+    keys, fix = f"{key} schedule.decay_steps train.steps", f"lower {key} or schedule.decay_steps"
+    incompatible(warmup + (decay or 0) > steps, keys, fix, "which is less than their sum")
 
 
 def _validate_precision(config: RunConfig) -> None:
     incompatible = functools.partial(refuse_incompatible, config)
-    fp32, fix = config.train.precision == "fp32", "change either: it requires bf16"
+    fp32, fix = config.train.precision == "fp32", "set deepspeed.communication_precision to fp32"
     in_bf16 = config.deepspeed.communication_precision == "bf16"
     incompatible(fp32 and in_bf16, "deepspeed.communication_precision train.precision", fix)
-    in_bf16 = config.model.attention_backend in ONLY_HALF
-    incompatible(fp32 and in_bf16, "model.attention_backend train.precision", fix)
+    needs_bf16, fix = config.model.attention_backend in ONLY_HALF, "choose another backend, or train in bf16"
+    why = "which this backend does not support"
+    incompatible(fp32 and needs_bf16, "model.attention_backend train.precision", fix, why)
 
 
 def _validate_data(config: RunConfig) -> None:
@@ -117,10 +124,12 @@ def _validate_data(config: RunConfig) -> None:
         _validate_samples(config)
     stages_of(config)
     no_validation = data.source == "prefix" and config.train.validates and split_shares(data.split)[1] == 0
-    fix, why = "raise its second number, or set train.eval_interval to null", "which has no validation data"
+    fix = "raise the second number of data.split, or set train.eval_interval to null"
+    why = "which leaves no validation data"
     incompatible(no_validation, "train.eval_interval data.split", fix, why)
     no_tokenizer, fix = data.tokenizer is None, "set data.tokenizer"
-    incompatible(data.reset_attention_mask and no_tokenizer, "data.reset_attention_mask data.tokenizer", fix)
+    why = "so the ends of documents are unknown"
+    incompatible(data.reset_attention_mask and no_tokenizer, "data.reset_attention_mask data.tokenizer", fix, why)
     why, fix = "so tokens would attend to preceding documents", "set data.reset_attention_mask to true"
     attends_across = data.long_documents is not None and not data.reset_attention_mask
     incompatible(attends_across, "data.long_documents data.reset_attention_mask", fix, why)
@@ -130,13 +139,11 @@ def _validate_data(config: RunConfig) -> None:
 
 
 def _validate_samples(config: RunConfig) -> None:
-    """Validate a source of samples other than indexed datasets."""
+    """Validate the settings of `data.generator` or `data.examples`."""
     why = "whose samples are not cut from documents"
-    for key, unset in (("stages", None), ("long_documents", None), ("reset_attention_mask", False)):
-        given = getattr(config.data, key) != unset
-        refuse_incompatible(
-            config, given, f"data.{key} data.{config.data.source}", f"set it to {format_value(unset)}", why
-        )
+    for key, default in (("stages", None), ("long_documents", None), ("reset_attention_mask", False)):
+        is_set, fix = getattr(config.data, key) != default, f"set data.{key} to {format_value(default)}"
+        refuse_incompatible(config, is_set, f"data.{key} data.{config.data.source}", fix, why)
     if config.data.source == "generator":
         _validate_generator(config)
     else:
@@ -145,13 +152,13 @@ def _validate_samples(config: RunConfig) -> None:
 
 def _validate_generator(config: RunConfig) -> None:
     data, model, incompatible = config.data, config.model, functools.partial(refuse_incompatible, config)
-    generator, fix = data.generator, "set it to null"
+    generator, fix = data.generator, "set data.tokenizer to null"
     try:
         generator.check()
     except ConfigError as error:
         raise ConfigError(f"data.generator.{error.subject}", error.problem, error.fix) from None
     incompatible(data.tokenizer is not None, "data.tokenizer data.generator", fix, "whose tokens are not text")
-    fix = f"raise model.vocab_size to at least {generator.vocab_size}, the number of the task's tokens"
+    fix = f"raise model.vocab_size to at least {generator.vocab_size}, the vocabulary size of the task"
     incompatible(generator.vocab_size > model.vocab_size, "data.generator model.vocab_size", fix)
     fix = f"raise model.seq_length to at least {generator.length - 1}"
     incompatible(generator.length > model.seq_length + 1, "data.generator model.seq_length", fix)
@@ -161,12 +168,13 @@ def _validate_examples(config: RunConfig) -> None:
     length, incompatible = config.model.seq_length, functools.partial(refuse_incompatible, config)
     examples = config.data.examples
     check_template(examples.template, "data.examples.template")
-    incompatible(config.data.tokenizer is None, "data.tokenizer data.examples", "set it", "which is text")
+    why = "and examples are text"
+    incompatible(config.data.tokenizer is None, "data.tokenizer data.examples", "set data.tokenizer", why)
     refuse(
         examples.target_tokens >= length,
         ("data.examples.target_tokens", "model.seq_length"),
-        f"is {examples.target_tokens}, but model.seq_length is {length}",
-        "lower target_tokens",
+        f"is {examples.target_tokens}, which is not below model.seq_length {length}",
+        "lower it, or raise model.seq_length",
     )
     fix = "set data.examples.validation, or set train.eval_interval to null"
     no_validation = config.train.validates and examples.validation is None
@@ -175,13 +183,14 @@ def _validate_examples(config: RunConfig) -> None:
 
 def _validate_monitoring(config: RunConfig) -> None:
     for name in config.train.evaluations:
-        refuse(name not in HOOKS, "train.evaluations", f"contains {name}", f"choose from {', '.join(HOOKS)}")
+        problem, fix = f"contains the unknown evaluation {name}", f"choose from {', '.join(HOOKS)}"
+        refuse(name not in HOOKS, "train.evaluations", problem, fix)
     build_tasks(config)
     steps, last = config.train.profile.steps, config.train.steps
     fix = "give the first and the last step, such as [10, 12]"
     refuse(steps is not None and steps[0] > steps[1], "train.profile.steps", f"is {format_value(steps)}", fix)
     problem = f"is {format_value(steps)}, but the run ends at step {last}"
-    refuse(steps is not None and steps[0] > last, "train.profile.steps", problem, "choose earlier steps")
+    refuse(steps is not None and steps[0] > last, "train.profile.steps", problem, f"choose steps up to {last}")
     if config.logging.wandb is not None:
         problem = "is set, but the package wandb is not installed"
         refuse(not installed(), "logging.wandb", problem, f"run {INSTALL}, or set it to null")
@@ -190,7 +199,7 @@ def _validate_monitoring(config: RunConfig) -> None:
 def _validate_trained_kinds(config: RunConfig) -> None:
     model, trains, key = config.model, config.extension.trains, "extension.trains"
     incompatible = functools.partial(refuse_incompatible, config)
-    mixed, fix = "all" in trains and len(trains) > 1, "use all alone: it includes every kind but lora"
+    mixed, fix = "all" in trains and len(trains) > 1, "set it to [all], which trains everything without LoRA layers"
     refuse(mixed, key, f"is {format_value(trains)}", fix)
     no_output, why = trains == ["output"] and model.tie_embeddings, "so there is no output layer to train"
     incompatible(no_output, f"{key} model.tie_embeddings", "train embeddings instead", why)
@@ -198,7 +207,8 @@ def _validate_trained_kinds(config: RunConfig) -> None:
     rates = [scales.get(kind, 1) for kind in trains]
     rates += [scales.get(kind, 0) for kind in encoding_kinds if "position" in trains]
     incompatible(not any(rates), f"{key} optimizer.lr_scale_of", "raise a multiplier", "so nothing would be trained")
-    no_parameters, fix = "position" in trains and not encoding_kinds, "choose another encoding, or remove position"
+    no_parameters = "position" in trains and not encoding_kinds
+    fix = "choose another encoding, or remove position from extension.trains"
     incompatible(no_parameters, f"{key} model.position_encoding", fix, "which has no parameters")
 
 
@@ -206,16 +216,16 @@ def _validate_lora(config: RunConfig) -> None:
     extension, targets = config.extension, config.extension.lora_targets
     if not extension.adds_lora:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
-            given = getattr(extension, key) != getattr(ExtensionConfig(), key)
-            fix = "add lora to extension.trains, or remove the setting"
-            refuse_incompatible(config, given, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
+            is_set = getattr(extension, key) != getattr(ExtensionConfig(), key)
+            fix = f"add lora to extension.trains, or remove extension.{key}"
+            refuse_incompatible(config, is_set, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
         return
     for target, widths in lora_widths(config.model).items():
         refuse(
             target in targets and extension.lora_rank > min(widths),
             ("extension.lora_rank", "extension.lora_targets"),
-            f"is {extension.lora_rank}, but projection {target} is only {min(widths)} wide",
-            f"choose a smaller rank, or remove {target} from extension.lora_targets",
+            f"is {extension.lora_rank}, but the smaller dimension of projection {target} is {min(widths)}",
+            f"lower it to at most {min(widths)}, or remove {target} from extension.lora_targets",
         )
 
 
@@ -223,13 +233,14 @@ def _validate_shifted_sparse(config: RunConfig) -> None:
     model, key, incompatible = config.model, "extension.attention", functools.partial(refuse_incompatible, config)
     if config.extension.attention != "shifted_sparse":
         return
-    why = "which is not divisible by 8: segments are a quarter of the sequence, and shifts are half a segment"
-    incompatible(model.seq_length % 8 != 0, f"{key} model.seq_length", "change the length", why)
+    why = "which cannot be divided into four segments of even length"
+    incompatible(model.seq_length % 8 != 0, f"{key} model.seq_length", "set model.seq_length to a multiple of 8", why)
     refuse(
         model.query_groups < 2,
         (key, "model.num_query_groups"),
-        "is shifted_sparse, which shifts half of the heads, but all heads of this model share one key",
+        "is shifted_sparse, which shifts half of the key/value heads, but this model has only one",
         "set it to full",
     )
-    row_scores, why = {SCORES, REFLECTIONS} & encoding_of(model).needs, "whose scores are computed from whole rows"
+    row_scores = {SCORES, REFLECTIONS} & encoding_of(model).needs
+    why = "whose attention scores depend on all tokens between query and key"
     incompatible(bool(row_scores), f"{key} model.position_encoding", "set it to full", why)

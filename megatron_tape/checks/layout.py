@@ -1,4 +1,4 @@
-"""Validate the parallel layout: the number of processes against the model and the batch sizes."""
+"""Check that the number of processes, the section `parallel`, the model and the batch sizes are compatible."""
 
 import functools
 
@@ -11,11 +11,11 @@ PROCESSES = "the number of processes"
 """Subject of errors about the number of processes, which is not a setting."""
 STAGES = "parallel.pipeline_model_parallel_size"
 LARGEST_RUN = 10**11
-"""Maximum number of sequences of a run. An index of more would take longer to build than the run itself."""
+"""Maximum number of training sequences of a run. Megatron could not build the index of more in a reasonable time."""
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
-    """Raise ConfigError if the run cannot be divided over `processes`, or `train.profile` names a missing rank."""
+    """Raise ConfigError if `processes` processes cannot train the run, or lack a rank in `train.profile.ranks`."""
     validate_layout(config, processes)
     highest = max(config.train.profile.ranks)
     problem = f"contains {highest}, but the ranks are 0 to {processes - 1}"
@@ -23,7 +23,7 @@ def check_processes(config: RunConfig, processes: int) -> None:
 
 
 def validate_layout(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError if `parallel` cannot divide the model and the batches over `world_size` processes."""
+    """Raise ConfigError if the model and the batches cannot be divided over `world_size` processes as in `parallel`."""
     _validate_parallel(config, world_size)
     _validate_batches(config, world_size)
     _validate_pipeline(config, world_size)
@@ -44,7 +44,7 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         world_size % parallel.ranks_per_sequence != 0,
         (PROCESSES, *replica_keys),
         f"is {world_size}, which is not divisible by {replica}",
-        "change it (torchrun --nproc-per-node) or the number of processes",
+        "start another number of processes (torchrun --nproc-per-node), or change the setting",
     )
     for key, size, divisor, keys in (
         ("model.num_attention_heads", model.num_attention_heads, stage_size, stage_keys),
@@ -53,25 +53,26 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         ("model.vocab_size", model.vocab_size, tensor_size, (tensor_key,)),
         ("model.seq_length", model.seq_length, stage_size if context_size > 1 or sequence_parallel else 1, stage_keys),
     ):
-        by = stage if keys == stage_keys else tensor
-        refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {by}", "change either")
+        product = stage if keys == stage_keys else tensor
+        refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {product}", "change one of them")
     incompatible, key = functools.partial(refuse_incompatible, config), "parallel.sequence_parallel"
-    why = "so there is nothing to shard over"
-    incompatible(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", "set it to null", why)
+    why = "so there are no ranks to shard tokens over"
+    incompatible(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", f"set {key} to null", why)
     if tensor_size > 1 and not sequence_parallel:
         fix = f"set {key} to true or null"
         incompatible(context_size > 1, f"{key} {tensor_key} {context_key}", fix)
-        why = "whose parameters require sharded tokens"
+        why = "whose gradients are only summed over ranks with sequence parallelism"
         replicated = has_replicated_parameters(encoding_of(model))
         incompatible(replicated, f"{key} {tensor_key} model.position_encoding", fix, why)
-        why = "which requires the reduction of the norms' gradients"
+        why = "and the gradients of its norms are only summed over ranks with sequence parallelism"
         incompatible(model.qk_norm, f"{key} {tensor_key} model.qk_norm", fix, why)
 
 
 def has_replicated_parameters(encoding: PositionEncoding) -> bool:
-    """Return whether some parameters of an encoding are replicated on all tensor-parallel ranks.
+    """Return whether tensor-parallel ranks hold copies of a parameter of the encoding.
 
-    Each rank computes their gradients from its own tokens. They are summed over ranks only with sequence parallelism.
+    Each rank computes the gradient of a copy from its own tokens. Gradients of copies are only summed over ranks with
+    sequence parallelism.
     """
     layers = (encoding.parameters(layer).values() for layer in range(encoding.model.num_layers))
     return any(parameter.head_axis is None for layer in layers for parameter in layer)
@@ -82,30 +83,30 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
     stages, virtual, layers = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size, model.num_layers
     virtual_key, layers_key = "parallel.virtual_pipeline_size", "parallel.pipeline_layers"
     if stages == 1:
-        incompatible(virtual > 1, f"{virtual_key} {STAGES}", f"set it to 1, or raise {STAGES}")
+        incompatible(virtual > 1, f"{virtual_key} {STAGES}", f"set {virtual_key} to 1, or raise {STAGES}")
         uneven = parallel.pipeline_layers is not None
-        incompatible(uneven, f"{layers_key} {STAGES}", f"set it to null, or raise {STAGES}")
+        incompatible(uneven, f"{layers_key} {STAGES}", f"set {layers_key} to null, or raise {STAGES}")
         return
-    chunks, given = stages * virtual, parallel.pipeline_layers
+    chunks, sizes = stages * virtual, parallel.pipeline_layers
     problem = f"{stages} times {virtual_key} {virtual} does not divide model.num_layers {layers}"
     least = 1 if virtual == 1 else 2
-    nearest = [n for n in range(least, layers // virtual + 1) if layers % (n * virtual) == 0] or [1]
-    near = min(nearest, key=lambda n: abs(n - stages))
-    fix = f"set {STAGES} to {near}, or set {layers_key} to the number of layers of each of the {chunks} model chunks"
-    refuse(given is None and layers % chunks != 0, (STAGES, virtual_key, "model.num_layers"), problem, fix)
-    wrong = given is not None and (len(given) != chunks or min(given, default=0) < 1 or sum(given) != layers)
+    divisors = [n for n in range(least, layers // virtual + 1) if layers % (n * virtual) == 0] or [1]
+    nearest = min(divisors, key=lambda n: abs(n - stages))
+    fix = f"set {STAGES} to {nearest}, or set {layers_key} to the number of layers of each of the {chunks} model chunks"
+    refuse(sizes is None and layers % chunks != 0, (STAGES, virtual_key, "model.num_layers"), problem, fix)
+    invalid = sizes is not None and (len(sizes) != chunks or min(sizes, default=0) < 1 or sum(sizes) != layers)
     fix = f"give {chunks} numbers of at least 1 that add up to model.num_layers {layers}"
-    refuse(wrong, (layers_key, STAGES), f"is {format_value(given)}", fix)
-    why = "and pipeline parallelism reduces gradients once per step"
-    incompatible(config.deepspeed.zero_stage > 1, f"deepspeed.zero_stage {STAGES}", "set it to 1", why)
+    refuse(invalid, (layers_key, STAGES), f"is {format_value(sizes)}", fix)
+    fix, why = "set deepspeed.zero_stage to 1", "and pipeline parallelism requires ZeRO 1"
+    incompatible(config.deepspeed.zero_stage > 1, f"deepspeed.zero_stage {STAGES}", fix, why)
     encoding = encoding_of(model)
     undefined = encoding.sends_state(1) and type(encoding).sent_state is PositionEncoding.sent_state
-    keys = f"{STAGES} model.position_encoding"
-    incompatible(undefined, keys, "set it to 1", "which does not define sent_state")
+    keys, fix = f"{STAGES} model.position_encoding", f"set {STAGES} to 1"
+    incompatible(undefined, keys, fix, "which has a state but does not implement PositionEncoding.sent_state")
     sends = {
         encoding.sends_state(layer) for layer in (1, *(chunk.start for chunk in parallel.model_chunks(layers)[1:]))
     }
-    incompatible(len(sends) > 1, keys, "set it to 1", "which sends a state from some layers only (sends_state)")
+    incompatible(len(sends) > 1, keys, fix, "which sends a state to only some of the stages (sends_state)")
     for key, size in config.train.batch_size_keys().items():
         micro_batches = size * parallel.ranks_per_sequence // (world_size * config.train.micro_batch_size)
         problem = f"{size} gives each pipeline {micro_batches} micro-batches"
@@ -113,23 +114,25 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
         refuse(micro_batches < stages, (key, STAGES), f"{problem}, fewer than its {stages} stages", fix)
         uneven = virtual > 1 and micro_batches % stages != 0
         fix = f"make it a multiple of {stages * size // micro_batches}"
-        refuse(uneven, (key, STAGES, virtual_key), f"{problem}, not a multiple of {stages}", fix)
+        problem += f", but {virtual_key} {virtual} requires a multiple of {STAGES} {stages}"
+        refuse(uneven, (key, STAGES, virtual_key), problem, fix)
 
 
 def _validate_batches(config: RunConfig, world_size: int) -> None:
     train, data_size = config.train, world_size // config.parallel.ranks_per_sequence
-    why = f"and a run has at most {LARGEST_RUN:,} sequences"
+    why = f"and a run can have at most {LARGEST_RUN:,} sequences (steps times batch size)"
     sequences = train.steps * train.global_batch_size
-    refuse_incompatible(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", "lower either", why)
+    fix = "lower one of them"
+    refuse_incompatible(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", fix, why)
     first = train.batch_ramp.from_ if train.batch_ramp else 1
     problem = f"is {first}, which does not divide train.global_batch_size {train.global_batch_size}"
     uneven = train.global_batch_size % first != 0
-    refuse(uneven, ("train.batch_ramp.from", "train.global_batch_size"), problem, "change either")
+    refuse(uneven, ("train.batch_ramp.from", "train.global_batch_size"), problem, "change one of them")
     for key, size in train.batch_size_keys().items():
         refuse(
             size % (train.micro_batch_size * data_size) != 0,
             (key, "train.micro_batch_size"),
             f"{size} is not divisible by train.micro_batch_size {train.micro_batch_size} times "
             f"{data_size} data-parallel processes",
-            "change either",
+            "change one of them",
         )
