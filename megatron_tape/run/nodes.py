@@ -1,4 +1,7 @@
-"""Collect facts about the nodes of a job, and report differences in versions, code, data, GPUs and directories."""
+"""Compare the nodes of a job before it trains: versions, code, input files, GPUs and directories.
+
+Each node collects facts about itself with `node_facts`. Rank 0 finds problems in the facts of all nodes.
+"""
 
 import os
 import shutil
@@ -18,29 +21,27 @@ from megatron_tape.text import byte_size
 
 PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
 BLOCKS_OF_ALL = 4096
-"""Approximate number of 64 KiB blocks that each node reads of its large inputs, at least three per file."""
+"""Approximate number of 64 KiB blocks of input files that each node reads for fingerprints, at least three per file."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a job must not start, in one sentence.
-
-    A `mistake` is in the configuration or the installation, so another start would fail the same way. Any other problem
-    may pass, or is limited to `nodes`.
-    """
+    """Why a job must not start."""
 
     sentence: str
     nodes: tuple[str, ...] = ()
+    """The nodes that have the problem, which the next attempt should exclude. Empty if it concerns the whole job."""
     mistake: bool = False
+    """Whether the settings or the installation are wrong, so that another attempt would fail too."""
 
 
 def inputs(config: RunConfig) -> list[str]:
-    """Return the input files that every node reads."""
+    """Return the paths of the files that every node reads: datasets, examples and the tokenizer."""
     files = [prefix + suffix for prefix in prefixes_of(stages_of(config)) for suffix in (".idx", ".bin")]
     if config.data.examples is not None:
         examples = config.data.examples
         files += [path for path in (examples.path, examples.validation) if path is not None]
-    # The checkpoint of a continued run is shared by all nodes, and has digests.
+    # A continued run reads the tokenizer of its checkpoint, which has checksums and is shared by all nodes.
     tokenizer = None if saved_tokenizer_directory(config) else config.data.tokenizer
     if tokenizer is not None and Path(tokenizer).is_dir():
         files += sorted(str(path) for path in Path(tokenizer).iterdir() if path.is_file())
@@ -50,9 +51,12 @@ def inputs(config: RunConfig) -> list[str]:
 
 
 def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any]:
-    """Describe this node for comparison with the others.
+    """Return facts about this node: `versions`, `data` (fingerprints of the input files by path) and `directory`.
 
-    `home` is where the attempt writes checkpoints; `code` is the digest of the code that runs here.
+    Args:
+        config: the settings of the run.
+        home: the staging directory of the attempt's checkpoints; None skips the check of the directory.
+        code: a digest of the code that this node runs.
     """
     facts: dict[str, Any] = {
         "versions": versions(PACKAGES) | toolchain() | {"code": code},
@@ -72,7 +76,10 @@ def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any
 
 
 def _directory_facts(home: Path) -> dict[str, Any]:
-    """Read rank 0's token, and write a file for rank 0 to find."""
+    """Read the token that rank 0 wrote to `home`, and write a file whose existence rank 0 checks.
+
+    Returns `token`, the name of the file as `wrote`, and `error`; each may be None.
+    """
     name, facts = f"preflight-{os.uname().nodename}-{os.getpid()}", {"token": None, "error": None, "wrote": None}
     try:
         facts["token"] = (home / "preflight").read_text(encoding="utf-8")
@@ -84,26 +91,29 @@ def _directory_facts(home: Path) -> dict[str, Any]:
 
 
 def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
-    """Return a problem per difference from the majority in versions, code or data. `nodes` maps names to facts."""
-    found = []
+    """Return a problem for each version or input file that differs from that of most nodes, or cannot be read.
+
+    `nodes` are the facts of all nodes by name. Without a majority, the node to exclude changes with every restart.
+    """
+    problems = []
     for kind in ("versions", "data"):
         for key in {key: None for facts in nodes.values() for key in facts[kind]}:
             values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
             counts = Counter(values.values())
             tied = [value for value, count in counts.items() if count == max(counts.values())]
-            # Without a majority it is unknown which side is wrong, so each restart excludes another one.
-            usual = tied[restart_count() % len(tied)]
+            expected = tied[restart_count() % len(tied)]
             unreadable = [node for node, value in values.items() if value.startswith("not readable")]
             if kind == "data" and unreadable:
-                found.append(Problem(f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}", tuple(unreadable)))
+                problem = f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}"
+                problems.append(Problem(problem, tuple(unreadable)))
                 continue
-            odd = [node for node, value in values.items() if value != usual]
-            if odd:
-                same = next(node for node, value in values.items() if value == usual)
-                fix = "copy the same files there" if kind == "data" else "install the same there"
-                sentence = f"{', '.join(odd)}: {key} is {values[odd[0]]}, but {usual} on {same}; {fix}"
-                found.append(Problem(sentence, tuple(odd)))
-    return found
+            different = [node for node, value in values.items() if value != expected]
+            if different:
+                other = next(node for node, value in values.items() if value == expected)
+                fix = f"copy the file from {other}" if kind == "data" else "install the same version on all nodes"
+                sentence = f"{', '.join(different)}: {key} is {values[different[0]]}, but {expected} on {other}; {fix}"
+                problems.append(Problem(sentence, tuple(different)))
+    return problems
 
 
 def directory_problems(
@@ -113,51 +123,57 @@ def directory_problems(
     checkpoint_bytes: int,
     keep: int,
 ) -> list[Problem]:
-    """Return a problem for each node where the checkpoint directory is not shared or writable, or if it lacks space.
+    """Return a problem for each node on which the checkpoint directory is not shared or not writable, or if it is full.
 
-    If there are several other nodes and none of them sees rank 0's directory, it is not a shared one, which is a
-    mistake. It needs space for two checkpoints, or for one if `keep` exist, since the next save then removes one.
+    Args:
+        nodes: the facts of all nodes by name.
+        home: the staging directory of the attempt, in the checkpoint directory.
+        token: the text that rank 0 wrote to `home`, which all nodes must have read.
+        checkpoint_bytes: the size of a checkpoint. There must be space for two, or for one if `keep` checkpoints exist,
+            since the next save then deletes one.
+        keep: `checkpoint.keep`.
     """
-    root, found = home.parent, []
-    blind = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
-    local = len(blind) > 1 and len(blind) == len(nodes) - 1
+    root, problems = home.parent, []
+    without_token = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
+    # If no other node shares the directory, it is on a local disk, which is a mistake in the settings.
+    local = len(without_token) > 1 and len(without_token) == len(nodes) - 1
     for node, facts in nodes.items():
         directory = facts["directory"]
         if directory["error"] is not None:
             sentence = f"{node}: checkpoint.directory {root} cannot be read and written ({directory['error']})"
-            found.append(Problem(sentence, (node,), local))
+            problems.append(Problem(sentence, (node,), local))
         elif directory["token"] != token or not (home / directory["wrote"]).is_file():
-            sentence = f"{node}: checkpoint.directory {root} is another directory there; choose a shared one"
-            found.append(Problem(sentence, (node,), local))
+            fix = "set it to a directory on a shared file system"
+            sentence = f"{node}: checkpoint.directory {root} is not the directory of this name on rank 0's node; {fix}"
+            problems.append(Problem(sentence, (node,), local))
     needed = (1 if len(list_checkpoints(root)) >= keep else 2) * checkpoint_bytes
     free = shutil.disk_usage(root).free
     if free < needed:
-        found.append(
-            Problem(
-                f"checkpoint.directory {root} has {byte_size(free)} free, and two checkpoints need "
-                f"{byte_size(2 * checkpoint_bytes)}; make room or choose another"
-            )
+        sentence = (
+            f"checkpoint.directory {root} has {byte_size(free)} of free space, but two checkpoints need "
+            f"{byte_size(2 * checkpoint_bytes)}; free some space, or set another directory"
         )
-    return found
+        problems.append(Problem(sentence))
+    return problems
 
 
 def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int) -> list[Problem]:
-    """Return a problem for each missing GPU and each GPU with less than `needed` bytes of memory.
+    """Return a problem for each node with fewer than `expected` GPUs, and for each GPU that is too small.
 
-    Too little memory is a mistake if every GPU has too little. `gpus` maps each node to the `name` and the `total`
-    bytes of its ranks' devices.
+    `gpus` are the GPUs of each node, with their `name` and `total` bytes of memory. A rank needs about `needed` bytes.
+    If every GPU is too small, the settings are a mistake.
     """
-    found = []
+    problems = []
     too_small = all(device["total"] < needed for devices in gpus.values() for device in devices)
     for node, devices in gpus.items():
         if len(devices) < expected:
-            sentence = f"{node}: torch sees {len(devices)} of the {expected} GPUs that the job was given there"
-            found.append(Problem(sentence, (node,)))
+            sentence = f"{node}: torch finds {len(devices)} of the {expected} GPUs that the job has on this node"
+            problems.append(Problem(sentence, (node,)))
         for index, device in enumerate(devices):
             if device["total"] < needed:
                 sentence = (
                     f"{node}: GPU {index} ({device['name']}) has {byte_size(device['total'])}, and the run needs "
-                    f"about {byte_size(needed)}; `python -m pretrain.estimate` shows what uses it"
+                    f"about {byte_size(needed)}; `python -m pretrain.estimate` shows what uses the memory"
                 )
-                found.append(Problem(sentence, (node,), too_small))
-    return found
+                problems.append(Problem(sentence, (node,), too_small))
+    return problems

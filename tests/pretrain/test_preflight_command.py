@@ -53,7 +53,7 @@ def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(star
 
 def test_torch_without_cuda_in_a_job_with_gpus_is_recorded_as_a_mistake_before_any_rank_ends(start):
     status, said, record = start("--gpus", "1", "--nodes", "alpha")
-    assert status == 1 and "torch sees 0 of the 1 GPUs" in said.err
+    assert status == 1 and "torch finds 0 of the 1 GPUs" in said.err
     assert record.outcome == ("unready" if torch.backends.cuda.is_built() else "refused")
     assert record.message in said.err and len(record.bad_nodes) == 1
 

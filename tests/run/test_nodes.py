@@ -100,7 +100,7 @@ def test_missing_and_small_gpus_are_named():
     small = {"name": "T4", "total": 15 * gib}
     assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
     missing, weak = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
-    assert missing == nodes.Problem("a: torch sees 1 of the 2 GPUs that the job was given there", ("a",))
+    assert missing == nodes.Problem("a: torch finds 1 of the 2 GPUs that the job has on this node", ("a",))
     assert weak.sentence.startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0 GiB")
     assert weak.nodes == ("b",) and not weak.mistake
     assert all(problem.mistake for problem in nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib))

@@ -79,6 +79,6 @@ def test_gpus_that_slurm_allocated_but_torch_does_not_see_are_named(cluster, sta
     assert cluster.wait(job) == "FAILED", cluster.story(job)
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
-    assert "nodeA: torch sees 0 of the 2 GPUs" in named and "nodeB: torch sees 0 of the 2 GPUs" in named
+    assert "nodeA: torch finds 0 of the 2 GPUs" in named and "nodeB: torch finds 0 of the 2 GPUs" in named
     assert "2 task(s) on each of nodeA,nodeB" in log and "building a model" not in log
     assert len(read_attempts(start.run)) == (1 if "built without CUDA" in named else 3)
