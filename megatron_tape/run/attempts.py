@@ -1,10 +1,13 @@
-"""Attempts of a run: ownership of its directory, and the records that each attempt writes (read by `judging`).
+"""Attempts of a run: which attempt may write to the run's directories, and the records that an attempt writes.
 
-A run that is preempted, crashes or is requeued takes several attempts, each a group of processes. An attempt's records
-are in `RUN/attempts/NNNNNN`. It writes checkpoints through a directory of its own, `CHECKPOINTS/.attempt-NNNNNN`, which
-is its fencing token. The next attempt renames that directory before it looks for a checkpoint. An attempt that is still
-alive, for example on a node that lost its network connection, can then no longer write: its next save fails, and ranks
-that check for the directory exit. No locks or clocks are involved. This module does not import torch.
+An attempt is one start of the run, a group of processes. A run that is preempted, crashes or is requeued has several
+attempts. Each one writes records to `RUN/attempts/NNNNNN`, which `judging` reads.
+
+An attempt owns the run as long as its staging directory `CHECKPOINTS/.attempt-NNNNNN` exists. It first writes a
+checkpoint to this directory, and then renames it to publish it. A new attempt renames the staging directories of all
+earlier attempts before it looks for a checkpoint. If an earlier attempt is still alive, for example on a node that lost
+its network connection, its next save fails, and ranks that check for the directory exit. This requires neither locks
+nor synchronized clocks. This module does not import torch.
 """
 
 import contextlib
@@ -26,65 +29,81 @@ from megatron_tape.io.records import read_record, read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
-"""Number of the attempt that the launcher has started. If it is not set, the run starts an attempt itself."""
+"""Environment variable with the number of the attempt that a script in slurm/ has started. If it is not set, the run
+starts an attempt itself."""
 RECORDS = 32
-"""Maximum number of ranks, in addition to rank 0, that record their end. Most others would repeat the first error."""
+"""Maximum number of ranks, in addition to rank 0, that record how they ended. Most others would repeat the error."""
 STOP_BYTES = 1000
+"""Maximum number of bytes of a reason to stop that are read."""
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
+"""Outcomes of a rank. INTERRUPTED: by a signal or a request to stop. REFUSED: a retry would fail too. HUNG: it made no
+progress for `train.hang_timeout`. STALE: a newer attempt owns the run."""
+UNREADY = "unready"
+"""Outcome: the nodes could not train together, possibly for a temporary reason."""
 TRAINING = "training"
-"""The heartbeat's stage during training steps."""
+"""Stage in the heartbeat during training steps."""
 SPIKES = "spikes.jsonl"
 SKIPPED = "skipped_data.json"
 """File in the checkpoint directory with the data that a run with `train.spikes.action: rewind` skips."""
-UNREADY = "unready"
-"""Outcome: the nodes could not train together, for a possibly temporary reason. (After REFUSED, a retry would fail.)"""
 
 
 class Facts(TypedDict, total=False):
-    """The contents of `attempt.json`: the job, time and place of an attempt's start."""
+    """The contents of `attempt.json`: when, where and from which checkpoint an attempt started.
+
+    Times in all records are Unix times in seconds.
+    """
 
     job: str | None
+    """Id of the Slurm job."""
     started: float
     checkpoint_directory: str
     checkpoint_step: int
+    """Step of the newest checkpoint at the start, or 0."""
     nodes: list[str]
     layout: str
+    """Description of the parallel layout, such as `2 tensor parallel x 4 data parallel`."""
     log: str
 
 
 class End(TypedDict):
-    """The contents of `rank-RRRRR.json`: how a rank ended, and which nodes were the cause."""
+    """The contents of `rank-RRRRR.json`: how a rank ended."""
 
     rank: int
     outcome: Literal["finished", "interrupted", "refused", "unready", "failed", "hung", "stale"]
     message: str
     detail: str
+    """A traceback, or an empty string."""
     time: float
     bad_nodes: NotRequired[list[str]]
+    """Nodes that the next attempt should exclude, because they caused the failure."""
 
 
 class Verdict(TypedDict):
-    """The contents of `verdict.json`: what the batch script should do after an attempt."""
+    """The contents of `verdict.json`: whether the batch script should end the job or start another attempt."""
 
     verdict: Literal["done", "again", "stop"]
+    """done: the run is finished. again: start another attempt. stop: another attempt would fail too."""
     reason: str
 
 
 class Heartbeat(TypedDict):
-    """The contents of `heartbeat.json`: when rank 0 was last alive, its activity, and since when."""
+    """The contents of `heartbeat.json`: what rank 0 is doing."""
 
     time: float
+    """When the record was written."""
     since: float
+    """When rank 0 last made progress."""
     stage: str
+    """Activity of rank 0, such as `training` or `saving`."""
     step: int | None
     hang_timeout: float | None
     from_step: NotRequired[int]
-    """The step that the attempt continued from, once it is known; it may skip damaged checkpoints."""
+    """Step that the attempt continued from. It is missing during start-up."""
     began: NotRequired[float]
     """When training began."""
     stages: NotRequired[dict[str, float]]
-    """Seconds by stage from `began` to `since`."""
+    """Seconds spent in each stage from `began` to `since`."""
 
 
 class Spike(TypedDict):
@@ -94,40 +113,42 @@ class Spike(TypedDict):
     loss: float
     grad_norm: float
     action: str
-    """warn, skip or rewind."""
+    """`train.spikes.action`: warn, skip or rewind."""
     number: int
-    """Counted from 1 over the whole run."""
+    """Number of the spike in the run, from 1."""
 
 
 class SkippedData(TypedDict):
-    """The contents of `skipped_data.json`: where a run continues in the data after a spike.
+    """The contents of `skipped_data.json`: where the run continues in the training data after a spike.
 
-    A run that starts from a checkpoint with fewer `samples` skips the data up to these.
+    An attempt that continues from a checkpoint before this position skips the data in between.
     """
 
     step: int
     """Step of the spike."""
     samples: int
-    """Number of sequences up to and including that step."""
+    """Number of training sequences up to and including that step."""
     spikes: int
-    """Number of spikes so far."""
+    """Number of spikes of the run so far."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt. Its records are in `directory`; it may write checkpoints as long as `home` exists."""
+    """An attempt of a run, from 1."""
 
     number: int
     directory: Path
+    """Directory of the attempt's records."""
     home: Path
+    """Staging directory of the attempt's checkpoints. The attempt owns the run as long as this directory exists."""
 
     @classmethod
     def claim(cls, run_directory: str | Path, checkpoint_directory: str | Path, facts: dict[str, Any]) -> "Attempt":
-        """Start the next attempt and take over the run from all earlier ones.
+        """Start the next attempt of a run, and revoke the ownership of all earlier attempts.
 
-        `facts` (JSON: job, nodes, ...) are stored in `attempt.json` with the step of the newest checkpoint. After this
-        returns, earlier attempts cannot publish checkpoints. Raises CheckpointError, before any change, if another
-        version of this project wrote the newest checkpoint.
+        When this returns, earlier attempts can no longer publish checkpoints. `facts` are entries of `Facts` for
+        `attempt.json`, in addition to the times, directory and step that this function records. Raises CheckpointError,
+        before anything is changed, if a different version of this project wrote the newest checkpoint.
         """
         attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
         checkpointed_step(root)
@@ -161,70 +182,72 @@ class Attempt:
 
     @classmethod
     def open(cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> "Attempt":
-        """Return an attempt that has already been claimed."""
+        """Return attempt `number` of a run, which `claim` has started before."""
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 
     @classmethod
     def launched(cls, run_directory: str | Path, checkpoint_directory: str | Path) -> "Attempt | None":
-        """Return the attempt TAPE_ATTEMPT, which the launcher has started, or None if that variable is not set.
+        """Return the attempt whose number is in the environment variable TAPE_ATTEMPT, or None if it is not set.
 
-        Raises UserError if the run has no such attempt, or it cannot be read.
+        Raises UserError if the run has no such attempt, or if it cannot be read.
         """
         fix = "unset it, so that the run starts an attempt itself, or start the program with a script in slurm/"
         number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=999_999, fix=fix)
         if number == 0:
             return None
         attempt = cls.open(run_directory, checkpoint_directory, number)
-        if not os.path.isdir(attempt.directory):  # False also after an error
+        if not os.path.isdir(attempt.directory):  # also false if the file system fails
             problem = f"is {number}, but {attempt.directory} is not a directory or cannot be read"
             raise UserError(ATTEMPT_VARIABLE, problem, fix)
         return attempt
 
     def is_owner(self) -> bool:
-        """Return whether the run still belongs to this attempt. Raises OSError if the file system fails."""
+        """Return whether this attempt owns the run. Raises OSError if the file system fails."""
         return self.home.is_dir()
 
     def check_owner(self) -> None:
-        """Raise StaleAttempt unless the run belongs to this attempt."""
+        """Raise StaleAttempt unless this attempt owns the run."""
         if not self.is_owner():
-            raise self.loss()
+            raise self.lost_ownership()
 
-    def loss(self) -> StaleAttempt:
-        """Return the error to raise if the run no longer belongs to this attempt."""
+    def lost_ownership(self) -> StaleAttempt:
+        """Return the error that says that this attempt no longer owns the run."""
         why = f"a newer attempt has taken over this run, or {self.home} was removed or is no longer mounted"
         return StaleAttempt(f"attempt {self.number} ends: {why}")
 
     def leave(self) -> None:
-        """Remove the directory for writing checkpoints, after all ranks have finished writing."""
+        """Remove the staging directory. Call it when all ranks have finished writing."""
         with contextlib.suppress(OSError):  # it is not empty
             self.home.rmdir()
 
     def request_stop(self, reason: str) -> None:
-        """Ask the attempt, from any process, to save a checkpoint and stop after its current step."""
+        """Ask the attempt to save a checkpoint and stop after its current step. Any process may call this."""
         write_whole(self.directory / "stop", [f"{reason}\n".encode()], durable=False)
 
     def heartbeat(self, **facts: Any) -> None:
+        """Write `heartbeat.json` with the current time and `facts`, the other entries of `Heartbeat`."""
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
     def record_spike(self, spike: Spike) -> None:
-        """Add a line to `spikes.jsonl`."""
+        """Append a line to `spikes.jsonl`."""
         with open_to_append(self.directory / SPIKES) as file:
             file.write(f"{json.dumps(spike)}\n".encode())
 
     def record_skipped_data(self, skipped: SkippedData) -> None:
-        """Make the next attempt skip data. The record is published from `home`, like a checkpoint.
+        """Write `skipped_data.json`, so that the next attempt skips data.
 
-        Raises OSError if a newer attempt has taken over the run, or the disk fails.
+        Raises OSError if this attempt no longer owns the run, or if the disk fails.
         """
         write_whole(self.home.parent / SKIPPED, [f"{json.dumps(skipped)}\n".encode()], staging=self.home)
 
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
     ) -> None:
-        """Record how `rank` ended. `detail` is a traceback; the next attempt should exclude `bad_nodes`.
+        """Write `rank-RRRRR.json`; the arguments are entries of `End`.
 
-        Only a rank's first record is kept. At most RECORDS ranks write one, in addition to rank 0.
+        If the rank has already recorded its end, nothing is written. In addition to rank 0, at most RECORDS ranks write
+        a record.
         """
         path = self.directory / f"rank-{rank:05d}.json"
         if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
@@ -233,18 +256,18 @@ class Attempt:
 
 
 def stop_reason(directory: Path) -> str | None:
-    """Return why the attempt with its records in `directory` was asked to stop, or None if it was not."""
+    """Return why the attempt with its records in `directory` was asked to stop, or None if it was not asked."""
     try:
         reason = read_small(directory / "stop", STOP_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return None
-    except ValueError:  # the file exists, so a stop was requested, whatever it contains
+    except ValueError:  # The file cannot be read, but its existence is a request to stop.
         reason = ""
     return " ".join(reason.split()) or "a request to stop"
 
 
 def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
-    """Return the data that the run with these checkpoints skips, or None. Raises FileError for a damaged record."""
+    """Return `skipped_data.json`, or None if the run skips no data. Raises FileError for a damaged record."""
     try:
         return read_record(checkpoint_directory / SKIPPED, SkippedData)
     except FileNotFoundError:
@@ -252,7 +275,7 @@ def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
 
 
 def attempt_numbers(run_directory: str | Path) -> list[int]:
-    """Return the numbers of a run's attempts, in order."""
+    """Return the numbers of a run's attempts in ascending order."""
     attempts = Path(run_directory) / "attempts"
     return sorted(number for number in _numbers(attempts, "") if (attempts / f"{number:06d}").is_dir())
 
@@ -265,10 +288,10 @@ def _numbers(directory: Path, prefix: str) -> list[int]:
 
 
 def _revoke(home: Path) -> None:
-    """Remove an earlier attempt's directory, even while its owner may be publishing a checkpoint from it.
+    """Rename the staging directory of an earlier attempt, which may be publishing a checkpoint at the same time.
 
-    Staged checkpoints are renamed rather than emptied: either this rename or the owner's rename, which publishes the
-    checkpoint, succeeds, but never both.
+    Unpublished checkpoints are renamed too. To publish one, the earlier attempt renames it itself. Only one of the two
+    renames can succeed, so no checkpoint is published after this function has returned.
     """
     revoked = home.with_name(home.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):

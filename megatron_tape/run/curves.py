@@ -25,11 +25,11 @@ from megatron_tape.run.metrics import (
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
 METRICS_READ = (LOSS, VALIDATION_LOSS, LEARNING_RATE, TOKENS_PER_SECOND, TFLOPS_PER_SECOND)
-"""Metrics that are read from a row, in addition to those of evaluations."""
+"""Metrics that `read_run` reads, in addition to those with the prefix `DURING`."""
 DURING = "evaluation/"
-"""Prefix of metrics from evaluations during training."""
+"""Prefix of the metrics of tasks that run during training (section `evaluation`)."""
 MOST_POINTS = 1 << 12
-"""Maximum number of points per metric; longer curves keep every second, fourth, ... point."""
+"""Maximum number of points per curve. Longer curves keep every second, fourth, ... point."""
 
 
 class _Row(TypedDict):
@@ -38,17 +38,17 @@ class _Row(TypedDict):
 
 @dataclass
 class Curve:
-    """The values of a metric, or an evenly spaced subset."""
+    """The logged values of a metric by step; for long runs, an evenly spaced subset of them."""
 
     steps: array = field(default_factory=lambda: array("d"))
     values: array = field(default_factory=lambda: array("d"))
     last: tuple[int, float] | None = None
-    """The last step and its value."""
+    """The last logged step and its value, even if the subset does not contain it."""
     _count: int = 0
     _every: int = 1
 
     def add(self, step: int, value: float) -> None:
-        """Add the next point."""
+        """Add the value of the next logged step."""
         if self._count % self._every == 0:
             self.steps.append(step)
             self.values.append(value)
@@ -62,31 +62,33 @@ class Curve:
 
     @property
     def recent(self) -> float | None:
-        """The mean over the last twentieth of the points."""
+        """Mean of the last twentieth of the points."""
         return float(np.mean(self.values[-max(1, len(self.values) // 20) :])) if self.values else None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: its settings (empty if they are not written yet) and its metrics."""
+    """A training run, read from its files."""
 
     settings: dict[str, dict[str, Any]]
+    """Settings by section and key; empty if they are not written yet."""
     curves: dict[str, Curve]
+    """Curves by metric, such as `train/loss`."""
     last: dict[str, float]
-    """The values of the last row; empty if there is none."""
+    """Values by metric in the last row of `metrics.jsonl`; empty if there is no row."""
 
     def curve(self, metric: str) -> Curve:
-        """Return the curve of a metric, which is empty if the metric was never logged."""
+        """Return the curve of a metric, or an empty curve if the metric was never logged."""
         return self.curves.get(metric) or Curve()
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's settings and metrics. Raises FileError or OSError for damaged files."""
+    """Read the settings and metrics of the run in the directory `path`. Raises FileError or OSError."""
     settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]]) if (path / SETTINGS).exists() else {}
     file, curves, row = path / METRICS, defaultdict(Curve), {}
     for number, line in enumerate(read_lines(file), 1):
         if not line.endswith(b"\n"):
-            break  # it is still being written
+            break  # The run is still writing this line.
         try:
             row = parse_record(line, _Row)
         except ValueError as error:

@@ -1,4 +1,7 @@
-"""Goodput: the fraction of a run's time spent on steps that were kept, and the other uses. Does not import torch."""
+"""Goodput: the fraction of a run's time that was spent on kept steps, and on other uses. Does not import torch.
+
+A step is kept unless a later attempt continued from an earlier checkpoint and repeated it.
+"""
 
 from collections.abc import Sequence
 
@@ -8,18 +11,18 @@ from megatron_tape.run.judging import AttemptRecord
 KEPT, REPEATED, SAVES, EVALUATION = "kept steps", "repeated steps", "saves", "evaluation"
 START, STALLS, BETWEEN, OTHER = "start", "stalls", "between attempts", "other"
 KINDS = (KEPT, REPEATED, SAVES, EVALUATION, START, STALLS, BETWEEN, OTHER)
-"""Uses of time, in the order of display."""
+"""Uses of a run's time, in the order in which programs show them."""
 
 
 def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None = None) -> dict[str, float]:
-    """Return a run's seconds by use, from the start of its first attempt to the end of its last, or to `until`.
+    """Return the seconds that a run has spent on each use in `KINDS`.
 
-    Attempts without a recorded start are ignored. Steps beyond the one that a later attempt continued from count as
-    repeated. All steps of an attempt are assumed to take equally long.
+    They cover the time from the start of its first attempt to the end of its last one, or to the Unix time `until`.
+    Attempts without a recorded start are ignored. All steps of an attempt are assumed to take equally long.
     """
     totals = dict.fromkeys(KINDS, 0.0)
     next_start = oldest = float("inf")
-    """Start of the following attempt, and the earliest step that any later attempt continued from."""
+    """Start of the next attempt, and the earliest step that a later attempt continued from."""
     for attempt in reversed([attempt for attempt in attempts if "started" in attempt.facts]):
         started = attempt.facts["started"]
         ended = attempt.ended if attempt.ended is not None else attempt.heartbeat.get("time", started)
@@ -32,6 +35,7 @@ def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None = Non
 
 
 def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str, float]:
+    """Return the seconds by use of an attempt that ended at the time `ended`; steps after `oldest` were repeated."""
     started, beat = attempt.facts["started"], attempt.heartbeat
     seconds = dict.fromkeys(KINDS, 0.0)
     idle, limit = max(0.0, ended - max(started, beat.get("since", ended))), beat.get("hang_timeout")
@@ -61,6 +65,6 @@ def _kind(stage: str) -> str:
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the fraction of each use, without those below 0.05 %; empty if no time has passed."""
-    whole = sum(seconds.values())
-    return {kind: part / whole for kind, part in seconds.items() if whole > 0 and part / whole >= 0.0005}
+    """Return each use's fraction of the total time. Uses below 0.05 % are left out."""
+    total = sum(seconds.values())
+    return {kind: part / total for kind, part in seconds.items() if total > 0 and part / total >= 0.0005}

@@ -1,4 +1,4 @@
-"""Evaluate the records of a run's attempts: how each one ended, and whether to start another."""
+"""Read the records of a run's attempts, and decide from them how each attempt ended and whether to start another."""
 
 import contextlib
 import logging
@@ -32,70 +32,78 @@ from megatron_tape.run.attempts import (
 logger = logging.getLogger(__name__)
 
 CRASH_LIMIT = 3
-"""A job stops after this many consecutive crashes without a new checkpointed step; as in slurm/common.sh."""
+"""A job stops after so many consecutive crashes without a new checkpoint. slurm/common.sh has the same number."""
 IDLE_LIMIT = 10
-"""The same limit for attempts that ended in any way, for runs that are always interrupted before their first step."""
+"""A job stops after so many consecutive attempts without a new checkpoint, however they ended. This ends jobs that are
+interrupted again and again before their first step."""
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """The records of an attempt. `outcome` is None while it runs, and remains None if it was killed."""
+    """The records of an attempt.
+
+    `outcome`, `message`, `detail` and `bad_nodes` are from the record of one `rank`: the one whose end caused the end
+    of the others.
+    """
 
     number: int
     facts: Facts
+    """Contents of `attempt.json`; empty if it is missing."""
     outcome: str | None = None
+    """How the attempt ended. None while it runs, or if it was killed."""
     message: str = ""
     detail: str = ""
     rank: int | None = None
     bad_nodes: tuple[str, ...] = ()
     stop_reason: str | None = None
+    """Why the attempt was asked to stop, such as the name of a signal; None if it was not asked."""
     verdict: Verdict | None = None
     heartbeat: Heartbeat | dict = field(default_factory=dict)
+    """Contents of `heartbeat.json`; empty if it is missing."""
     spikes: tuple[Spike, ...] = ()
     ended: float | None = None
-    """Time of the last rank's recorded end."""
+    """Unix time at which the last rank recorded its end."""
 
     @property
     def lost_peer(self) -> bool:
-        """Whether the only error is a lost connection to another rank, which did not record an error itself."""
-        return self.outcome == FAILED and _is_echo(self.message)
+        """Whether ranks only failed because they lost another rank, which recorded no error."""
+        return self.outcome == FAILED and _is_lost_peer(self.message)
 
     @property
     def crashed(self) -> bool:
-        """Whether the attempt ended or disappeared without a warning from the scheduler.
+        """Whether the attempt failed or disappeared, except after a warning from the scheduler.
 
-        After a warning, ranks may fail because others are killed first; this does not count as a crash.
+        After a warning, some ranks are killed first, which makes others fail. This is not a crash.
         """
         warned = self.stop_reason is not None and self.outcome in (None, FAILED)
         return self.outcome not in (FINISHED, INTERRUPTED) and not warned
 
 
 def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
-    """Read all attempts of a run, oldest first."""
+    """Read the records of all attempts of a run, oldest first."""
     attempts = Path(run_directory) / "attempts"
     return [_read(attempts / f"{number:06d}", number) for number in attempt_numbers(run_directory)]
 
 
 def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
-    """Return why no further attempt should be started, or None.
+    """Return why `job` should not start another attempt, or None if it should.
 
-    No attempt should be started if the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT attempts
-    ended in any way, without a checkpoint beyond the step that the first of them started from. `step` is the newest
-    checkpointed step.
+    It should not if its last CRASH_LIMIT attempts crashed, or its last IDLE_LIMIT attempts ended in any way, and none
+    of them saved a checkpoint. `attempts` are those of the run, and `step` is the step of its newest checkpoint.
     """
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
-    for limit, what in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
+    for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
         last = of_job[-limit:]
         counts = len(last) == limit and (limit == IDLE_LIMIT or all(attempt.crashed for attempt in last))
         if counts and step <= last[0].facts.get("checkpoint_step", 0):
-            return f"{limit} attempts in a row {what} without a checkpoint beyond step {step}"
+            return f"{limit} attempts in a row {verb} without a checkpoint beyond step {step}"
     return None
 
 
 def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> tuple[str, str]:
-    """Return the verdict on an attempt that has ended, `done`, `again` or `stop`, and the reason in one sentence.
+    """Return the verdict on attempt `number`, which has ended, and its reason in one sentence; see `Verdict`.
 
-    The verdict depends on the run's records, since exit codes of launchers are unreliable after signals.
+    The verdict depends on the records of the run, since launchers' exit codes are unreliable after signals.
     """
     attempts = read_attempts(run_directory)
     attempt = next((record for record in attempts if record.number == number), None)
@@ -121,18 +129,21 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
 
 
 def last_error(attempt: AttemptRecord) -> str:
-    """Return one sentence about how an unfinished attempt ended."""
+    """Return one sentence about how an attempt ended that did not finish the run."""
     if not attempt.crashed:
         return attempt.message or f"{attempt.stop_reason} came before the first step, or left no time to save"
     if attempt.lost_peer:
-        return f"a rank was killed or its node was lost, and left no error; rank {attempt.rank} lost its connection"
+        return f"a rank was killed or its node was lost, without an error; rank {attempt.rank} lost its connection"
     if attempt.outcome is None:
-        return f"attempt {attempt.number} was killed or its node was lost, and left no error"
+        return f"attempt {attempt.number} was killed or its node was lost, without an error"
     return attempt.message if attempt.outcome == UNREADY else f"rank {attempt.rank}: {attempt.message}"
 
 
 def queue_state(job: str | None) -> str | None:
-    """Return the state of a Slurm job, "" if Slurm does not know it, or None without a job or an answer."""
+    """Return the state of a Slurm job, such as `RUNNING`.
+
+    Returns "" if Slurm has no such job, and None if `job` is None or Slurm does not answer.
+    """
     if job is None:
         return None
     try:
@@ -147,7 +158,7 @@ def queue_state(job: str | None) -> str | None:
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
-    """Return the nodes that the next attempt should exclude; none if all of several nodes were bad."""
+    """Return the nodes that the next attempt should exclude: those that caused its end, unless all of several did."""
     nodes = attempt.facts.get("nodes", [])
     bad = [node for node in nodes if node in attempt.bad_nodes]
     return [] if len(nodes) > 1 and len(bad) == len(nodes) else bad
@@ -156,8 +167,8 @@ def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
 def _read(directory: Path, number: int) -> AttemptRecord:
     ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
     order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
-    # Sort the cause first; other ranks fail later as a consequence.
-    ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
+    # The first record after sorting is the cause; other ranks failed as a consequence.
+    ends.sort(key=lambda end: (order[end["outcome"]], _is_lost_peer(end["message"]), end["time"]))
     first = ends[0] if ends else {}
     return AttemptRecord(
         number=number,
@@ -176,7 +187,7 @@ def _read(directory: Path, number: int) -> AttemptRecord:
 
 
 def _read_spikes(path: Path) -> Iterator[Spike]:
-    """Yield the spikes in a file that another process may be writing; unreadable lines are skipped."""
+    """Yield the spikes in `spikes.jsonl`. Skips invalid lines, since a run may still be writing the file."""
     try:
         lines = read_small(path, RECORD_BYTES >> 6).splitlines()
     except FileNotFoundError:
@@ -189,12 +200,12 @@ def _read_spikes(path: Path) -> Iterator[Spike]:
             yield parse_record(line, Spike)
 
 
-ECHOES = (
-    # gloo and sockets, also where NCCL quotes a socket's error
+LOST_PEER_PHRASES = (
+    # gloo and sockets; NCCL also quotes errors of sockets
     "Connection closed by",
     "Connection reset by peer",
     "Broken pipe",
-    # NCCL: another process is gone, or this one's communicator was aborted because of that
+    # NCCL: another process has ended, or this communicator was aborted for this reason
     "remote process exited or there was a network error",
     "ncclRemoteError",
     "NCCL communicator was aborted",
@@ -204,15 +215,16 @@ ECHOES = (
     "recvValue failed",
     "sendBytes failed",
 )
-"""Phrases of errors that are caused by the loss of another rank. (A rank itself may cause an ncclSystemError.)"""
+"""Phrases in errors that are caused by the loss of another rank. ncclSystemError is not one of them, since this rank
+itself may have caused it."""
 
 
-def _is_echo(message: str) -> bool:
-    return any(words in message for words in ECHOES)
+def _is_lost_peer(message: str) -> bool:
+    return any(phrase in message for phrase in LOST_PEER_PHRASES)
 
 
 def _read_advisory(path: Path, shape: Any) -> dict[str, Any]:
-    """Read an optional record; an invalid one is ignored with a warning."""
+    """Read a record, or return {} if it is missing. An invalid record is ignored with a warning."""
     try:
         return read_record(path, shape, RECORD_BYTES >> 6)
     except FileNotFoundError:

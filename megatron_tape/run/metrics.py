@@ -1,12 +1,13 @@
-"""Log a run's metrics: one console line per logged step, a row in `metrics.jsonl`, TensorBoard and Weights & Biases.
+"""Log a run's metrics to the console, `metrics.jsonl`, TensorBoard and Weights & Biases.
 
-A metric has the same name everywhere, such as `train/loss`. TensorBoard groups charts by the part before the slash.
+Each logged step is one line on the console and one row (a JSON object) in `metrics.jsonl`. A metric has the same name
+everywhere, such as `train/loss`. TensorBoard groups charts by the part before the slash.
 
-Only one process writes. A resumed run continues its files: records after the resumed step are dropped first, and an
-earlier attempt that is still alive can no longer write to them, so the files look like those of an uninterrupted run.
+Only rank 0 writes. A resumed run continues the files of earlier attempts as if it had never been interrupted: it drops
+the rows after the step that it resumes from, and an earlier attempt that is still alive can no longer add rows.
 
-A full disk does not stop training. Rows stay in memory until they can be written; TensorBoard misses the metrics up to
-the first `sync` after there is room again. Does not import torch.
+A full disk does not stop training. Rows stay in memory until they can be written. TensorBoard misses the metrics from
+the first failure to the next `sync` with enough space. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ TFLOPS_PER_SECOND = "throughput/tflops_per_second"
 MFU = "throughput/mfu"
 
 RECENT = 20
+"""Number of recent logged steps whose times are used to estimate the remaining time."""
 
 
 class MetricsWriter:
-    """Write metrics to `directory`, and TensorBoard files to its subdirectory `tensorboard`."""
+    """Writes the metrics of a run to all its outputs; the run's directory is `directory`."""
 
     def __init__(
         self,
@@ -61,18 +63,22 @@ class MetricsWriter:
         work: Callable[[int], int] = lambda steps: steps,
         wandb: WandbRun | None = None,
     ):
-        """Open the files, and drop the records of earlier attempts after `resume_step` (0: all records).
+        """Open the files, and drop the rows of earlier attempts after `resume_step` (0: all rows).
 
         Args:
-            staging: where the kept rows are copied, if it is on the same file system. Once this directory is removed,
-                the rows can no longer be replaced.
-            clock: returns seconds.
-            work: returns the work in the first `steps` steps, such as the number of sequences. The time left is
-                estimated in proportion to it, from the times of recent steps.
-            wandb: receives the same scalars.
+            directory: directory for `metrics.jsonl`, and for TensorBoard files in its subdirectory `tensorboard`.
+            total_steps: number of steps of the whole run.
+            resume_step: step that the run continues from.
+            tensorboard: whether to write TensorBoard files.
+            clock: returns the current time in seconds.
+            staging: directory in which the copy of `metrics.jsonl` without the dropped rows is written. If it is
+                removed, as a newer attempt does, the file is no longer replaced. Ignored on another file system.
+            work: returns the amount of work in the first n steps, such as the number of sequences. The remaining time
+                is estimated in proportion to the remaining work.
+            wandb: W&B run that also receives the scalars.
 
         Raises:
-            OSError: if the files cannot be created, or there is no room to copy the records.
+            OSError: if the files cannot be created, or the disk has no space for the copy.
         """
         self.total_steps, self._work, self._wandb = total_steps, work, wandb
         directory = Path(directory)
@@ -85,13 +91,14 @@ class MetricsWriter:
         self._rows = _RecordFile(path)
         self._events = None
         self._tensorboard, self._warned = directory / "tensorboard" if tensorboard else None, False
-        # A fresh start also drops step 0, which holds the configuration.
+        # A new run also drops step 0, with which the configuration is shown.
         self._open_events(resume_step + 1 if resume_step > 0 else 0)
 
     def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
-        """Record the scalars of `step` and the current time. Does not raise if the disk is full or fails.
+        """Log the scalars of `step` by metric. Does not raise if the disk is full or fails.
 
-        `words` are added to the row in `metrics.jsonl`. Numbers that are not finite become null there.
+        The row in `metrics.jsonl` also contains the time and the texts `words`. Numbers that are not finite become
+        null in it.
         """
         assert step > self._last_step, "log every step once, in order"
         self._last_step = step
@@ -109,15 +116,15 @@ class MetricsWriter:
             self._show("add_scalar", name, value, step)
         if self._wandb is not None:
             self._wandb.log(step, values)
-        with suppress(OSError):  # the console may be a file on a full disk
+        with suppress(OSError):  # stdout may be a file on a full disk
             print(self._line(step, values), flush=True)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Show `text` verbatim in TensorBoard under `tag`: a sample, or the configuration."""
+        """Show `text`, such as a sample or the configuration, verbatim in TensorBoard under `tag`."""
         self._show("add_text", tag, "\n".join("    " + line for line in text.splitlines()), step)
 
     def sync(self) -> None:
-        """Flush all records, and sync rows to disk, so that a later checkpoint is never ahead of them."""
+        """Flush all outputs and sync `metrics.jsonl` to disk. Call it before a checkpoint is saved."""
         self._rows.sync()
         if self._events is None:
             with suppress(OSError):
@@ -125,7 +132,7 @@ class MetricsWriter:
         self._show("flush")
 
     def close(self) -> None:
-        """Close the files. Warns if rows are lost because they cannot be written."""
+        """Close all outputs. Warns if rows are lost because they could not be written."""
         self._rows.close()
         self._show("close")
         self._events = self._tensorboard = None
@@ -139,14 +146,14 @@ class MetricsWriter:
             self._events = SummaryWriter(str(self._tensorboard), purge_step=purge_step, flush_secs=5)
 
     def _show(self, method: str, *arguments: Any) -> None:
-        """Call a method of TensorBoard's writer. Drop the writer if it fails: its thread ends if the disk is full."""
+        """Call a method of TensorBoard's writer. Drop the writer if it fails, since its thread ends on a full disk."""
         if self._events is not None:
             try:
                 getattr(self._events, method)(*arguments)
             except OSError as error:
                 self._events = None
                 if not self._warned:
-                    logger.warning("warning: TensorBoard shows nothing until there is room again (%s)", error)
+                    logger.warning("warning: TensorBoard files are not written until the disk has space (%s)", error)
                 self._warned = True
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
@@ -159,7 +166,7 @@ class MetricsWriter:
             MFU: "MFU {:.1%}".format,
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
-        parts += [form(values[name]) for name, form in formats.items() if name in values]
+        parts += [format_metric(values[name]) for name, format_metric in formats.items() if name in values]
         parts.append(f"ETA {duration(self._seconds_left())}")
         if VALIDATION_LOSS in values:
             parts.append(f"validation loss {values[VALIDATION_LOSS]:.4f}")
@@ -169,14 +176,14 @@ class MetricsWriter:
 
     def _seconds_left(self) -> float:
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
-        before, done, whole = map(self._work, (first_step, last_step, self.total_steps))
-        return (last_time - first_time) / (done - before) * max(0, whole - done)
+        first, last, total = map(self._work, (first_step, last_step, self.total_steps))
+        return (last_time - first_time) / (last - first) * max(0, total - last)
 
 
 class _RecordFile:
-    """Append records to a file. Records that cannot be written stay in memory and are written first later.
+    """Appends records to a file. Records that cannot be written wait in memory and are written before later ones.
 
-    After it is closed, records are dropped.
+    Records that are appended after `close` are dropped.
     """
 
     def __init__(self, path: Path):
@@ -186,7 +193,7 @@ class _RecordFile:
         self._failing = False
 
     def append(self, record: bytes) -> None:
-        """Write the waiting records and this one as far as possible, without buffering."""
+        """Write as much as possible of the waiting records and this one, without buffering."""
         if self._file.closed:
             return
         self._waiting += record
@@ -195,7 +202,8 @@ class _RecordFile:
                 self._waiting = self._waiting[os.write(self._file.fileno(), self._waiting) :]
         except OSError as error:
             if not self._failing:
-                logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)
+                message = "warning: metrics are kept in memory, since %s cannot be written (%s)"
+                logger.warning(message, self._path, error)
             self._failing = True
         else:
             self._failing = False
@@ -212,22 +220,23 @@ class _RecordFile:
             return
         self.append(b"")
         if self._waiting:
-            logger.warning("%s is closed without its last %d bytes", self._path, len(self._waiting))
+            message = "warning: the last %d bytes of metrics are lost, since %s cannot be written"
+            logger.warning(message, len(self._waiting), self._path)
         with suppress(OSError):
             self._file.close()
 
 
 def _rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None) -> None:
-    """Replace `path` durably by a new file of `chunks`, which may be read from the old one.
+    """Replace `path` durably by a new file with the contents `chunks`, which may be read from the old file.
 
-    An earlier attempt that is still alive keeps writing to the old, now unlinked file. The new file is first written in
-    `staging`, if that is given and on the same file system. Raises an OSError that names `path` if there is no room for
-    the copy; the old file is then unchanged.
+    An earlier attempt that is still alive keeps writing to the old, now unlinked file. The new file is first written to
+    the directory `staging` if that is on the same file system. If this fails, the old file is unchanged, and an OSError
+    with `path` is raised.
     """
     try:
         if staging is not None and staging.stat().st_dev != path.parent.stat().st_dev:
             staging = None
-        for leftover in path.parent.glob(f".*{SUFFIX}"):  # from a process that was killed during this function
+        for leftover in path.parent.glob(f".*{SUFFIX}"):  # of a process that was killed while it wrote a file
             leftover.unlink(missing_ok=True)
         write_whole(path, chunks, staging=staging)
     except OSError as error:
@@ -240,7 +249,7 @@ class _Row(TypedDict):
 
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
-    """Yield the rows of a file up to `step`, without a row that a killed process left incomplete. It may be missing."""
+    """Yield the rows of a file up to `step`, if the file exists. Skips rows that a killed process left incomplete."""
     for line in read_lines(path):
         with suppress(ValueError):
             if parse_record(line, _Row)["step"] <= step:
@@ -248,22 +257,22 @@ def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line ends; yield nothing if it does not exist."""
+    """Yield the lines of a file with their line ends. Yields nothing if the file does not exist."""
     if path.exists():
         with open(path, "rb") as file:
             yield from file
 
 
 def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
-    """Return the rows of `shape` in the last `tail` bytes of a file; none if it does not exist.
+    """Return the rows in the last `tail` bytes of a file, validated as the TypedDict `shape`.
 
-    Rows that cannot be read are skipped, since another process may be writing the file.
+    Skips invalid rows, since another process may be writing the file. Returns [] if the file does not exist.
     """
     rows: list[Any] = []
     if path.is_file():
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - tail))
             for line in file.read(tail).split(b"\n"):
-                with suppress(ValueError):  # the first line read may be cut off, and the last one incomplete
+                with suppress(ValueError):  # the first row may be cut off, and the last one incomplete
                     rows.append(parse_record(line, shape))
     return rows

@@ -1,6 +1,6 @@
-"""The watchdog of a training process: handle signals, detect hangs and newer attempts, and write a heartbeat.
+"""The watchdog of a training process: it handles signals, detects hangs and newer attempts, and writes the heartbeat.
 
-It runs in a separate thread, because the main thread may be blocked in a collective with a lost rank, or in a file
+It runs in a separate thread, because the main thread may be blocked in a collective with a lost rank, or by a file
 system that does not respond.
 """
 
@@ -29,13 +29,18 @@ from megatron_tape.run.attempts import (
 
 POLL_SECONDS = 1.0
 OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
-"""Seconds between ownership checks of a node's first rank and of the others. Frequent checks by thousands of ranks
-would overload the metadata server, and a node's other ranks end soon after its first."""
+"""Seconds between two checks whether the attempt owns the run, for the first rank of a node and for its other ranks.
+
+Frequent checks by thousands of ranks would overload the metadata server. When the first rank of a node ends, the
+launcher ends the others."""
 GRACE_SECONDS = 5.0
+"""Seconds that a hung rank waits before it exits, so that the other ranks of its node can write their stacks."""
 STARTUP_SECONDS = 3600.0
 """Minimum timeout of start-up: imports, building the data index, verifying the checkpoint's checksums."""
 EXIT_STALE = 76
+"""Exit status if a newer attempt owns the run, or the run's directory has vanished."""
 EXIT_HUNG = 77
+"""Exit status after `train.hang_timeout` seconds without progress."""
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 PROFILE_SIGNAL = signal.SIGUSR2
 CTRL_C = "Ctrl-C"
@@ -43,26 +48,30 @@ CTRL_C = "Ctrl-C"
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
-    """Return the maximum time in seconds that a rank may wait for others, or None for no limit."""
+    """Return the maximum number of seconds that a rank may wait for others, or None for no limit."""
     return None if hang_timeout is None else max(hang_timeout, STARTUP_SECONDS)
 
 
 class Watch:
     """The watchdog of this process. Create it first, so that no signal is lost, and `attach` it to the attempt later.
 
-    SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps.
-    SIGUSR2 requests a profile of the next steps. The first SIGINT during training sets `stop` to CTRL_C. SIGINT before
-    training, when there is nothing to save, and the second SIGINT raise KeyboardInterrupt.
+    Signals:
 
-    After `hang_timeout` seconds without `progress` (None disables the timeout), the Python stacks of all threads are
-    appended to `stacks-NODE.txt` in the attempt's directory, the last collectives are written to
-    `collectives-RANK.json` there, and the process exits. Before `begin_training`, the timeout is at least an hour.
+    - SIGUSR1, SIGTERM and, on rank 0, `Attempt.request_stop` set `stop`, which the training loop reads between steps.
+    - SIGINT (Ctrl-C) sets `stop` to CTRL_C during training. Before training, and the second time, it raises
+      KeyboardInterrupt.
+    - SIGUSR2 requests a profile of the next steps.
+
+    After `hang_timeout` seconds without a call of `progress` (None disables the timeout), the process appends the
+    Python stacks of its threads to `stacks-NODE.txt` in the attempt's directory, writes its last collectives to
+    `collectives-RANK.json`, and exits. Before `begin_training`, the timeout is at least an hour.
     """
 
     def __init__(self, hang_timeout: float | None):
         self.stop: str | None = None
+        """Why the run should save a checkpoint and stop, such as the name of a signal; None if it should continue."""
         self.done = False
-        """Whether all ranks have finished writing."""
+        """Whether all ranks have finished writing. The run may then lose its directory."""
         self._hang_timeout = longest_wait(hang_timeout)
         self._training_hang_timeout = hang_timeout
         self._attempt: Attempt | None = None
@@ -76,7 +85,7 @@ class Watch:
         self._profile_requested = False
         self._handlers = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         self._handlers[PROFILE_SIGNAL] = signal.signal(PROFILE_SIGNAL, self._on_profile_signal)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored by background jobs of a script
             self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
 
     @property
@@ -91,7 +100,7 @@ class Watch:
             raise KeyboardInterrupt
         self.stop = CTRL_C
         if self._rank == 0:
-            # Not with print, which the signal may have interrupted. Ctrl-C also ends a `tee` that reads stderr.
+            # The signal may have interrupted a print, so do not call print. Ctrl-C may have ended a `tee` of stderr.
             with contextlib.suppress(OSError):
                 os.write(2, b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at once\n")
 
@@ -104,34 +113,35 @@ class Watch:
         return requested
 
     def attach(self, attempt: Attempt, rank: int) -> None:
-        """Start watching; rank 0 also writes the heartbeat."""
+        """Start the thread that watches the attempt and, on rank 0, writes its heartbeat."""
         self._attempt, self._rank = attempt, rank
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Report progress, and the stage of start-up or of a step that begins."""
-        before, now = self._facts["stage"], time.monotonic()
+        """Report that the process makes progress, and begins `stage`, such as `saving`, of `step` (None: the same)."""
+        previous, now = self._facts["stage"], time.monotonic()
         if self._stages is not None:
-            self._stages[before] = self._stages.get(before, 0.0) + now - self._since
+            self._stages[previous] = self._stages.get(previous, 0.0) + now - self._since
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
         self._since = now
         if self._attempt is not None and self._hang_timeout is not None:
-            # If a hang holds Python's GIL, the watchdog thread is blocked; this timer does not need the GIL.
+            # The watchdog thread cannot run if a hung thread holds the GIL. This timer does not need the GIL.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
     def begin_training(self, step: int = 0) -> None:
-        """Apply the configured `hang_timeout` from now on; the run continues after `step` steps."""
+        """End start-up: apply `hang_timeout` from now on. The run continues after `step` steps."""
         self.progress(TRAINING)
         self._begun, self._stages = {"from_step": step, "began": time.time()}, {}
         self._hang_timeout = self._training_hang_timeout
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items, and report progress for each."""
+        """Yield the items, and report progress in `stage` before each of them."""
         for item in items:
             self.progress(stage)
             yield item
 
     def close(self) -> None:
+        """Stop watching, and restore the previous signal handlers."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         for number, handler in self._handlers.items():
@@ -140,7 +150,7 @@ class Watch:
     def record_end(
         self, outcome: str, message: str, error: BaseException | None = None, bad_nodes: Iterable[str] = ()
     ) -> None:
-        """Record how this rank ended. The next attempt should exclude `bad_nodes`."""
+        """Record how this rank ended, with the traceback of `error`; see `Attempt.record_end`."""
         detail = "" if error is None else "".join(traceback.format_exception(error))
         if self._attempt is not None:
             with contextlib.suppress(OSError):
@@ -158,14 +168,14 @@ class Watch:
             with contextlib.suppress(OSError):
                 if now - owner_seen >= owner_seconds:
                     if not self._attempt.is_owner() and not self.done:
-                        self._leave(STALE, EXIT_STALE, str(self._attempt.loss()))
+                        self._leave(STALE, EXIT_STALE, str(self._attempt.lost_ownership()))
                     owner_seen = now
                 if self._rank == 0:
-                    # One rank is enough, since all ranks share the result after every step.
+                    # Only rank 0 reads requests to stop, since all ranks exchange `stop` after every step.
                     # Do not assign None: a signal may have set `stop` in the meantime.
                     if reason := stop_reason(self._attempt.directory):
                         self.stop = self.stop or reason
-                    elif not self._attempt.directory.is_dir():  # the checkpoint directory may still be writable
+                    elif not self._attempt.directory.is_dir():  # The run may still be able to save a checkpoint.
                         self.stop = self.stop or f"the loss of {self._attempt.directory}"
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
@@ -187,26 +197,26 @@ class Watch:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
-            # All ranks of a node share a file, to which each appends with a single write.
+            # All ranks of a node append to the same file, each with a single write.
             path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
             with open_to_append(path, buffering=0) as stacks:
                 stacks.write(f"{file.read()}\n".encode())
                 os.fsync(stacks.fileno())
         with contextlib.suppress(Exception):  # the rank must exit in any case
             self._dump_collectives()
-        # When one rank exits, the launcher ends the others: give each of them time to write its stacks.
+        # When this rank exits, the launcher ends the others, which must have written their stacks by then.
         time.sleep(GRACE_SECONDS)
         self._leave(
             HUNG,
             EXIT_HUNG,
-            f"no progress for {self._hang_timeout:g} s (train.hang_timeout) while {where}; every rank's Python "
-            f"stack and last collectives are in {self._attempt.directory}",
+            f"no progress for {self._hang_timeout:g} s (train.hang_timeout) while {where}; the Python stacks and last "
+            f"collectives of all ranks are in {self._attempt.directory}",
         )
 
     def _dump_collectives(self) -> None:
-        """Write this rank's last collectives, from PyTorch's flight recorder, to the directory of the stacks."""
+        """Write this rank's last collectives, from PyTorch's flight recorder, to the attempt's directory."""
         module = sys.modules.get("torch._C._distributed_c10d")
-        names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first exists only with NCCL
+        names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first one exists only with NCCL
         dump = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         if dump is not None and (trace := dump()):
             path = self._attempt.directory / f"collectives-{self._rank:05d}.json"

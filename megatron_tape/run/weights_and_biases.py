@@ -1,4 +1,4 @@
-"""Log a run's metrics to Weights & Biases. All attempts log to the same W&B run."""
+"""Log a run's metrics to Weights & Biases (W&B). All attempts of a run log to the same W&B run."""
 
 import importlib.util
 import logging
@@ -15,26 +15,28 @@ from megatron_tape.io.records import read_record, write_record
 logger = logging.getLogger(__name__)
 
 RECORD = "wandb.json"
-"""File in the run's directory with the id of its W&B run."""
+"""File in `logging.directory` with the id of the W&B run."""
 INSTALL = "pip install wandb==0.31.0"
+"""Command that installs the package, for error messages."""
 
 
 class WandbRecord(TypedDict):
     """The contents of `wandb.json`."""
 
     id: str
+    """Id of the W&B run."""
     url: str | None
-    """Its web page; None if offline."""
+    """Web page of the W&B run; None in offline mode."""
 
 
 def installed() -> bool:
-    """Return whether the package wandb is installed, rather than only a folder `wandb` of its files."""
+    """Return whether the package wandb is installed. A directory `wandb` with logs of offline runs does not count."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
 def read_wandb(directory: Path) -> WandbRecord | None:
-    """Return a run's W&B record, or None if there is none. Raises ValueError for a damaged record."""
+    """Return the `wandb.json` of the run in `directory`, or None if there is none. Raises ValueError if damaged."""
     try:
         return read_record(directory / RECORD, WandbRecord)
     except FileNotFoundError:
@@ -42,22 +44,25 @@ def read_wandb(directory: Path) -> WandbRecord | None:
 
 
 class WandbRun:
-    """A W&B run. If W&B fails, a warning is logged and training continues without it."""
+    """A W&B run. If a call fails, a warning is logged, and later calls do nothing."""
 
     def __init__(self, settings: WandbSettings, directory: str | Path, config: Mapping[str, Any]):
-        """Start the W&B run, or continue that of earlier attempts. `config` is the configuration to show."""
+        """Start the W&B run of the run in `directory`, or continue that of earlier attempts.
+
+        `config` are the settings that W&B shows with the run.
+        """
         self._run: Any = None
         self._try(self._begin, settings, Path(directory), config)
 
     def _begin(self, settings: WandbSettings, directory: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        known = read_wandb(directory)
+        record = read_wandb(directory)
         self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
             name=settings.name or directory.resolve().name,
-            id=secrets.token_hex(4) if known is None else known["id"],
+            id=secrets.token_hex(4) if record is None else record["id"],
             resume="allow",
             mode=settings.mode,
             dir=str(directory),
@@ -69,10 +74,12 @@ class WandbRun:
         write_record(directory / RECORD, {"id": self._run.id, "url": self._run.url or None})
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
         if self._run is not None:
             self._try(self._run.log, {"step": step, **scalars})
 
     def close(self) -> None:
+        """Finish the W&B run of this attempt."""
         if self._run is not None:
             self._try(self._run.finish)
 
@@ -81,4 +88,5 @@ class WandbRun:
             call(*arguments)
         except Exception as error:  # training does not depend on this service
             self._run = None
-            logger.warning("warning: logging to Weights & Biases is disabled (%s)", str(error) or repr(error))
+            reason = str(error) or repr(error)
+            logger.warning("warning: logging to Weights & Biases is disabled, since it has failed (%s)", reason)

@@ -192,7 +192,7 @@ def test_tensorboard_goes_on_at_the_first_sync_after_there_is_room_again(tmp_pat
         for step in (1, 2, 3):
             writer.log(step, SCALARS)
             writer.sync()
-    assert "TensorBoard shows nothing until" in caplog.text
+    assert "TensorBoard files are not written until" in caplog.text
     for step in (4, 5, 6):
         writer.log(step, SCALARS)
         writer.sync()
