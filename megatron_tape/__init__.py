@@ -1,13 +1,13 @@
 """TAPE, contextualized equivariant positional encoding (ICML 2025), for language models.
 
-The parts for one's own PyTorch code; `docs/python.md` shows them at work:
+Classes and functions for your own PyTorch code; `docs/python.md` has examples:
 
     TapeModel               a small language model that also returns every layer's position states
     TapeLayer, TapeAttention, PositionUpdate, initial_position_state
-                            its parts, plain modules of torch
-    plot_position_states    draw how far each layer moved each token
+                            the modules of its layers, and the state before the first layer
+    plot_position_states    draw how far the layers moved each token's position state
 
-Importing this package imports neither torch nor CUDA. `python -m pretrain.train` and its kin train on many GPUs.
+Importing this package does not import torch. To train on many GPUs, use programs such as `python -m pretrain.train`.
 """
 
 import importlib
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__` on its first use, and torch with it."""
+    """Import a name in `__all__` when it is first used; this imports torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("megatron_tape.model.modules"), name)

@@ -1,4 +1,4 @@
-"""Shared code of the programs: one-sentence errors, clean exits on signals, progress lines."""
+"""Code that all programs share: options, errors in one sentence, clean exits on signals, progress lines."""
 
 import argparse
 import codecs
@@ -21,17 +21,17 @@ from megatron_tape.text import duration, printable
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ConfigError, does not abbreviate options, and shows descriptions verbatim.
+    """An argparse parser that raises ConfigError, rejects abbreviated options and does not rewrap descriptions.
 
-    A leading `~` in an argument becomes the home directory, unless its option has a type other than Path. Use
-    `type=str` for text that is not a path. An existing file called `~name` is not taken for a user's home directory.
+    A leading `~` becomes the home directory in every argument that has no type or the type Path; use `type=str` for
+    text that is not a path. An argument `~name` is not changed if a file of that name exists.
     """
 
     command: ClassVar[str | None] = None
-    """The installed command, such as tape-train; None for `python -m`."""
+    """The installed command that was started, such as `tape-train`; None under `python -m`."""
 
     def __init__(self, **arguments: Any):
-        # The parser of a subcommand already has its parent's name.
+        # A subcommand's `prog` already begins with the command.
         if self.command and not (arguments.get("prog") or "").startswith(self.command):
             arguments["prog"] = self.command
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
@@ -41,9 +41,9 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, path)
 
     def add_subparsers(self, **arguments: Any):
-        """Add subparsers, which expand `~` in their own arguments."""
+        """Add subcommands as argparse does; each expands `~` in its own arguments."""
         subparsers = super().add_subparsers(**arguments)
-        subparsers.type = str  # argparse treats all later arguments as values of this one
+        subparsers.type = str  # its values include the subcommand's arguments, which the subcommand expands
         return subparsers
 
     def error(self, message: str) -> NoReturn:
@@ -66,14 +66,14 @@ def _expanded(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """Parse an option that is an integer of at least 1."""
+    """Parse the value of an option as an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return int(text)
 
 
 class Interrupted(BaseException):
-    """Raised by SIGINT, SIGTERM and SIGHUP. Like KeyboardInterrupt, this is not an Exception."""
+    """Raised in a program when signal `number` arrives. `except Exception` does not catch it."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -81,29 +81,29 @@ class Interrupted(BaseException):
 
 
 REPORT_TIMEOUT = 5.0
-"""Seconds that other ranks wait for rank 0 to report an error first."""
+"""Seconds that ranks other than 0 wait before they report an error, so that rank 0 reports first."""
 UNTOUCHED = "nothing unfinished was left behind"
-"""Default message of programs that are interrupted."""
+"""Default end of the message after a signal."""
 
 
 def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> NoReturn:
-    """Run a program's `main`, and exit with the status of `status_of`.
+    """Run a program's `main`, and exit with the status that `status_of` returns for the same arguments.
 
-    A full stdout is a failure like any OSError, since the program's output would be lost. SIGINT, SIGTERM and SIGHUP
-    unwind the program, so that unfinished output is removed; the exit status is then 128 plus the signal's number.
+    SIGINT, SIGTERM and SIGHUP raise Interrupted in `main`, so that its context managers remove unfinished output.
+    Failing to write stdout, for example to a full disk, counts as an OSError of `main`.
     """
     escape_unprintable()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
-    def whole() -> int | None:
+    def flushed_main() -> int | None:
         provide_caches()
         status = main()
         _flush_output()
         return status
 
-    status = status_of(whole, unavailable, interrupted)
+    status = status_of(flushed_main, unavailable, interrupted)
     if status:
         _end_output()
     sys.exit(status)
@@ -112,8 +112,9 @@ def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str =
 def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> int:
     """Run a program's `main`, report its error, if any, as one sentence on stderr, and return the exit status.
 
-    The status is that of `main`, EXIT_REFUSED after a ValueError, `unavailable` after an OSError, and 1 if memory runs
-    out or Rust code panics. The sentence about a signal ends with `interrupted`.
+    The status is the one that `main` returns (None means 0), EXIT_REFUSED after a ValueError, `unavailable` after an
+    OSError, 128 + N after signal N, and 1 after a broken pipe, if memory runs out or if Rust code panics. Other errors
+    are raised. The message after a signal ends with `interrupted`.
     """
     try:
         return main() or 0
@@ -140,9 +141,9 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
 
 
 def describe_fatal_error(error: BaseException) -> str | None:
-    """Return a sentence for an error that any call may raise, out of memory or a panic of Rust code; otherwise None."""
+    """Return one sentence about an out-of-memory error or a panic of Rust code, and None for any other error."""
     reason, name = " ".join(str(error).split())[:300], type(error).__name__
-    # torch has its own errors, but may not be imported.
+    # torch's own error is recognized by its name, since torch may not be imported.
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in reason:
         reason = f" ({reason})" if reason else ""
         return f"memory ran out{reason}; use smaller inputs or settings, or give the program more memory"
@@ -153,7 +154,10 @@ def describe_fatal_error(error: BaseException) -> str | None:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Exit after a UserError as `run` does, for programs with many ranks and their own signal handlers."""
+    """Report a UserError, out-of-memory error or panic in the block as `run` does, and exit; raise other errors.
+
+    For programs that run on many ranks and install their own signal handlers.
+    """
     escape_unprintable()
     try:
         yield
@@ -168,16 +172,16 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def print_error(error: UserError | str) -> None:
-    """Print an error. Ranks other than 0 wait first, since most errors occur on every rank."""
+    """Print an error to stderr; ranks other than 0 first wait REPORT_TIMEOUT, since most errors occur on every rank."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # A launcher ends all ranks as soon as one ends, so rank 0 must print first.
+        # A launcher ends all ranks as soon as one exits, so rank 0 must print first.
         time.sleep(REPORT_TIMEOUT)
     log(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}")
 
 
 def escape_unprintable() -> None:
-    """Make stdout and stderr escape control characters, and characters that their encoding lacks.
+    """Make stdout and stderr escape control characters, and characters that their encoding cannot represent.
 
     Otherwise a name from an untrusted file could change what a terminal shows, and an é could raise an error at the end
     of a long run if PYTHONIOENCODING is ascii.
@@ -192,11 +196,11 @@ def escape_unprintable() -> None:
 
 
 _MOVES, _COLORS = re.compile(r"(\n|\x1b\[A)*"), re.compile(r"\x1b\[[0-9;]*m")
-"""Sequences with which tqdm moves between bars, and with which libraries color their warnings."""
+"""tqdm's moves between its bars, which are printed unchanged, and color codes, which are removed on stderr."""
 
 
 def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
-    # Stdout is for data, in which color sequences are escaped instead of removed.
+    # Stdout carries data, so color codes in it are escaped instead of removed.
     without_colors = _COLORS.sub("", text) if stream is sys.stderr else text
     type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(without_colors))
     return len(text)
@@ -244,7 +248,7 @@ def log(message: str) -> None:
 
 @contextmanager
 def step(description: str):
-    """Announce a step without a progress line, and print its duration."""
+    """Print the description of a step before the block, and its duration after the block."""
     log(f"{description} ...")
     started = time.monotonic()
     yield
@@ -254,7 +258,7 @@ def step(description: str):
 class Progress:
     """A progress line on stderr, updated about once a second on a terminal and every ten seconds in a log.
 
-    `total`, in the unit of `done`, is used to estimate the remaining time. None disables the estimate.
+    `total` is the value of `done` at the end. If it is None, the percentage and the time left are not shown.
     """
 
     def __init__(self, total: int | None):
@@ -269,7 +273,7 @@ class Progress:
         return time.monotonic() - self._started
 
     def update(self, done: int, message: Callable[[float], str]) -> None:
-        """Show `message(seconds since the start)` and the percentage done, unless the last update is too recent."""
+        """Show `message(seconds since the start)`, the percentage done and the time left, if an update is due."""
         now = time.monotonic()
         if now - self._last < self._interval:
             return
@@ -287,7 +291,7 @@ class Progress:
             log(line)
 
     def end(self) -> None:
-        """Clear the line on a terminal."""
+        """Remove the progress line from a terminal."""
         if self._terminal:
             self._rewrite("")
 

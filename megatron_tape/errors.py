@@ -1,11 +1,11 @@
-"""The errors shown to users: subject (such as a setting's key), problem and fix, formatted as one sentence."""
+"""Errors that are shown to users as one sentence: subject (such as a setting's key), problem and fix."""
 
 from megatron_tape.text import printable
 
 EXIT_REFUSED = 2
 """Exit status for invalid input, which a retry cannot fix."""
 EXIT_RESTART = 75
-"""Exit status of a program that continues if it is restarted."""
+"""Exit status of an unfinished program, which continues when the same command runs again."""
 
 
 _LONGEST = 10_000
@@ -13,20 +13,20 @@ _LONGEST = 10_000
 
 
 class UserError(ValueError):
-    """An error with structured parts; `str()` returns `place: subject problem; fix`.
+    """An error that a user can fix; `str()` returns `place: subject problem; fix`.
 
-    Code that handles an error must use its parts instead of parsing the message.
+    Code that handles the error must read its attributes instead of parsing the message.
     """
 
     def __init__(self, subject: str | tuple[str, ...], problem: str, fix: str = "", place: str = ""):
         """Create an error.
 
         Args:
-            subject: what the error is about: a setting's key, a file, a checkpoint. If there are several, the message
-                starts with the first; the problem also depends on the others.
+            subject: what the error is about: a setting's key, a file or a checkpoint. A tuple lists all subjects that
+                the problem depends on; the message shows only the first.
             problem: what is wrong, as the continuation of a sentence that starts with the subject.
-            fix: how to fix it.
-            place: where the subject was given, such as `recipe.yaml:12`.
+            fix: what the user can do, as an imperative.
+            place: where the subject was set, such as `recipe.yaml:12`.
         """
         super().__init__(subject, problem, fix, place)
         self.subjects = (subject,) if isinstance(subject, str) else tuple(subject)
@@ -34,17 +34,17 @@ class UserError(ValueError):
 
     @property
     def subject(self) -> str:
-        """What the error is about."""
+        """The subject, or the first one of several."""
         return self.subjects[0]
 
     def at(self, place: str) -> "UserError":
-        """Return the same error with the place where its subject was given."""
+        """Return a copy of this error with another `place`."""
         return type(self)(self.subjects, self.problem, self.fix, place)
 
     def __str__(self) -> str:
         sentence = " ".join(filter(None, (self.subject, self.problem)))
-        whole = (f"{self.place}: " if self.place else "") + sentence + (f"; {self.fix}" if self.fix else "")
-        return printable(whole if len(whole) <= _LONGEST else f"{whole[:_LONGEST]} ...", one_line=True)
+        message = (f"{self.place}: " if self.place else "") + sentence + (f"; {self.fix}" if self.fix else "")
+        return printable(message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ...", one_line=True)
 
 
 class ConfigError(UserError):
@@ -52,7 +52,7 @@ class ConfigError(UserError):
 
     @property
     def key(self) -> str:
-        """The setting that the error is about."""
+        """The key of the invalid setting."""
         return self.subject
 
 
@@ -65,7 +65,7 @@ class CheckpointError(FileError):
 
 
 class NodeError(UserError):
-    """Nodes on which something fails that works on the others. Its subjects are their names."""
+    """Something failed on some nodes and works on the others. The subjects are the names of the failing nodes."""
 
 
 class StaleAttempt(RuntimeError):
@@ -77,6 +77,6 @@ class TrainingStopped(RuntimeError):
 
 
 def refuse(condition: bool, subject: str | tuple[str, ...], problem: str, fix: str = "") -> None:
-    """Raise `ConfigError` with these parts if `condition` is true."""
+    """Raise ConfigError(subject, problem, fix) if `condition` is true."""
     if condition:
         raise ConfigError(subject, problem, fix)

@@ -14,32 +14,37 @@ from megatron_tape.errors import UserError
 def expand_home(path: str) -> str:
     """Return a path with a leading `~` or `~user` expanded. Raises UserError if the user has no home directory.
 
-    A shell expands an unquoted `~` at the beginning of a word, but not in a recipe or after `--option=`.
+    A shell expands `~` at the beginning of an unquoted word, but not in a recipe or after `--option=`.
     """
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         fix = f"give the full path, or ./{path} for a file of that name"
-        raise UserError(path, "starts with the home directory of a user who has none", fix)
+        raise UserError(path, "begins with ~, but no home directory was found for this user", fix)
     return expanded
 
 
 def private_directory(name: str) -> str:
-    """Return a temporary directory with this name, or with another name if other users could write to it."""
+    """Create a directory for temporary files that only this user can write to, and return its path.
+
+    It is called `name`, and later calls return it again. If a directory of that name belongs to another user, or others
+    can write to it, each call creates a new one, called `name` with a random suffix.
+    """
     path = Path(tempfile.gettempdir(), name)
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             return str(path)
     return tempfile.mkdtemp(prefix=f"{name}-")
 
 
 def provide_caches() -> None:
-    """Set cache directories and the user's name for libraries if the user has no writable home directory or no name.
+    """Move libraries' caches to a temporary directory if the home directory is not writable; set USER if it is unknown.
 
-    This is common in containers. Variables that are already set are not changed. Rank 0 reports the directories.
+    Both cases are common in containers. Cache variables that are already set are not changed. Rank 0 prints which
+    caches have moved.
     """
     try:
         getpass.getuser()
@@ -49,7 +54,7 @@ def provide_caches() -> None:
     models = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
     names = [] if _is_writable(home) else ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
     if not _is_writable(models):
-        # A shared directory of models may be read-only.
+        # HF_HOME may be a read-only directory of models that many users share.
         names += ["HF_MODULES_CACHE"] if os.access(models, os.R_OK | os.X_OK) else ["HF_MODULES_CACHE", "HF_HOME"]
     names = [name for name in names if name not in os.environ]
     if not names:
@@ -57,15 +62,14 @@ def provide_caches() -> None:
     directory = private_directory(f"megatron-tape-caches-{os.getuid()}")
     os.environ.update({name: os.path.join(directory, name.lower()) for name in names})
     if names != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
-        place = models if _is_writable(home) else home
-        print(
-            f"{place} cannot be written: libraries keep {', '.join(names)} in {directory}", file=sys.stderr, flush=True
-        )
+        unwritable = models if _is_writable(home) else home
+        message = f"{unwritable} is not writable; the caches {', '.join(names)} are in {directory}"
+        print(message, file=sys.stderr, flush=True)
 
 
 def _is_writable(path: str) -> bool:
     """Return whether a directory is writable, or can be created if it does not exist."""
-    whole = os.path.abspath(path)
+    absolute = os.path.abspath(path)
     # Unlike Path's methods, os.path.lexists returns False for paths in directories that cannot be searched.
-    existing = next(each for each in (whole, *map(str, Path(whole).parents)) if os.path.lexists(each))
+    existing = next(each for each in (absolute, *map(str, Path(absolute).parents)) if os.path.lexists(each))
     return not path.startswith("~") and os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

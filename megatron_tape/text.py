@@ -3,7 +3,7 @@
 import re
 
 CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
-"""Control characters, line separators and characters that change the text direction, as inside `[]` of a pattern."""
+"""Control characters, line separators and text-direction characters, to be put between `[]` in a regular expression."""
 _IN_OUTPUT, _IN_A_LINE = re.compile(f"[{CONTROLS}]"), re.compile(rf"[{CONTROLS}\t\n\r]")
 
 
@@ -35,7 +35,7 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def counted(number: int, noun: str, several: str | None = None) -> str:
-    """Format a number with its noun: `1 step`, `1,000 steps`. `several` is an irregular plural."""
+    """Format a number with its noun: `1 step`, `1,000 steps`. `several` is the plural of a noun that takes no s."""
     return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
 
 

@@ -44,7 +44,7 @@ def test_options_of_all_programs_expand_only_paths(monkeypatch):
     parser.add_argument("--prompt", type=str)
     given = parser.parse_args(["a", "~/b", "--file=~/c", "--prompt=~/d"])
     assert (given.paths, given.file, given.prompt) == (["a", "/home/me/b"], Path("/home/me/c"), "~/d")
-    with pytest.raises(ConfigError, match="argument --file: ~no-such-user/x starts"):
+    with pytest.raises(ConfigError, match="argument --file: ~no-such-user/x begins with ~"):
         parser.parse_args([f"--file={NOBODY}"])
     sub = command_line.Parser()
     verb = sub.add_subparsers().add_parser("verb")
