@@ -1,6 +1,6 @@
-"""Pages that mkdocs generates: the reference, and Markdown files kept outside docs/.
+"""mkdocs hooks: generate the pages of the reference, and add Markdown files from outside docs/ to the site.
 
-Imports neither torch nor mkdocs at its top: tests/test_documentation.py reads the same parsers and settings.
+This module imports neither torch nor mkdocs at its top, since tests import it as well.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COPIED = {
     "benchmarks/LOG.md": "benchmarks.md",
     "transformers_tape/README.md": "transformers_tape.md",
 }
-"""Files of the repository that become pages of the site."""
+"""Files outside docs/ that become pages of the site, and the names of these pages."""
 PROGRAMS = {
     "Training": ("pretrain.train", "pretrain.extend_context"),
     "Before a run": ("pretrain.estimate", "pretrain.rehearse", "pretrain.preflight"),
@@ -52,7 +52,7 @@ PROGRAMS = {
     "Models": ("tools.convert_checkpoint", "tools.generate"),
     "Development": ("benchmarks.gpu_trial",),
 }
-"""Modules of the programs, by heading."""
+"""Modules of the programs that the reference describes, by heading."""
 PYTHON = {
     "Models and modules": ("megatron_tape.model.modules", "megatron_tape.model.reference"),
     "Positional encodings": ("megatron_tape.position.encoding", "megatron_tape.position.registry"),
@@ -64,39 +64,39 @@ PYTHON = {
 
 
 class _ParserFound(BaseException):
-    """Carries the parser of a program out of its `main`; no program catches it."""
+    """Carries a program's parser out of its `main`. A BaseException, so that the program does not catch it."""
 
 
 def parser_of(module: str) -> argparse.ArgumentParser:
     """Return the parser of a program's command line, such as that of `pretrain.train`, without running the program."""
 
-    def found(parser: argparse.ArgumentParser, *_: Any) -> None:
+    def raise_parser(parser: argparse.ArgumentParser, *_: Any) -> None:
         raise _ParserFound(parser)
 
     main = importlib.import_module(module).main
     arguments = ([],) if inspect.signature(main).parameters else ()
-    with mock.patch.object(Parser, "parse_known_args", found):
+    with mock.patch.object(Parser, "parse_known_args", raise_parser):
         try:
             main(*arguments)
         except _ParserFound as error:
             return error.args[0]
-    raise ValueError(f"{module} has read no command line")
+    raise ValueError(f"{module}.main has parsed no command line")
 
 
 def command_of(module: str) -> str:
-    """Return what starts a program in a clone."""
+    """Return the command that starts a program in a clone of the repository."""
     return f"python {module.replace('.', '/')}.py" if module.startswith("tools.") else f"python -m {module}"
 
 
 def installed_commands() -> dict[str, str]:
-    """Map each module of a program to the command that `pip install` provides for it."""
+    """Map the modules of programs to the commands that `pip install` provides, such as pretrain.train to tape-train."""
     text = (ROOT / "pretrain" / "console_scripts.py").read_text(encoding="utf-8")
-    found = re.findall(r'_script\("([\w-]+)", "([\w.]+)"\)', text)
-    return {module.removeprefix("pretrain.") if ".tools." in module else module: name for name, module in found}
+    scripts = re.findall(r'_script\("([\w-]+)", "([\w.]+)"\)', text)
+    return {module.removeprefix("pretrain.") if ".tools." in module else module: name for name, module in scripts}
 
 
 def _cell(text: str) -> str:
-    """Return a text as the cell of a table, with links to the pages that it names."""
+    """Escape a text for a cell of a Markdown table, and make links of the pages in docs/ that it names."""
     escaped = html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
     return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", escaped)
 
@@ -109,33 +109,34 @@ def _anchored(key: str) -> str:
     return f'<a id="{key}" href="#{key}">`{key}`</a>'
 
 
-def _setting_row(setting: Setting, of_encodings: str) -> tuple[str, ...]:
+def _setting_row(setting: Setting) -> tuple[str, ...]:
     default = "required" if setting.default is MISSING else f"default `{format_value(setting.default)}`"
     kind = f"{describe(setting.schema)}; {default}"
     if setting.sections:
         kind = f"section; {'default `null`' if setting.default is None else 'always present'}"
-    return f"{_anchored(setting.key)}<br>{_cell(kind)}", _cell(setting.schema.get("description", "") + of_encodings)
+    meaning = setting.schema.get("description", "") + _encodings_note(setting)
+    return f"{_anchored(setting.key)}<br>{_cell(kind)}", _cell(meaning)
 
 
 def _setting_tables(settings: Iterable[Setting], level: int) -> Iterator[str]:
-    """Yield a table for each section, and a heading for each section within another."""
+    """Yield the lines of a table per section; every table but the first has a heading of this level."""
     grouped: dict[str, dict[str, Setting]] = {}
     for setting in settings:
         grouped.setdefault(setting.key.rpartition(".")[0], {}).setdefault(setting.key, setting)
-    for number, (section, own) in enumerate(grouped.items()):
+    for number, (section, of_section) in enumerate(grouped.items()):
         if number:
             yield from (f"{'#' * level} {section}", "")
-        yield from _table(("setting", "meaning"), (_setting_row(one, _of_encodings(one)) for one in own.values()))
+        yield from _table(("setting", "meaning"), map(_setting_row, of_section.values()))
         yield ""
 
 
-def _of_encodings(setting: Setting) -> str:
-    """Return which encodings have a setting of `model.position`."""
+def _encodings_note(setting: Setting) -> str:
+    """Return a sentence that lists the encodings with this setting of `model.position`; "" for other settings."""
     if not setting.key.startswith("model.position."):
         return ""
     field = setting.key.rpartition(".")[2]
-    having = [name for name, one in ENCODINGS.items() if field in one.Settings.__dataclass_fields__]
-    return f" Encodings: {', '.join(having)}."
+    names = [name for name, one in ENCODINGS.items() if field in one.Settings.__dataclass_fields__]
+    return f" Encodings: {', '.join(names)}."
 
 
 def settings_page() -> str:
@@ -144,8 +145,8 @@ def settings_page() -> str:
         "# Settings",
         "",
         "All settings, generated from the code. Give a setting in a recipe (`--config RECIPE.yaml`) or as "
-        "`--section.key value`; later values override earlier ones. `model.position_encoding` decides which settings "
-        "of `model.position` exist, and `data.generator.task` which of `data.generator`.",
+        "`--section.key value`; later values override earlier ones. `model.position_encoding` determines the "
+        "settings of `model.position`, and `data.generator.task` those of `data.generator`.",
         "",
     ]
     for name, group in itertools.groupby(settings_of(RunConfig), lambda setting: setting.key.partition(".")[0]):
@@ -173,7 +174,7 @@ def programs_page() -> str:
         "# Programs",
         "",
         "Generated from `--help`. Programs that take settings accept every key of [the settings](settings.md) as "
-        "`--section.key value`. `pip install` provides each program as a command, named in brackets.",
+        "`--section.key value`. `pip install` provides most programs as commands, shown in brackets.",
         "",
     ]
     for heading, modules in PROGRAMS.items():
@@ -202,7 +203,7 @@ def _program(module: str) -> Iterator[str]:
 
 
 def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield a parser under the name "", and those of its subcommands by their names."""
+    """Yield the pair ("", parser), and then a pair of name and parser for each of its subcommands."""
     yield "", parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -227,7 +228,7 @@ def _option_row(action: argparse.Action) -> tuple[str, str]:
 
 
 def python_page() -> str:
-    """Return the page that mkdocstrings fills with the docstrings of the library."""
+    """Return the page of the Python API; mkdocstrings replaces each `:::` line by the docstrings of a module."""
     lines = ["# Python API", "", "Modules, classes and functions to import, with their docstrings.", ""]
     for heading, modules in PYTHON.items():
         lines.extend([f"## {heading}", ""])
@@ -241,16 +242,16 @@ GENERATED = {
     "reference/programs.md": programs_page,
     "reference/python.md": python_page,
 }
-"""Pages that exist in the site only, by their paths in docs/."""
+"""Functions that return the pages that exist only in the site, by the path of the page in docs/."""
 
 
 def anchors_of_settings() -> set[str]:
-    """Return the keys that the page of settings has anchors for."""
+    """Return the settings' keys that are anchors of the page of settings."""
     return set(re.findall(r'<a id="([^"]+)"', settings_page()))
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated and the copied pages."""
+    """Add the pages in GENERATED and COPIED. mkdocs calls this hook with its list of files."""
     from mkdocs.structure.files import File
 
     copies = {path: (ROOT / source).read_text(encoding="utf-8") for source, path in COPIED.items()}
@@ -260,25 +261,25 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links of copied pages and links to files outside docs/; the sources keep links that work in a clone."""
+    """Make links between files of the repository, which work in a clone, work in the site. A hook of mkdocs."""
     path = page.file.src_uri
     sources = {copy: source for source, copy in COPIED.items()}
     folder = Path(sources.get(path, f"docs/{path}")).parent
 
-    def changed(link: re.Match) -> str:
+    def site_link(link: re.Match) -> str:
         image, text, target, anchor = link.groups("")
         source = os.path.normpath(folder / target)
         if source.startswith("docs/"):
-            place = source.removeprefix("docs/")
+            page_path = source.removeprefix("docs/")
         elif source in COPIED:
-            place = COPIED[source]
+            page_path = COPIED[source]
         else:
             return text  # such as a link to LICENSE, which has no page
-        return f"{image}[{text}]({os.path.relpath(place, Path(path).parent)}{anchor})"
+        return f"{image}[{text}]({os.path.relpath(page_path, Path(path).parent)}{anchor})"
 
-    # GitHub wants a bar in a table's code escaped; Python-Markdown shows the escape.
+    # GitHub needs a backslash before a bar in a table's code; Python-Markdown would show the backslash.
     code_in_table = re.compile(r"(?<=`)[^`\n]*\\\|[^`\n]*(?=`)")
     lines = markdown.split("\n")
     lines = [code_in_table.sub(lambda code: code[0].replace("\\|", "|"), x) if x.startswith("|") else x for x in lines]
     markdown = "\n".join(lines)
-    return re.sub(r"(!?)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", changed, markdown)
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", site_link, markdown)
