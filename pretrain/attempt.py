@@ -1,4 +1,7 @@
-"""Begin and judge the attempts of a run. A batch script calls this before and after the training processes.
+"""Start and evaluate the attempts of a run. A Slurm script calls this before and after the training processes.
+
+An attempt is one start of a run's training processes. A job that is requeued starts a new attempt each time.
+
 
     python -m pretrain.attempt check -- RECIPE [--section.key value ...]
     python -m pretrain.attempt chain -- RECIPE [--section.key value ...] --extend RECIPE [--section.key value ...]
@@ -6,10 +9,13 @@
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
-`check` validates settings. `chain` validates a run, the extension of its model and the evaluation of the extended
-model, and prints the directories of both runs. `begin` validates settings, copies the code and the resolved
-configuration into RUN/jobs/ID (a requeued job continues with that copy), claims the next attempt, and prints shell
-variables. `decide` prints `done`, `again` or `stop` with the reason, and the nodes to `exclude` from the next attempt.
+- `check` validates the settings of a run.
+- `chain` validates a run, the extension of its model, and the evaluation of the extended model. It prints the directory
+  of the run and that of the extension.
+- `begin` validates the settings, creates the record of the next attempt, and prints shell variables for its processes.
+  It copies the code and the complete configuration to RUN/jobs/ID, from where a requeued job continues.
+- `decide` prints the verdict on an ended attempt with its reason: `done` (the run is finished), `again` (requeue the
+  job) or `stop`. After `again`, a second line may list nodes to `exclude` from the next attempt.
 """
 
 import argparse
@@ -49,35 +55,36 @@ from megatron_tape.run.judging import (
 from pretrain.evaluate import check_evaluation
 
 EXTENDING = "pretrain.extend_context"
-"""The module that extends another model."""
+"""The program whose runs extend another model."""
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
+"""Files and directories of the repository that are copied for a job."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one of the subcommands."""
+    """Run the subcommand `check`, `chain`, `begin` or `decide`."""
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    add = verbs.add_parser("begin", help="validate, copy, claim an attempt, and print shell variables").add_argument
+    add = verbs.add_parser("begin", help="create the next attempt of a run, and print shell variables").add_argument
     add("--module", default="pretrain.train", help="module that each process runs (default: %(default)s)")
-    add("--job", required=True, help="job id of the scheduler")
+    add("--job", required=True, help="Slurm's ID of the job")
     add("--source", required=True, help="directory of the code to copy")
-    add("--job-link", required=True, help="path of the link to the job's directory, used when the job is requeued")
-    add("--requeued", action="store_true", help="the job has run before and continues with its own copy of the code")
+    add("--job-link", required=True, help="link to RUN/jobs/ID, created at the first start and read after a requeue")
+    add("--requeued", action="store_true", help="the job was requeued: use the configuration behind --job-link")
     add("--nodes", required=True, help="comma-separated names of the nodes")
     add("--processes", type=int, required=True, help="number of ranks of the job")
-    add("--scratch", default="", help="the run's directory is SCRATCH/runs/RECIPE unless the configuration names one")
-    add("--log", default="", help="the job's log")
-    add("arguments", nargs="*", type=str, help="after --: RECIPE and overrides")
+    add("--scratch", default="", help="write to SCRATCH/runs/RECIPE unless logging.directory is set")
+    add("--log", default="", help="path of the job's output, to be recorded")
+    add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
     add = verbs.add_parser("check", help="validate settings before a job is submitted").add_argument
-    add("--module", help="module that each process runs, if known")
-    add("arguments", nargs="*", type=str, help="after --: RECIPE and overrides")
+    add("--module", help="module that each process runs (default: unknown)")
+    add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
     add = verbs.add_parser("chain", help="validate a run, its extension and the evaluation").add_argument
     add("--scratch", default="", help="as for begin")
-    add("arguments", nargs="*", type=str, help="after --: as above")
-    add = verbs.add_parser("decide", help="judge an attempt whose processes have ended").add_argument
+    add("arguments", nargs="*", type=str, help="after --: RECIPE ... --extend RECIPE ... [--evaluate TASK ...]")
+    add = verbs.add_parser("decide", help="print what to do after an attempt: done, again or stop").add_argument
     add("--run", required=True, help="the run's directory")
-    add("--checkpoints", required=True, help="its checkpoint directory")
-    add("--attempt", type=int, required=True, help="which attempt")
+    add("--checkpoints", required=True, help="the run's checkpoint directory")
+    add("--attempt", type=int, required=True, help="number of the attempt")
     options = parser.parse_args(argv)
     if options.verb == "check":
         config = parse_run_config(_arguments(options.arguments, ""))
@@ -91,10 +98,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
-    """Check a run, the extension of its model and the evaluation; return the directories of both runs.
+    """Validate a run, its extension and the evaluation; return the directories of the run and of its extension.
 
-    `arguments` is RUN... --extend EXTENSION... [--evaluate EVALUATION...].
-    Raises ConfigError.
+    `arguments` is RECIPE ... --extend RECIPE ... [--evaluate TASK ...]. Raises ConfigError for invalid settings.
     """
     refuse("--extend" not in arguments, "--extend RECIPE", "is missing", "name the recipe of the extension")
     at, evaluation = arguments.index("--extend"), []
@@ -108,33 +114,33 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     check(second, Level.FILES, extends=True, base=base)
     same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
     problem = f"is {first.logging.directory} for both pretraining and extension"
-    refuse(same, "logging.directory", problem, "choose another for the extension")
+    refuse(same, "logging.directory", problem, "set another directory for the extension")
     if evaluation:
         check_evaluation(evaluation, made_by(second))
     return first.logging.directory, second.logging.directory
 
 
 def begin(options: argparse.Namespace) -> None:
-    """Claim the next attempt for a job, and print shell variables. Raises ConfigError if it must not start."""
+    """Create the next attempt for a job and print its shell variables. Raises ConfigError if it must not start."""
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
-    given = ["--config", str(link.resolve() / "config.yaml")]
-    config = parse_run_config(given if requeued else _arguments(options.arguments, options.scratch))
+    from_copy = ["--config", str(link.resolve() / "config.yaml")]
+    config = parse_run_config(from_copy if requeued else _arguments(options.arguments, options.scratch))
     run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
     attempts = read_attempts(run)
-    # A new job may always start, since the user submitted it; a requeued job is judged by its own attempts.
-    of_job = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
+    # Only a requeued job can be in a crash loop. A new job may always start, since a user has submitted it.
+    job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
     resume = resolve_resume(config.checkpoint.resume, checkpoints)
-    if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
+    if job_attempts and checkpointed_step(checkpoints) > job_attempts[0].facts.get("checkpoint_step", 0):
         resume = "auto"  # the job has newer checkpoints than the one it started from
     config = replace_settings(config, {"checkpoint.resume": resume})
     check(config, Level.START, options.processes, extends=options.module == EXTENDING)
-    for made in (run, checkpoints, config.data.cache_directory):
-        if made is not None:
-            Path(made).mkdir(parents=True, exist_ok=True)
+    for path in (run, checkpoints, config.data.cache_directory):
+        if path is not None:
+            Path(path).mkdir(parents=True, exist_ok=True)
     _refuse_other_job(run, attempts, options.job)
-    if of_job:
-        _refuse_crash_loop(run, of_job, checkpointed_step(checkpoints), options.job)
+    if job_attempts:
+        _refuse_crash_loop(run, job_attempts, checkpointed_step(checkpoints), options.job)
     directory = run / "jobs" / options.job
     if not requeued:
         _copy(Path(options.source), directory, config)
@@ -167,7 +173,7 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def judge(run: Path, checkpoints: str, number: int) -> None:
-    """Print the verdict on an attempt, the reason, bad nodes and, if the run stops, the traceback."""
+    """Print and record the verdict on an ended attempt (see `decide`), and the traceback if it is `stop`."""
     verdict, reason = decide(run, checkpoints, number)
     attempt = next(record for record in read_attempts(run) if record.number == number)
     write_record(
@@ -181,21 +187,21 @@ def judge(run: Path, checkpoints: str, number: int) -> None:
 
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
-    """Turn `RECIPE --section.key value ...` into the training command's arguments."""
+    """Turn `RECIPE --section.key value ...` into arguments of pretrain.train; see --scratch for the run's directory."""
     if arguments and not arguments[0].startswith("-"):
-        recipe, *rest = arguments
-        arguments = [f"--config={find_recipe(recipe)}", *rest]
+        recipe, *overrides = arguments
+        arguments = [f"--config={find_recipe(recipe)}", *overrides]
     parser = command_line.Parser(add_help=False)
     parser.add_argument("--config", action="append", default=[])
     recipes = parser.parse_known_args(arguments)[0].config
     if scratch and recipes:
-        # Placed before the recipes, so that a logging.directory in one of them, such as a run's config.yaml, wins.
+        # Placed first, so that a logging.directory in a recipe, such as a run's config.yaml, overrides it.
         arguments = [f"--logging.directory={scratch}/runs/{Path(recipes[-1]).stem}", *arguments]
     return arguments
 
 
 def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
-    """Raise ConfigError if another job uses the run's directory; if Slurm does not answer, assume that none does."""
+    """Raise ConfigError if Slurm still lists another job that uses the run's directory."""
     other = attempts[-1].facts.get("job") if attempts else None
     if other in (None, job) or attempts[-1].verdict is not None:
         return
@@ -204,11 +210,11 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
     refuse(state != "", "logging.directory", problem, "cancel that job, or choose another directory")
 
 
-def _refuse_crash_loop(run: Path, of_job: list, step: int, job: str) -> None:
-    """Raise ConfigError for a job in a crash loop; report how its last attempt ended if `decide` has not."""
-    last = of_job[-1]
-    if loop := crash_loop(of_job, step, job):
-        raise ConfigError("logging.directory", f"is {run}, where {loop}; the last: {last_error(last)}")
+def _refuse_crash_loop(run: Path, job_attempts: list, step: int, job: str) -> None:
+    """Raise ConfigError if a job is in a crash loop; print how its last attempt ended if `decide` has not."""
+    last = job_attempts[-1]
+    if loop := crash_loop(job_attempts, step, job):
+        raise ConfigError("logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}")
     if last.verdict is None:
         print(f"attempt {last.number}: {last_error(last)}", file=sys.stderr)
 
@@ -239,17 +245,17 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return free ports of this node, the head node, below the range of outgoing connections."""
-    found = []
+    """Return free TCP ports of this node, below the range that Linux uses for outgoing connections."""
+    ports = []
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
-            found.append(port)
-        if len(found) == count:
+            ports.append(port)
+        if len(ports) == count:
             break
-    return found
+    return ports
 
 
 if __name__ == "__main__":
-    # A file system error may go away, so the job is tried again; an invalid configuration is not.
+    # An error of the file system may be temporary, so the Slurm script tries again; it does not for invalid settings.
     command_line.run(main, unavailable=EXIT_RESTART)

@@ -2,10 +2,11 @@
 
     python -m pretrain.compare --recipe RECIPE --encodings rope,tape,tape+token_mixing=per_head --seeds 3
 
-An encoding may be followed by settings of `model`, `optimizer` or `schedule`, as in tape+optimizer.lr=1e-3. Each run
-trains with pretrain.train and evaluates with pretrain.evaluate the tasks in the recipe's section `evaluation`. The same
-command continues an interrupted comparison; more seeds or encodings add to it. Results go to comparison.json,
-comparison.md and report.html in the output directory.
+An encoding with changed settings is a variant of its own: tape+token_mixing=per_head changes a setting of the model or
+of the encoding, tape+optimizer.lr=1e-3 one of `optimizer` or `schedule`. There is one run per variant and seed. A run
+trains with pretrain.train, and then evaluates the tasks in the recipe's section `evaluation` with pretrain.evaluate.
+The results of all runs are in comparison.json, comparison.md and report.html in the output directory. The same command
+continues an interrupted comparison; a command with more seeds or encodings adds runs to it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pretrain.comparison.planned_runs import Plan, PlannedRun, make_plan
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the overrides of the recipe's settings."""
+    """Parse the command line; return the options, and the arguments that override settings of the recipe."""
     parser = command_line.Parser(
         prog="python -m pretrain.compare",
         usage="%(prog)s --recipe RECIPE --encodings A,B,... [--seeds N] [--section.key value ...]",
@@ -39,35 +40,35 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         epilog="--section.key value changes a setting of the recipe for all runs.",
     )
     add = parser.add_argument
-    add("--recipe", required=True, metavar="RECIPE", help="recipe to train, as --config of pretrain.train")
+    add("--recipe", required=True, metavar="RECIPE", help="recipe of all runs, as for --config of pretrain.train")
     add(
         "--encodings",
         type=str,
         required=True,
         metavar="A,B,...",
-        help="variants: encodings, optionally with settings as in tape+x=y; the first is the baseline",
+        help="variants to train: encodings, optionally with settings as in tape+x=y; the first is the baseline",
     )
     add("--seeds", default="3", metavar="N or A-B", help="seeds of each variant: 1 to N, or A to B (default: 3)")
     add("--output", metavar="DIR", help="output directory (default: runs/compare/<name of the recipe>)")
-    add("--evaluation", metavar="FILE.yaml", help="tasks, as for pretrain.evaluate --config, instead of the "
-        "recipe's section evaluation")  # fmt: skip
+    add("--evaluation", metavar="FILE.yaml", help="file of tasks, as for pretrain.evaluate --config; replaces "
+        "the recipe's section evaluation")  # fmt: skip
     add("--trust-remote-code", action="store_true", help="run lm_eval tasks from your own files")
     add("--jobs", type=int, metavar="N", help="concurrent runs (default: one per GPU or, without GPUs, per CPU core)")
     add("--check", action="store_true", help="validate the command, print the number of runs, and exit")
-    add("--only", type=int, metavar="K", help="do only run K, counted from 0, and make no page (for job arrays)")
-    add("--report-only", action="store_true", help="only make the tables and the page of the finished runs")
+    add("--only", type=int, metavar="K", help="do only run K, counted from 0, without tables and page (for job arrays)")
+    add("--report-only", action="store_true", help="write tables and page of the finished runs, without starting runs")
     options, overrides = parser.parse_known_args(argv)
     for text in overrides:
         unknown = text.startswith("--") and "." not in text.partition("=")[0]
-        refuse(unknown, text, "is no option", "settings of the recipe are given as --section.key value")
+        refuse(unknown, text, "is not an option", "see --help; write settings of the recipe as --section.key value")
     return options, overrides
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison and return the exit status. Raises UserError for mistakes before training begins."""
+    """Run the comparison and return the exit status. Raises UserError for invalid settings before training begins."""
     options, overrides = read_command(argv)
     refuse_launcher("pretrain.compare", "starts its own processes")
-    refuse(options.jobs is not None and options.jobs < 1, "--jobs", f"is {options.jobs}", "give at least 1")
+    refuse(options.jobs is not None and options.jobs < 1, "--jobs", f"is {options.jobs}", "give 1 or more")
     plan = make_plan(options, overrides)
     count, left = len(plan.runs), plan.left
     if options.check:
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tuple[dict[str, str], int | None]:
-    """Do the remaining runs; return the reasons of failed runs by name, and the signal that ended the comparison."""
+    """Execute the runs in `left`; return why runs failed, by name, and the signal that ended the comparison, if any."""
     if not left:
         log("all runs are finished already")
         return {}, None
@@ -111,9 +112,10 @@ def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -
 
 @contextmanager
 def _locked(plan: Plan, alone: bool) -> Iterator[int]:
-    """Lock the output directory against other comparisons; the jobs of an array share the lock.
+    """Lock the output directory against other comparisons, and yield the file descriptor that holds the lock.
 
-    Runs inherit the descriptor of the lock, so that the lock is held until orphaned runs of a killed comparison end.
+    Without `alone`, the lock is shared, by the tasks of a job array. Runs inherit the descriptor: if this process is
+    killed, the directory stays locked until its runs have ended.
     """
     plan.output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(plan.output, os.O_RDONLY | os.O_DIRECTORY)
@@ -122,15 +124,16 @@ def _locked(plan: Plan, alone: bool) -> Iterator[int]:
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem = "is in use by another comparison, or by a run that it left behind"
-                raise FileError(str(plan.output), problem, "wait for it") from None
+                problem = "is in use by another comparison, or by a run of a killed one"
+                fix = "wait until it ends, or choose another --output"
+                raise FileError(str(plan.output), problem, fix) from None
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _write(plan: Plan) -> str:
-    """Write the results as JSON and as tables; return the tables as a terminal shows them."""
+    """Write the results to comparison.json and comparison.md; return the tables as text for a terminal."""
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.comparison_tables import markdown
 

@@ -1,4 +1,4 @@
-"""The programs as installed commands: `tape-train` runs `python -m pretrain.train`, and so on."""
+"""Entry points of the installed commands: `tape-train` runs `python -m pretrain.train`, and so on."""
 
 import runpy
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from megatron_tape.command_line import Parser
 
 
 def _script(command: str, module: str) -> Callable[[], None]:
-    """Return a function that runs a module as `python -m` does; its usage line shows the name of the command."""
+    """Return a function that runs a module as `python -m` does, with the command's name in its --help."""
 
     def run() -> None:
         Parser.command = command

@@ -1,8 +1,8 @@
-"""Draw the results of the demo: training losses, the effect of the extension, and copying accuracy.
+"""Plot the results of the demo: training losses, the effect of the context extension, and copying accuracy.
 
     python -m pretrain.demo_picture runs/demo
 
-writes `demo.png` there and prints its numbers.
+writes runs/demo/demo.png and prints the plotted numbers.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ if TYPE_CHECKING:
 
 NAMES = {"tape": "TAPE", "rope": "RoPE"}
 MODELS = {name: {**style, "label": NAMES[name]} for name, style in variant_styles(NAMES).items()}
-MODELS["rope"]["linestyle"] = "--"  # drawn last: leaves TAPE's line visible where both are equal
+MODELS["rope"]["linestyle"] = "--"  # drawn last, so TAPE's solid line stays visible where both are equal
 CONTEXT, EXTENDED = 256, 1024
-"""Tokens of context in the recipes, before and after the extension."""
+"""Context lengths in tokens before and after the extension, as in the recipes."""
 COPYING = {
     "rope": "RoPE",
     "tape": "TAPE",
     "rope+increments=signed": "RoPE, signed increments",
     "tape+increments=signed": "TAPE, signed increments",
 }
-"""Label of each variant in the right panel."""
+"""Labels of the variants in the right panel."""
 BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}
+"""Labels of the groups of scores in the right panel: how many blanks the 16 symbols are mixed with."""
 CHANCE = 1 / 8
-"""Accuracy of guessing one of the eight symbols."""
-PARTS = 8
-"""Ranges of positions that the middle panel averages over."""
+"""Accuracy of random guesses among the eight symbols."""
+POSITION_RANGES = 8
+"""Number of ranges of positions in the middle panel; each point is the mean over one range."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draw the three panels and save them."""
+    """Plot the three panels and save them as demo.png."""
     from matplotlib.figure import Figure
 
     parser = command_line.Parser(description=__doc__)
-    parser.add_argument("directory", type=Path, help="where the demo's runs are")
+    parser.add_argument("directory", type=Path, help="directory of the demo's runs")
     directory = parser.parse_args(argv).directory
     figure = Figure(figsize=(14, 4.2))
     left, middle, right = figure.subplots(1, 3)
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def plot_training(axes: Axes, directory: Path) -> None:
-    """Plot the validation losses of both models."""
+    """Plot the validation loss of both models over the training steps."""
     for name, style in MODELS.items():
         rows = [
             json.loads(line) for line in (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -83,11 +84,11 @@ def plot_extension(axes: Axes, directory: Path) -> None:
     for name, style in MODELS.items():
         losses = [_loss_by_position(directory / run) for run in (name, f"{name}-{EXTENDED}")]
         positions, gain = losses[0][0], losses[0][1] - losses[1][1]
-        parts = np.array_split(np.arange(len(positions)), min(PARTS, len(positions)))
-        means = ([values[part].mean() for part in parts] for values in (positions, gain))
+        ranges = np.array_split(np.arange(len(positions)), min(POSITION_RANGES, len(positions)))
+        means = ([values[indices].mean() for indices in ranges] for values in (positions, gain))
         axes.plot(*means, **style)
-        for where, part in (("up to", positions <= CONTEXT), ("beyond", positions > CONTEXT)):
-            before, after = (loss[part].mean() for _, loss in losses)
+        for where, mask in (("up to", positions <= CONTEXT), ("beyond", positions > CONTEXT)):
+            before, after = (loss[mask].mean() for _, loss in losses)
             print(f"{name}: loss {where} token {CONTEXT} {before:.4f}, after the extension {after:.4f}")
     axes.axvline(CONTEXT, color="gray", linestyle=":")
     axes.axhline(0, color="gray", linewidth=1)
@@ -96,7 +97,7 @@ def plot_extension(axes: Axes, directory: Path) -> None:
 
 
 def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions and the loss of held-out text at each, for the newest evaluated step of a run."""
+    """Return the positions (P,) and the loss of held-out text at each (P,), for the newest evaluated step of a run."""
     newest = max((run / "evaluation").glob("step-*"))
     (losses,) = read_results(newest).tasks["perplexity"].details["loss_by_position"].values()
     return np.array(losses["tokens_before"]), np.array(losses["loss"])
@@ -104,7 +105,7 @@ def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def plot_copying(axes: Axes, directory: Path) -> None:
     """Plot the copying accuracy: one group of bars per number of blanks, one bar per variant."""
-    found = {
+    accuracies = {
         (run.variant, score.group): score.value
         for run in read_comparison(directory / "copying" / NAME).runs
         for score in run.scores
@@ -113,10 +114,11 @@ def plot_copying(axes: Axes, directory: Path) -> None:
     width = 0.8 / len(COPYING)
     styles = variant_styles(COPYING)
     for number, (variant, label) in enumerate(COPYING.items()):
-        places = np.arange(len(BLANKS)) + (number - (len(COPYING) - 1) / 2) * width
-        shares = [found[variant, group] for group in BLANKS]
-        axes.bar(places, shares, width, color=styles[variant]["color"], label=label)
-        print(f"{variant}: copies {', '.join(f'{x:.3f} among {blanks}' for x, blanks in zip(shares, BLANKS.values()))}")
+        centers = np.arange(len(BLANKS)) + (number - (len(COPYING) - 1) / 2) * width
+        heights = [accuracies[variant, group] for group in BLANKS]
+        axes.bar(centers, heights, width, color=styles[variant]["color"], label=label)
+        shown = ", ".join(f"{x:.3f} among {blanks}" for x, blanks in zip(heights, BLANKS.values()))
+        print(f"{variant}: copies {shown}")
     axes.axhline(CHANCE, color="gray", linestyle=":")
     axes.set_xticks(range(len(BLANKS)), BLANKS.values())
     axes.set(

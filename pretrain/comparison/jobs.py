@@ -1,4 +1,4 @@
-"""Execute runs concurrently, each training and then evaluation, in their own processes with a log each."""
+"""Execute the runs of a comparison concurrently. A run has stages, training and evaluation, each in its own process."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.
 
 
 class Programs:
-    """Starts programs, each on one of `gpus` or, without GPUs, on one thread.
+    """Starts programs, each on one of `gpus` (as in CUDA_VISIBLE_DEVICES) or, without GPUs, with one CPU thread.
 
-    A program inherits the descriptor `lock`, and saves and ends when this process ends.
+    A program inherits the file descriptor `lock`. It is sent SIGTERM, after which it saves and ends, if this process is
+    killed.
     """
 
     def __init__(self, gpus: list[str], lock: int):
         self._gpus, self._lock = gpus, lock
 
     def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> subprocess.Popen:
-        """Start the `main` of a module on the GPU of its slot; append its output to `log`."""
+        """Start the `main` of a module, with one GPU per slot if there are enough; append its output to `log`."""
         gpu = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]} if self._gpus else {"OMP_NUM_THREADS": "1"}
         code = f"import sys; sys.path = {sys.path}; from {module} import main; sys.exit(main(sys.argv[1:]))"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -45,45 +46,47 @@ class Programs:
                 stderr=subprocess.STDOUT,
                 env=os.environ | gpu,
                 pass_fds=[self._lock],
-                start_new_session=True,  # Ctrl-C reaches only this process, which asks the program to end
+                start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the program
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
 
 
 def find_gpus() -> tuple[list[str], str | None]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES calls them, and the name of the first, without touching them."""
+    """Return the GPUs, named as in CUDA_VISIBLE_DEVICES, and the model name of the first one, or None without GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not Path("/dev/nvidiactl").exists() or visible == "":
         return [], None
-    asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
-    count, _, name = asked.stdout.strip().partition(" ")
+    # In another process, since counting them here would initialize CUDA.
+    done = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
+    count, _, name = done.stdout.strip().partition(" ")
     names = visible.split(",") if visible else list(map(str, range(int(count or 0))))
     return names[: int(count or 0)], name or None
 
 
 @dataclass
 class _Active:
-    """A run in progress."""
+    """A run in progress; `stage` is the index of its current stage, which `process` executes."""
 
     run: PlannedRun
     process: subprocess.Popen
     stage: int = 0
-    requested: str = ""
-    """The last way in which the process was told to end."""
+    ended_by: str = ""
+    """`terminate` or `kill` if this has been called on the process, otherwise empty."""
     started: float = field(default_factory=time.monotonic)
 
     def end(self, how: str) -> None:
-        """End the process with its method `terminate` or `kill`."""
-        if self.requested != how:
+        """Call the method `terminate` or `kill` of the process, unless it was the last one called."""
+        if self.ended_by != how:
             getattr(self.process, how)()
-            self.requested = how
+            self.ended_by = how
 
 
 class Jobs:
-    """Executes runs, `slots` at a time; calls `finish` with a run and its seconds when all its stages have succeeded.
+    """Executes runs, at most `slots` at a time, in the order given.
 
-    `start` starts a module, given its arguments, log and slot. A failed run does not stop the others; `failed` holds
-    the reasons by the name of the run.
+    `start(module, arguments, log, slot)` starts a stage. `finish(run, seconds)` is called when all stages of a run have
+    succeeded. A failed run does not stop the others; `failed` maps its name to the reason. `pause` is the number of
+    seconds between two looks at the processes.
     """
 
     def __init__(
@@ -103,18 +106,19 @@ class Jobs:
 
     @property
     def stopped(self) -> int | None:
-        """The signal that interrupted the runs, if any."""
+        """The number of the first signal that arrived while the runs were executed, or None."""
         return self._signals[0] if self._signals else None
 
     def run(self) -> None:
-        """Execute all runs; after a signal such as Ctrl-C, let the active runs save and end, and return."""
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        """Execute all runs. After a signal, such as that of Ctrl-C, wait until the active runs have saved and ended."""
+        # nohup ignores SIGHUP, which must stay ignored.
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         handlers = {number: signal.signal(number, lambda number, _: self._signals.append(number)) for number in handled}
         try:
             while self._active or (self._waiting and not self._signals):
                 self._start_and_stop()
                 for slot in list(self._active):
-                    self._look_at(slot)
+                    self._check_slot(slot)
                 self._progress.update(self._done + len(self.failed), self._line)
                 time.sleep(self._pause)
         finally:
@@ -125,35 +129,35 @@ class Jobs:
                 signal.signal(number, handler)
 
     def _start_and_stop(self) -> None:
-        """Fill free slots; after a signal, let active runs save and end; after a second Ctrl-C, kill them."""
+        """Start runs in free slots; after a signal, terminate the active runs, or kill them after a second Ctrl-C."""
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and not self._signals:
                 run = self._waiting.pop(0)
-                self._active[slot] = _Active(run, self._started(run, 0, slot))
+                self._active[slot] = _Active(run, self._start_stage(run, 0, slot))
         if self._signals:
             for active in self._active.values():
                 active.end("kill" if self._signals.count(signal.SIGINT) > 1 else "terminate")
 
-    def _started(self, run: PlannedRun, stage: int, slot: int) -> subprocess.Popen:
+    def _start_stage(self, run: PlannedRun, stage: int, slot: int) -> subprocess.Popen:
         _, module, arguments = run.stages[stage]
         return self._start(module, arguments, run.log, slot)
 
-    def _look_at(self, slot: int) -> None:
-        """Continue the run in a slot if its process has ended."""
+    def _check_slot(self, slot: int) -> None:
+        """If the process in a slot has ended, start the next stage of its run, or record how the run ended."""
         active = self._active[slot]
         run, status, stage = active.run, active.process.poll(), active.stage + 1
         if status is None:
             return
         if status == EXIT_RESTART and self.stopped is None:
-            status, stage = 0, active.stage  # start the same stage again
+            status, stage = 0, active.stage  # repeat the stage, which continues from its checkpoint
         if status == 0 and stage < len(run.stages) and self.stopped is None:
-            active.process, active.stage, active.requested = self._started(run, stage, slot), stage, ""
+            active.process, active.stage, active.ended_by = self._start_stage(run, stage, slot), stage, ""
             return
         del self._active[slot]
         if status == 0 and stage == len(run.stages):
             self._conclude(run, time.monotonic() - active.started)
         elif self.stopped is None:
-            self._fail(run, f"{run.stages[stage - 1][0]} ended with status {status}{_last_words(run)}")
+            self._fail(run, f"{run.stages[stage - 1][0]} ended with status {status}{_last_error(run)}")
 
     def _conclude(self, run: PlannedRun, seconds: float) -> None:
         try:
@@ -163,11 +167,11 @@ class Jobs:
             return
         self._done += 1
         self._progress.end()
-        took = duration(seconds)
-        command_line.log(f"{self._done} of {counted(self._total, 'run')}: {run.name}, finished in {took}")
+        done = f"{self._done} of {counted(self._total, 'run')}"
+        command_line.log(f"{done}: {run.name}, finished in {duration(seconds)}")
 
     def _fail(self, run: PlannedRun, reason: str) -> None:
-        self.failed[run.name] = f"{reason}; its output is in {run.log}"
+        self.failed[run.name] = f"{reason}; the output is in {run.log}"
         self._progress.end()
         command_line.log(f"failed: {run.name}: {self.failed[run.name]}")
 
@@ -180,8 +184,8 @@ class Jobs:
         return line
 
 
-def _last_words(run: PlannedRun) -> str:
-    """Return the last line of a run's output that reports an error."""
+def _last_error(run: PlannedRun) -> str:
+    """Return, in parentheses, the last line of a run's log that contains "error", or "" without one."""
     lines = run.log.read_text(encoding="utf-8", errors="replace")[-8192:].splitlines()
     errors = [line for line in lines if "error" in line.lower()]
     return f" ({errors[-1][:600]})" if errors else ""

@@ -1,4 +1,4 @@
-"""Plan the runs of a comparison, and check all of them before the first begins. Imports no torch."""
+"""Plan the runs of a comparison, and validate all of them before the first one starts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -37,26 +37,32 @@ from megatron_tape.run.metrics import TOKENS_PER_SECOND, VALIDATION_LOSS
 from pretrain import evaluate
 
 MOST_SEEDS = 1000
+"""Maximum number of seeds per variant."""
 OPTION = "--encodings"
 _LEARNING = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig}
 """Sections other than `model` whose settings may differ between variants; their keys include the section."""
 _LONGEST_DIRECTORY = 120
+"""Maximum characters of a variant's directory name, not counting the digest."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An encoding with changed settings: pairs of a key of `model`, of the encoding or `section.key`, and its text."""
+    """An encoding and the settings that differ from the recipe's, as pairs of key and value.
+
+    A key is a setting of `model` or of the encoding without its section, or a full `optimizer.key` or `schedule.key`.
+    """
 
     encoding: str
     settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def label(self) -> str:
+        """The variant as in `--encodings`, such as `tape+token_mixing=per_head`."""
         return "+".join([self.encoding, *(f"{key}={value}" for key, value in self.settings)])
 
     @property
     def directory(self) -> str:
-        """The label as a directory name; a changed or shortened one ends in a digest of the label."""
+        """The label as a name of a directory. If characters were replaced or cut, it ends in a digest of the label."""
         safe = re.sub(r"[^\w.+=-]", "_", self.label, flags=re.ASCII)
         if safe == self.label and len(safe) <= _LONGEST_DIRECTORY:
             return safe
@@ -64,13 +70,17 @@ class Variant:
 
     @property
     def arguments(self) -> list[str]:
-        given = (("position_encoding", self.encoding), *self.settings)
-        return [text for key, value in given for text in (f"--{_dotted(key, self.encoding)}", value)]
+        """The variant's settings as arguments `--section.key value` of pretrain.train."""
+        pairs = (("position_encoding", self.encoding), *self.settings)
+        return [text for key, value in pairs for text in (f"--{_dotted(key, self.encoding)}", value)]
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One variant with one seed; `arguments` are for pretrain.train, `evaluation` for pretrain.evaluate."""
+    """The run of one variant with one seed.
+
+    `arguments` are those of pretrain.train, `evaluation` those of pretrain.evaluate; `config` results from `arguments`.
+    """
 
     variant: Variant
     seed: int
@@ -78,7 +88,7 @@ class PlannedRun:
     config: RunConfig
     arguments: list[str]
     evaluation: list[str] | None
-    """None if only the validation loss is compared."""
+    """None if no tasks are evaluated."""
 
     @property
     def name(self) -> str:
@@ -86,7 +96,7 @@ class PlannedRun:
 
     @property
     def stages(self) -> list[tuple[str, str, list[str]]]:
-        """Name, module and arguments of each stage, in order."""
+        """The programs that the run consists of, in order: name of the stage, module, and arguments."""
         stages = [("training", "pretrain.train", self.arguments)]
         return stages + ([("evaluation", "pretrain.evaluate", self.evaluation)] if self.evaluation else [])
 
@@ -96,13 +106,16 @@ class PlannedRun:
 
     @property
     def result(self) -> Path:
-        """The results file, which exists once the run is finished."""
+        """The file with the run's results, which exists when the run is finished."""
         return self.directory / NAME
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a comparison, and the results so far."""
+    """All runs of a comparison, and `known`, the results of those that are finished.
+
+    `base` is the configuration of the recipe; `tasks` are the tasks that each run is evaluated on.
+    """
 
     output: Path
     runs: list[PlannedRun]
@@ -112,14 +125,14 @@ class Plan:
 
     @property
     def left(self) -> list[PlannedRun]:
-        """Runs that are not finished."""
+        """The runs that are not finished."""
         finished = {run.name for run in self.known.runs}
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
     def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
-        """Record the results of a trained and evaluated run; `device` is the name of the GPU, if any.
+        """Write the results of a run whose stages took `seconds` to `run.result`, and add them to `known`.
 
-        Raises FileError if the evaluation left no results of a task.
+        `device` is the model name of the GPU; None stands for the CPU. Raises FileError if a task has no results.
         """
         trained, model = read_run(run.directory), run.config.model
         validated = trained.curve(VALIDATION_LOSS).last
@@ -133,11 +146,11 @@ class Plan:
             tasks = read_results(newest).tasks
             missing = [task.name for task in self.tasks if task.name not in tasks]
             if missing:
-                raise FileError(str(newest / RESULTS), f"lacks {missing[0]}, which was evaluated", "evaluate again")
+                raise FileError(str(newest / RESULTS), f"has no results of the task {missing[0]}", "evaluate it again")
             scores = [score for task in self.tasks for score in tasks[task.name].scores] + scores
         files = [file for prefix in blend(run.config.data.prefix)[0] for file in dataset_paths(prefix)]
         files += [file for task in self.tasks for file in task.inputs()]
-        made = FinishedRun(
+        finished = FinishedRun(
             run.variant.label,
             run.seed,
             scores,
@@ -147,28 +160,28 @@ class Plan:
             versions_with_commit(),
             {str(file): fingerprint(file) for file in files},
         )
-        comparison_file.write_comparison(run.result, replace(self.known, runs=[made]))
-        self.known.runs.append(made)
+        comparison_file.write_comparison(run.result, replace(self.known, runs=[finished]))
+        self.known.runs.append(finished)
 
     def collect(self) -> None:
-        """Add runs in the output directory that other processes have finished."""
+        """Add the results of runs that other processes, such as tasks of a job array, have finished."""
         for run in self.runs:
             if run.result.is_file():
                 comparison_file.add_runs(self.known, run.result, self.base)
 
 
 def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
-    """Return the plan of a command with `overrides` of the recipe, after checking every configuration.
+    """Return the plan for the command line `options` and `overrides` (see `compare.read_command`).
 
-    Raises UserError for invalid settings, and for settings that differ from those of existing results.
+    Raises UserError if the settings of a run are invalid, or differ from those of existing results.
     """
     variants = parse_variants(options.encodings)
     seeds = parse_seeds(options.seeds)
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
     base = _read(options.recipe, overrides, ["--train.seed", "0", "--logging.directory", str(output)])
-    own = base.checkpoint.directory != base.default_checkpoint_directory
-    shared = f"is {base.checkpoint.directory}, which all runs would share"
-    refuse(own, "checkpoint.directory", shared, "remove it")
+    is_set = base.checkpoint.directory != base.default_checkpoint_directory
+    problem = f"is {base.checkpoint.directory}, but runs of a comparison cannot share a directory"
+    refuse(is_set, "checkpoint.directory", problem, "remove this setting")
     evaluation = _evaluation(options, base)
     check(base, Level.START, processes=1, extends=False)
     runs = []
@@ -177,7 +190,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
             runs += _runs_of(variant, seeds, options, overrides, base, evaluation)
         except ConfigError as error:
             raise error.at(": ".join(filter(None, (variant.label, error.place)))) from None
-    # Seed by seed, so that all variants can be compared early.
+    # All variants with the first seed come first, so that they can be compared early.
     runs.sort(key=lambda run: run.seed)
     tasks = [] if evaluation is None else evaluate.read_command([*evaluation, "--model", str(output)])[1]
     plan = Plan(output, runs, base, tasks, comparison_file.empty(base, tasks, variants[0].label))
@@ -188,25 +201,25 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Return the variants in `--encodings`, split at commas outside {} and [].
+    """Parse the value of `--encodings`, which separates variants by commas outside {} and [].
 
-    Raises ConfigError for an unknown or repeated variant.
+    Raises ConfigError for an unknown encoding or setting, and for a repeated variant.
     """
-    found = [_parse(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
-    for variant in found:
-        refuse(found.count(variant) > 1, OPTION, f"names {variant.label} twice", "remove one")
-    return found
+    variants = [_parse(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
+    for variant in variants:
+        refuse(variants.count(variant) > 1, OPTION, f"names {variant.label} twice", "remove one")
+    return variants
 
 
 def _parse(text: str) -> Variant:
-    refuse(not text, OPTION, "has nothing between two commas", "give encodings such as rope,tape")
-    encoding, *given = re.split("\\+(?![0-9])", text)  # not the + of 1e+3
+    refuse(not text, OPTION, "has an empty entry", "separate encodings by one comma, as in rope,tape")
+    encoding, *items = re.split("\\+(?![0-9])", text)  # the + of 1e+3 does not separate settings
     unknown = encoding not in ENCODINGS
     refuse(unknown, OPTION, f"names {encoding}, which is not an encoding", f"choose from {', '.join(ENCODINGS)}")
     settings: dict[str, str] = {}
-    for item in given:
+    for item in items:
         key, _, value = item.partition("=")
-        refuse(not value, OPTION, f"names {text}, where {item!r} sets nothing", "write it as setting=value")
+        refuse(not value, OPTION, f"names {text}, where {item!r} has no value", "write it as setting=value")
         refuse(key in settings, OPTION, f"names {text}, which sets {key} twice", "remove one")
         _check_key(key, encoding, text)
         settings[key] = value
@@ -219,8 +232,9 @@ def _check_key(key: str, encoding: str, text: str) -> None:
     known -= {"model.position_encoding"}
     owners = [name for name in ENCODINGS if key in _own(name)]
     if not owners and _dotted(key, encoding) not in known:
-        raise ConfigError(OPTION, f"names {text}, but variants cannot differ in {key}", "correct it")
-    problem = f"names {text}, but {key} has no effect on {encoding}"
+        problem = f"names {text}, but {key} is not a setting that variants can change"
+        raise ConfigError(OPTION, problem, "give a setting of the encoding, model, optimizer or schedule")
+    problem = f"names {text}, but {key} is not a setting of {encoding}"
     refuse(bool(owners) and encoding not in owners, OPTION, problem, "remove it")
 
 
@@ -229,21 +243,21 @@ def _own(encoding: str) -> set[str]:
 
 
 def _dotted(key: str, encoding: str) -> str:
-    """Return the full key of a variant's setting: of its section, its encoding or its model."""
+    """Return the full key `section.key` of a variant's setting."""
     if key.partition(".")[0] in _LEARNING:
         return key
     return f"model.position.{key}" if key in _own(encoding) else f"model.{key}"
 
 
 def parse_seeds(text: str) -> range:
-    """Return the seeds of `--seeds`: 1 to N, or A to B for A-B. Raises ConfigError."""
+    """Parse the value of `--seeds`: N for the seeds 1 to N, or A-B for A to B. Raises ConfigError if it is neither."""
     first, _, last = text.partition("-") if "-" in text else ("1", "-", text)
     numbers = re.fullmatch("[0-9]{1,9}", first) and re.fullmatch("[0-9]{1,9}", last)
-    wrong = not (numbers and 1 <= int(first) <= int(last))
-    refuse(wrong, "--seeds", f"is {text}", "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9")
-    found = range(int(first), int(last) + 1)
-    refuse(len(found) > MOST_SEEDS, "--seeds", f"is {text}", f"give at most {MOST_SEEDS}")
-    return found
+    invalid = not (numbers and 1 <= int(first) <= int(last))
+    refuse(invalid, "--seeds", f"is {text}", "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9")
+    seeds = range(int(first), int(last) + 1)
+    refuse(len(seeds) > MOST_SEEDS, "--seeds", f"is {text}", f"give at most {MOST_SEEDS} seeds")
+    return seeds
 
 
 def _runs_of(
@@ -254,12 +268,13 @@ def _runs_of(
     base: RunConfig,
     evaluation: list[str] | None,
 ) -> list[PlannedRun]:
-    """Check a variant and return its runs."""
+    """Return the runs of a variant, one per seed, after validating their settings."""
     runs = []
-    without = [text for task in base.evaluation.enabled_tasks() for text in (f"--evaluation.{task}", "null")]
+    # pretrain.evaluate evaluates the tasks, so training must not.
+    no_tasks = [text for task in base.evaluation.enabled_tasks() for text in (f"--evaluation.{task}", "null")]
     for seed in seeds:
         directory = Path(base.logging.directory) / variant.directory / f"seed-{seed}"
-        own = [*without, *variant.arguments, "--train.seed", str(seed), "--logging.directory", str(directory)]
+        own = [*no_tasks, *variant.arguments, "--train.seed", str(seed), "--logging.directory", str(directory)]
         config = _read(options.recipe, overrides, own)
         if seed == seeds[0]:
             _check_model(config, evaluation)
@@ -276,19 +291,21 @@ def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
 
 
 def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
-    """Return the tasks as arguments of pretrain.evaluate, or None without tasks."""
+    """Return the tasks and their settings as arguments of pretrain.evaluate, or None if there are no tasks.
+
+    Raises ConfigError if nothing would be compared.
+    """
     if options.evaluation is not None:
         return ["--config", options.evaluation, *["--trust-remote-code"] * options.trust_remote_code]
     given = base.evaluation.enabled_tasks()
     if not given and (trained := getattr(base.data.generator, "task", None)) is not None:
-        problem = f"is not set, but {options.recipe} trains on {trained}, which only a task evaluates"
-        fix = f"add evaluation: {{{trained}: {{...}}}} to it, or give --evaluation FILE"
+        problem = f"is not set, but {options.recipe} trains on {trained}, and only a task can evaluate that"
+        fix = f"add evaluation: {{{trained}: {{...}}}} to the recipe, or give --evaluation FILE.yaml"
         raise ConfigError("evaluation", problem, fix)
     if not given and not base.train.validates:
-        problem = (
-            "is null, or train.evaluations lacks validation_loss, and no task is evaluated: there is nothing to compare"
-        )
-        raise ConfigError("train.eval_interval", problem, "set both, or give --evaluation FILE")
+        problem = "is null, or train.evaluations lacks validation_loss, and there are no tasks: nothing can be compared"
+        fix = "set it and add validation_loss to train.evaluations, or give --evaluation FILE.yaml"
+        raise ConfigError("train.eval_interval", problem, fix)
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
 
@@ -301,22 +318,22 @@ def _as_options(task: str, settings: object) -> list[str]:
 
 
 def _check_model(config: RunConfig, evaluation: list[str] | None) -> None:
-    """Raise ConfigError if a variant cannot be trained by one process, or evaluated afterwards."""
+    """Raise ConfigError if one process cannot train a variant, or pretrain.evaluate cannot evaluate it."""
     check(config, Level.SETTINGS, processes=1, extends=False)
     if evaluation is not None:
         encoding = config.model.position_encoding
-        only_here = encoding_of(config.model).exports_to is None
-        problem = f"is {encoding}, which cannot be exported and therefore not be evaluated"
-        refuse(only_here, "model.position_encoding", problem, "leave it out")
+        not_exportable = encoding_of(config.model).exports_to is None
+        problem = f"is {encoding}, which cannot be exported and therefore cannot be evaluated"
+        refuse(not_exportable, "model.position_encoding", problem, "remove it from --encodings")
         evaluate.check_evaluation(evaluation, made_by(config))
 
 
 def _check_start(directory: Path, config: RunConfig) -> None:
-    """Raise UserError if the directory holds a run with other settings."""
+    """Raise UserError if the directory contains a run with other settings."""
     if not (directory / SETTINGS).is_file():
         return
     saved = read_yaml(directory / SETTINGS, comparison_file.Settings)
     if changed := comparison_file.changed_settings(saved, config):
-        problem = f"holds a run with other settings ({comparison_file.first_of(changed)})"
+        problem = f"contains a run with other settings ({comparison_file.first_of(changed)})"
         raise FileError(str(directory), problem, "restore these, or choose another --output")
     check_start(config)

@@ -86,7 +86,7 @@ def test_invalid_settings_are_refused_before_the_first_run(recipe, tmp_path, enc
 @pytest.mark.parametrize(
     "others, reported",
     [(["--jobs", "0"], "--jobs is 0"), (["--only", "4"], "--only is 4; give a number from 0 to 3"),
-     (["--fast"], "--fast is no option")],
+     (["--fast"], "--fast is not an option")],
 )  # fmt: skip
 def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, others, reported):
     assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", *others))) == 2
@@ -191,7 +191,7 @@ def test_other_runs_finish_if_one_fails(recipe, tmp_path, capsys):
     stage = Stage({("rope", "seed-1", "pretrain.train"): 1, ("rope", "seed-2", "pretrain.evaluate"): -9})
     jobs, finished = done(plan_of(recipe, tmp_path), stage)
     assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
-    assert jobs.failed["rope, seed 1"].startswith("training ended with status 1 (ValueError: it broke); its output is")
+    assert jobs.failed["rope, seed 1"].startswith("training ended with status 1 (ValueError: it broke); the output is")
     assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9") and jobs.stopped is None
     assert ("rope", "seed-1", "pretrain.evaluate") not in stage.started
     assert "failed: rope, seed 1" in capsys.readouterr().err
@@ -369,7 +369,7 @@ def test_a_run_started_with_other_settings_is_not_continued(compared, recipe, tm
     (begun / "config.yaml").write_text((output / "rope" / "seed-1" / "config.yaml").read_text())
     assert len(plan_of(recipe, tmp_path / "out").left) == 4
     assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", "--optimizer.lr", "0.1"))) == 2
-    assert "holds a run with other settings (optimizer.lr: was 0.03, is now 0.1)" in capsys.readouterr().err
+    assert "contains a run with other settings (optimizer.lr: was 0.03, is now 0.1)" in capsys.readouterr().err
 
 
 def wait_for_a_step(process, run):
