@@ -31,7 +31,9 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while power + 1 < len(units) and round(abs(value)) >= base:
         value, power = value / base, power + 1
-    return f"{value:{'.0f' if power == 0 or value >= 100 else '.1f' if value >= 10 else '.2f'}} {units[power]}"
+    # The digits of the rounded value: 9.996 is 10.0.
+    digits = 0 if power == 0 or round(value, 1) >= 100 else 1 if round(value, 2) >= 10 else 2
+    return f"{value:.{digits}f} {units[power]}"
 
 
 def counted(number: int, noun: str, several: str | None = None) -> str:

@@ -13,6 +13,8 @@ from megatron_tape.text import byte_size, flop_count
         (1.5e9, "1.50 GFLOP"),
         (9.99e11, "999 GFLOP"),
         (9.997e11, "1.00 TFLOP"),
+        (9.996e9, "10.0 GFLOP"),
+        (99.96e9, "100 GFLOP"),
         (4.2e17, "420 PFLOP"),
         (4.2e18, "4.20 EFLOP"),
     ],
