@@ -1,4 +1,4 @@
-"""Read settings from recipes (`--config`) and options (`--section.key value`). Errors name the file and line."""
+"""Read settings from recipes (`--config`) and options (`--section.key value`). Errors name file and line, or option."""
 
 import argparse
 import inspect
@@ -37,17 +37,19 @@ class ParsedCommandLine:
     values: dict[str, Any] = field(default_factory=dict)
     """Settings of all files and options, as nested dictionaries. They are not validated yet."""
     places: dict[str, str] = field(default_factory=dict)
-    """File and line by dotted key, such as `recipe.yaml:12`; "" for settings from options."""
+    """Where each setting was given, by dotted key: file and line, such as `recipe.yaml:12`, or the option."""
     files: list[str] = field(default_factory=list)
     """Paths of the recipes, in order."""
 
     @contextmanager
     def add_places_to_errors(self) -> Iterator[None]:
-        """Add the file and line of its subject to a ConfigError."""
+        """Add to a ConfigError where its subjects were given, unless all are options or defaults."""
         try:
             yield
         except ConfigError as error:
-            raise error.at(next(filter(None, map(self._place, error.subjects)), "")) from None
+            places = list(dict.fromkeys(filter(None, map(self._place, error.subjects))))
+            in_file = any(not place.startswith("--") for place in places)
+            raise error.at(" and ".join(places) if in_file else "") from None
 
     def _place(self, key: str) -> str:
         # For an item of a list or a mapping, use the place of the list or mapping.
@@ -85,7 +87,7 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
         parsed.values = merge(section, parsed.values, unflatten(changed))
         for key in changed:
             within = [place for place in parsed.places if place.startswith(f"{key}.")]
-            parsed.places.update(dict.fromkeys([key, *within], ""))
+            parsed.places.update(dict.fromkeys([key, *within], f"--{key}"))
     return parsed
 
 

@@ -81,7 +81,12 @@ def test_the_output_of_print_config_is_a_recipe_of_the_same_run(parse, tmp_path,
 @pytest.mark.parametrize("options", [["--print_config"], []])
 def test_settings_that_cannot_work_together_are_named_with_file_and_line(parse, tmp_path, capsys, options):
     error = refusal(capsys, parse, *options, model=MODEL | {"hidden_size": 65})
-    assert re.match(rf"error: {tmp_path}/recipe.yaml:\d+: model.hidden_size 65 is not divisible", error)
+    place = rf"{tmp_path}/recipe.yaml:\d+"
+    assert re.match(rf"error: {place} and {place}: model.hidden_size 65 is not divisible", error)
+    for key, fixed in (("num_attention_heads", "hidden_size"), ("hidden_size", "num_attention_heads")):
+        error = refusal(capsys, parse, *options, f"--model.{key}", "7")
+        assert re.match(rf"error: .*--model.{key}.*: model.hidden_size \d+ is not divisible", error)
+        assert re.match(rf"error: .*{place}.*: ", error) and fixed in error
 
 
 @pytest.mark.parametrize("text", ["def é:\n ", "1e-3", "08", "1:30", "2024-01-01", "null", "yes", "*a", "&b", "", " "])
