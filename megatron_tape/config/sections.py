@@ -145,7 +145,21 @@ def _refusal(error: ValidationError, section: type, values: Any, name: str, fix:
     messages = " or ".join(dict.fromkeys(one["msg"] for one in same)).replace(" or Input should be", " or")
     fix = re.sub("^(Input|List|Dictionary|String) ", "it ", messages).partition(" after validation")[0]
     fix = fix.replace("an object", "a mapping").replace("valid array", "list")
+    if first["input"] in (0, -1):  # other programs disable a setting with it
+        fix += _how_to_disable(next((one for one in settings_of(section, name) if one.key == key), None))
     return ConfigError(key, f"is {format_value(first['input'])}", fix)
+
+
+def _how_to_disable(setting: Setting | None) -> str:
+    """Return how to disable a setting, as the end of a sentence; empty if it is neither optional nor an interval."""
+    if setting is None:
+        return ""
+    if setting.default is None and "isabled by" in setting.schema["description"]:
+        return "; remove it, or set it to null, to disable it"
+    if "null disables" in setting.schema["description"]:
+        return "; set it to null to disable it"
+    interval = setting.key.endswith(".interval")
+    return "; it cannot be disabled; the value of train.steps makes it as rare as possible" if interval else ""
 
 
 def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
