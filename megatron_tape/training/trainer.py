@@ -136,7 +136,8 @@ class Trainer:
             ConfigError: data.tokenizer differs from the checkpoint's tokenizer.
         """
         if self.step >= self.config.train.steps:
-            logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
+            finished = "%s is at step %d and train.steps is %d: nothing to do; to continue, raise train.steps above %d"
+            logger.info(finished, self.checkpoint.path, self.step, self.config.train.steps, self.step)
             self._leave_together()
             return None
         if self.step > 0:
