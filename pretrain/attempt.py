@@ -114,7 +114,7 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     check(second, Level.FILES, extends=True, base=base)
     same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
     problem = f"is {first.logging.directory} for both pretraining and extension"
-    refuse(same, "logging.directory", problem, "set another directory for the extension")
+    refuse(same, "logging.directory", problem, "give one of them --logging.directory NEW, after its recipe")
     if evaluation:
         check_evaluation(evaluation, made_by(second))
     return first.logging.directory, second.logging.directory
@@ -207,7 +207,7 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
         return
     state = (queue_state(other) or "").lower()
     problem = f"is {run}, which belongs to job {other} ({state})"
-    refuse(state != "", "logging.directory", problem, "cancel that job, or choose another directory")
+    refuse(state != "", "logging.directory", problem, "cancel that job, or give --logging.directory NEW")
 
 
 def _refuse_crash_loop(run: Path, job_attempts: list, step: int, job: str) -> None:

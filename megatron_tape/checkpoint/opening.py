@@ -32,7 +32,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
     broken: set[Path] = set()
     warned: set[str] = set()
     while True:
-        path = on_rank_0(layout, directory, "cannot start", lambda: _choose(resume, directory, broken, warned))
+        path = on_rank_0(layout, directory, "cannot start", lambda: _choose(resume, config, broken, warned))
         if path is None:
             return None
         checkpoint, found = _open(path, layout)
@@ -116,7 +116,7 @@ def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
     _open_source(checkpoint.source, layout)
 
 
-def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -> Path | None:
+def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str]) -> Path | None:
     """Return the checkpoint to continue, checked by its file sizes, but none of the `broken` ones.
 
     The start must not be before an existing checkpoint: the run's new checkpoints would count as older and be removed.
@@ -127,6 +127,7 @@ def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -
             logger.warning("%s", message)
         warned.add(message)
 
+    directory = Path(config.checkpoint.directory)
     if resume == "auto":
         path = files.newest_complete(directory, warn, deep=False, excluding=broken, strict=True)
         if path is None and files.list_checkpoints(directory):
@@ -144,6 +145,6 @@ def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -
         raise CheckpointError(
             str(directory),
             f"has checkpoints up to step {newest}, beyond step {start} where this run would start",
-            "move them away, choose another checkpoint.directory, or continue with checkpoint.resume: auto",
+            f"move them away, {config.to_start_another_run}, or continue with checkpoint.resume: auto",
         )
     return path

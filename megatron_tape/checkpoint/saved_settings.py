@@ -79,7 +79,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         base is None and extends,
         ("checkpoint.resume", "extension.from"),
         f"means {path}, which does not extend the context of another model",
-        "give it as extension.from in place of checkpoint.resume, or choose another checkpoint.directory",
+        f"give it as extension.from in place of checkpoint.resume, or {config.to_start_another_run}",
     )
     if extends:
         _check_same_extension(path, sections["extension"], config)
@@ -92,7 +92,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         bool(differences),
         ("checkpoint.resume", "model"),
         f"means {path}, which is of another model: {'; '.join(differences)}",
-        f"{settings}, or choose another checkpoint.directory",
+        f"{settings}, or {config.to_start_another_run}",
     )
 
 
@@ -114,8 +114,7 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
         bool(found),
         ("checkpoint.resume", *(f"extension.{key}" for key in found)),
         f"means {path}, which was made with other settings ({both})",
-        "restore them, as in config.yaml in its run's directory, or start another run with a new "
-        f"logging.directory{without}",
+        f"restore them, as in config.yaml in its run's directory, or {config.to_start_another_run}{without}",
     )
 
 

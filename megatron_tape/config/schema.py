@@ -354,6 +354,12 @@ class RunConfig:
         """Default of `checkpoint.directory`: `checkpoints` in `logging.directory`."""
         return f"{self.logging.directory}/checkpoints"
 
+    @property
+    def to_start_another_run(self) -> str:
+        """The options with which a user starts another run, as part of an error message."""
+        follows = self.checkpoint.directory == self.default_checkpoint_directory
+        return f"start another run with --logging.directory NEW{'' if follows else ' --checkpoint.directory NEW'}"
+
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """Return all settings as nested dictionaries, with the keys of recipes.

@@ -57,7 +57,7 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
 
 
 def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
-    fix = f"move {target} away to import the model again, or choose another logging.directory"
+    fix = f"move {target} away to import the model again, or {config.to_start_another_run}"
     state = read_state(target)
     if state["progress"].get("identity") != base.identity:
         raise CheckpointError(str(target), f"was not imported from {base.path} as it is now", fix)

@@ -62,7 +62,10 @@ def test_directories_that_are_not_set_follow_the_recipes_name(parse):
     config = parse("--logging.directory", "here", "--data.cache_directory", "there")
     assert (config.logging.directory, config.checkpoint.directory) == ("here", "here/checkpoints")
     assert config.data.cache_directory == config.data.resolved_cache_directory == "there"
-    assert parse("--checkpoint.directory", "there").checkpoint.directory == "there"
+    assert config.to_start_another_run == "start another run with --logging.directory NEW"
+    config = parse("--checkpoint.directory", "there")
+    assert config.checkpoint.directory == "there"
+    assert config.to_start_another_run.endswith(" --logging.directory NEW --checkpoint.directory NEW")
 
 
 def test_the_output_of_print_config_is_a_recipe_of_the_same_run(parse, tmp_path, capsys):

@@ -437,7 +437,7 @@ def test_a_continued_run_must_extend_the_same_model_and_train_the_same_parameter
     ):
         chosen = arguments(tmp_path, data, base, "run", *lora, changed)
         sentence = refused(capfd, extend_context.main, chosen, statuses=[2])
-        assert part in sentence and sentence.endswith("or start another run with a new logging.directory")
+        assert part in sentence and sentence.endswith("or start another run with --logging.directory NEW")
         elsewhere = [f"--checkpoint.resume={step}", f"--logging.directory={tmp_path}/x"]
         assert "and without checkpoint.resume" in refused(capfd, extend_context.main, [*chosen, *elsewhere])
     whole_run = [*arguments(tmp_path, data, bases["rope"], "x", *lora), f"--checkpoint.resume={tmp_path}/run"]

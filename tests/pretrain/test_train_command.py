@@ -209,12 +209,17 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(run, capf
     assert run("--model.hidden_size=64", "--model.position.token_mixing=full", "--train.steps=12") == 2
     error = capfd.readouterr().err
     assert "model.hidden_size: checkpoint 32, configuration 64" in error and "token_mixing" not in error
+    assert error.endswith(", or start another run with --logging.directory NEW\n")
 
 
 def test_resume_none_does_not_overwrite_a_run_and_resume_accepts_a_path(run, capfd):
     assert run("--checkpoint.interval=4") == 0
+    assert run() == 0
+    finished = "step-00000010 is at step 10 and train.steps is 10: nothing to do; to continue, raise train.steps above 10"
+    assert finished in capfd.readouterr().err
     assert run("--checkpoint.resume=none") == 1
-    assert "checkpoints up to step 10" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "checkpoints up to step 10" in error and ", start another run with --logging.directory NEW, " in error
     elsewhere = run.folder.parent / "elsewhere"
     shutil.copytree(run.folder / "checkpoints/step-00000008", elsewhere)
     assert run(f"--checkpoint.resume={elsewhere}", name="other") == 0
