@@ -35,7 +35,7 @@ def to_hf(output: str, base: str | None, adapter: bool, results: list[str], **mo
         return
     from megatron_tape.huggingface.export.to_transformers import export
 
-    export(output=output, results=results, **model)
+    command_line.log(f"exported {export(output=output, results=results, **model)} to {output}")
 
 
 def from_hf(model: str, output: str, **options) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.index import check_average, read_index
 from megatron_tape.checkpoint.locate import find_checkpoint, model_digest
@@ -95,6 +96,7 @@ class Source:
         try:
             tokenizer = None if self.info.has_tokenizer and not self.tokenizer_problem() else NO_TOKENIZER
             export(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
+            command_line.log(f"exported {self.path} to a temporary directory")
         except (ValueError, OSError) as error:
             raise ConfigError("--model", f"{self.given} cannot be exported: {error}") from None
 

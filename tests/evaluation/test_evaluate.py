@@ -412,3 +412,4 @@ def test_a_checkpoint_is_evaluated_with_its_training_token_ids(tmp_path, capsys,
     assert evaluate.main(["passkey", *map(str, command), "--check"]) == 2
     said = capsys.readouterr().err
     assert "would give different ids" in said and "--tokenizer" not in said
+    assert f"exported {tmp_path / 'run'} to a temporary directory\n" in said and ".exported-" not in said

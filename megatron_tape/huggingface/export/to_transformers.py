@@ -51,8 +51,8 @@ def export(
     tokenizer: str | None = None,
     results: Sequence[str | Path] = (),
     average: bool = False,
-) -> None:
-    """Export the model of a run, a checkpoints directory or one step to the new directory `output`.
+) -> Path:
+    """Export the model of a run, a checkpoints directory or one step to `output`; return the checkpoint's path.
 
     Merges LoRA layers into the matrices. Raises UserError or OSError and leaves nothing behind if the checkpoint is
     damaged, cannot be exported or has no averaged weights, if the tokenizer is missing, or if `output` exists.
@@ -67,7 +67,7 @@ def export(
         saved = open_exportable(checkpoint, average)
         found = find_results(saved.path, results, average)
         write_model(saved, directory, ExportOptions(name, dtype, tokenizer, max_shard_size, True, found))
-    command_line.log(f"exported {saved.path} to {output}")
+    return saved.path
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
