@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(run, capf
 def test_resume_none_does_not_overwrite_a_run_and_resume_accepts_a_path(run, capfd):
     assert run("--checkpoint.interval=4") == 0
     assert run() == 0
-    finished = "step-00000010 is at step 10 and train.steps is 10: nothing to do; to continue, raise train.steps above 10"
+    finished = "step 10 and train.steps is 10: nothing to do; to continue, raise train.steps above 10"
     assert finished in capfd.readouterr().err
     assert run("--checkpoint.resume=none") == 1
     error = capfd.readouterr().err
