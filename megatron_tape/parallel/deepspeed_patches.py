@@ -1,6 +1,6 @@
-"""All patches of DeepSpeed 0.19.8. Each docstring says why, and what in DeepSpeed would make it unnecessary.
+"""All patches of DeepSpeed 0.19.8. Each docstring says why the patch is needed, and when it is no longer needed.
 
-A patch of a module lasts until the process ends; a patch of an engine or optimizer lasts as long as the object.
+A patch of a module lasts until the process ends. A patch of an engine or an optimizer changes only this object.
 """
 
 import functools
@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Waiting = Callable[[], AbstractContextManager]
-"""Returns a context to enter while a rank waits for others."""
+"""A function whose context is entered while a rank waits for others, for example to measure the time."""
 
 
 def skip_inference_op_build() -> None:
     """Keep DeepSpeed from compiling its shared-memory collectives when it starts without CUDA.
 
-    Only inference uses them, the build takes half a minute, and it requires a C++ compiler. Unnecessary once DeepSpeed
-    builds them on first use.
+    Compilation takes half a minute and requires a C++ compiler, but only inference uses these collectives. Unnecessary
+    once DeepSpeed compiles them on first use.
     """
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
@@ -38,15 +38,18 @@ def skip_inference_op_build() -> None:
 
 
 def destroy_group() -> None:
-    """Destroy the default process group and DeepSpeed's reference to it, which DeepSpeed would keep."""
+    """Destroy the default process group, and clear DeepSpeed's reference to it.
+
+    Unnecessary once `destroy_process_group` of DeepSpeed clears the reference itself.
+    """
     comm.destroy_process_group()
     comm.cdb = None
 
 
 def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
-    """Register an optimizer class as supported by ZeRO, which avoids DeepSpeed's warning about untested optimizers.
+    """Register an optimizer class as supported by ZeRO, so that DeepSpeed does not warn about an untested optimizer.
 
-    Tests train with it under every ZeRO stage.
+    This project's tests train with the optimizer under every ZeRO stage.
     """
     if kind not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(kind)
@@ -55,13 +58,14 @@ def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
 def skip_updates(
     zero: DeepSpeedZeroOptimizer | stage3.DeepSpeedZeroOptimizer_Stage3, should_skip: Callable[[float], bool]
 ) -> None:
-    """Skip an update if `should_skip` returns true for its gradient norm.
+    """Make the optimizer skip an update if `should_skip` returns true for its gradient norm.
 
-    The patched function then reports an infinite norm, so that DeepSpeed skips the step as after an overflow, without
-    its message. Unnecessary once DeepSpeed has a hook between the norm and the step.
+    For such an update, the patched function returns an infinite norm, so that DeepSpeed skips the step as after an
+    overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once DeepSpeed has a hook between the
+    computation of the norm and the update.
     """
     zero.loss_scaler.update_scale = lambda overflow: None
-    has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)  # it combines them itself
+    has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)  # one norm per parameter group
     name = "_get_norm_groups" if has_group_norms else "scaled_global_norm"
     compute_norm = getattr(zero, name)
 
@@ -79,10 +83,10 @@ def skip_updates(
 def replace_gradient_reduction(
     zero: DeepSpeedZeroOptimizer, add: Callable[[Parameter, int], None], finish: Callable[..., None]
 ) -> None:
-    """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient and `finish` after the last.
+    """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient and `finish` after the last gradient.
 
-    DeepSpeed's buckets span parameter groups, and ranks own unequal parts of a group. It averages by all-reduce, which
-    sends twice as much as reduce-scatter (see `training.gradients.ScatteredGradients`).
+    `training.gradients.ScatteredGradients` implements both with reduce-scatter. DeepSpeed cannot use reduce-scatter,
+    since its buckets span parameter groups and ranks own unequal parts of a group. Its all-reduce sends twice as much.
     """
     zero.gradient_accumulation_dtype = torch.float32
     zero.process_gradients = add
@@ -90,19 +94,20 @@ def replace_gradient_reduction(
 
 
 def link_optimizer_states(zero: DeepSpeedZeroOptimizer) -> None:
-    """Link Adam's state to the parameters of ZeRO 1 and 2.
+    """Make Adam's state accessible from the parameters under ZeRO 1 and 2.
 
-    DeepSpeed does so only once, after the first step of the first parameter group, when other groups have no state yet.
+    DeepSpeed links them only once, after the update of the first parameter group, when the other groups do not have any
+    state yet.
     """
     zero._hp_optimizer_states_linked = False
     zero._lazy_init_hp_params_optimizer_state()
 
 
 def vectorize_zero3_collectives(waiting: Waiting) -> None:
-    """Make ZeRO 3 split and concatenate buffers for all ranks at once, instead of in loops over the ranks.
+    """Make ZeRO 3 split and concatenate the partitions of all ranks in one operation, instead of in loops over ranks.
 
-    With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU. The messages are the
-    same.
+    With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU. What is sent does
+    not change. The context of `waiting` is entered while a rank waits for a collective.
     """
     stage3.reduce_scatter_coalesced = functools.partial(average_and_scatter, waiting=waiting)
     partition_parameters.AllGatherCoalescedHandle.wait = functools.partialmethod(_wait, waiting=waiting)
@@ -112,34 +117,36 @@ def vectorize_zero3_collectives(waiting: Waiting) -> None:
 def average_and_scatter(
     tensors: list[Tensor], group: dist.ProcessGroup, waiting: Waiting = nullcontext
 ) -> list[Tensor]:
-    """Average each tensor over `group` and return this rank's flat partition of each.
+    """Average each tensor over `group`, and return this rank's flat partition of each average.
 
-    Partitions of a tensor have equal sizes, except that the last ones may be shorter or empty.
+    With R ranks, a partition of a tensor of n elements has ceil(n / R) elements, except that the partitions of the last
+    ranks may be shorter or empty.
     """
     ranks, rank = group.size(), group.rank()
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
+    # Row r holds the partitions of all tensors that rank r receives.
     rows = tensors[0].new_empty(ranks, sum(sizes))
-    parts = []
+    lengths = []
     for tensor, size, columns in zip(tensors, sizes, rows.split(sizes, dim=1)):
-        whole, rest = divmod(tensor.numel(), size)
+        full_rows, remainder = divmod(tensor.numel(), size)
         flat = tensor.view(-1)
-        columns[:whole] = flat[: whole * size].view(whole, size)
-        if rest:
-            columns[whole, :rest] = flat[whole * size :]
-        parts.append(min(size, max(0, tensor.numel() - rank * size)))
+        columns[:full_rows] = flat[: full_rows * size].view(full_rows, size)
+        if remainder:
+            columns[full_rows, :remainder] = flat[full_rows * size :]
+        lengths.append(min(size, max(0, tensor.numel() - rank * size)))
     rows.div_(ranks)
     with waiting():
         dist.reduce_scatter_tensor(rows[rank], rows.view(-1), group=group)
-    return [share[:part] for share, part in zip(rows[rank].split(sizes), parts)]
+    return [partition[:length] for partition, length in zip(rows[rank].split(sizes), lengths)]
 
 
 def _wait(handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, waiting: Waiting) -> None:
-    """Wait for the all-gather and assign each parameter its weights."""
+    """Wait for the all-gather of several parameters, and set their `data` to the whole weights."""
     if handle.complete:
         return
     with waiting():
         handle.allgather_handle.wait()
-    gathered = handle.partitions[0]._base  # the whole buffer, with one partition per rank
+    gathered = handle.partitions[0]._base  # the whole buffer: for each rank, its partitions of all parameters
     rows, first = gathered.view(handle.world_size, -1), 0
     for parameter in handle.params:
         size = parameter.ds_tensor.ds_numel

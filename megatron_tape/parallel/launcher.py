@@ -10,16 +10,17 @@ import time
 from megatron_tape.errors import NodeError, UserError, refuse
 from megatron_tape.io.versions import node_name
 
-FIX = "start the program with torchrun or a script in slurm/, or unset these variables to run a single process"
+FIX = "start the program with torchrun or a script in slurm/, or unset the launcher's variables to run a single process"
 MOST_PROCESSES, LAST_PORT = 1_000_000, 65535
 TRIES = 5
-"""Attempts to resolve a host name; a name server may drop requests when thousands of ranks start at once."""
+"""Number of attempts to resolve a host name. A name server may drop requests if thousands of ranks start at once."""
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int = MOST_PROCESSES, fix: str = FIX) -> int:
     """Return the integer in an environment variable, or `default` if it is not set.
 
-    Raises UserError unless it consists of ASCII digits without leading zeros and is between `least` and `most`.
+    Raises UserError, with the advice `fix`, unless its value is ASCII digits without leading zeros and is between
+    `least` and `most`.
     """
     text = os.environ.get(name)
     if text is None:
@@ -30,44 +31,45 @@ def environment_number(name: str, default: int, least: int = 0, most: int = MOST
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE, by default 0 and 1. Raises UserError if they are invalid."""
+    """Return RANK and WORLD_SIZE; the defaults are 0 and 1. Raises UserError if they are invalid."""
     return environment_number("RANK", 0), environment_number("WORLD_SIZE", 1, least=1)
 
 
 def local_rank() -> int:
-    """Return LOCAL_RANK, the rank on this node, by default 0. Raises UserError if it is invalid."""
+    """Return LOCAL_RANK, the rank within this node; the default is 0. Raises UserError if it is invalid."""
     return environment_number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    """Return LOCAL_WORLD_SIZE, the number of processes on this node, by default 1. Raises UserError if invalid."""
+    """Return LOCAL_WORLD_SIZE, the number of processes on this node; default 1. Raises UserError if it is invalid."""
     return environment_number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
 def master_port() -> int:
-    """Return MASTER_PORT, or 0 if it is not set. Raises UserError if it is invalid."""
+    """Return MASTER_PORT, the port of rank 0, or 0 if it is not set. Raises UserError if it is invalid."""
     return environment_number("MASTER_PORT", 0, least=1, most=LAST_PORT)
 
 
 def restart_count() -> int:
-    """Return how often Slurm has requeued this job. Raises UserError if SLURM_RESTART_COUNT is invalid."""
+    """Return how often Slurm has restarted this job (SLURM_RESTART_COUNT). Raises UserError if it is invalid."""
     return environment_number("SLURM_RESTART_COUNT", 0, fix="unset it, or submit the job with a script in slurm/")
 
 
 def check_launcher_environment() -> None:
-    """Raise UserError if the launcher's variables are invalid or inconsistent.
+    """Raise UserError if the launcher's environment variables are invalid or inconsistent.
 
-    Variables that an earlier launcher left in a shell would make a process wait for other ranks or act as one.
+    With variables that an earlier launcher has left in the shell, a single process would wait for other ranks or take
+    the rank of another process.
     """
     (rank, size), on_node = rank_and_size(), local_rank()
     local_world_size()
     restart_count()
     has_size = "WORLD_SIZE" in os.environ
     if size > 1 or _has_rank_0_address():
-        given, value = ("WORLD_SIZE", size) if has_size else ("RANK", rank)
+        set_name, value = ("WORLD_SIZE", size) if has_size else ("RANK", rank)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
-                raise UserError((given, name), f"is {value}, but {name} is not set", FIX)
+                raise UserError((set_name, name), f"is {value}, but {name} is not set", FIX)
         master_port()
     for name, value in (("RANK", rank), ("LOCAL_RANK", on_node)):
         if value >= size:
@@ -76,19 +78,22 @@ def check_launcher_environment() -> None:
 
 
 def refuse_launcher(program: str, reason: str) -> None:
-    """Raise UserError if a launcher started a single-process program, or if its variables are inconsistent."""
+    """Raise UserError for `program`, which runs as a single process, if a launcher has started it.
+
+    `reason` is the problem in the message. Also checks that the launcher's variables are consistent.
+    """
     fix = "run it without torchrun or srun, and unset RANK and MASTER_ADDR if an earlier launcher has left them"
     refuse(_has_rank_0_address(), program, reason, fix)
     check_launcher_environment()
 
 
 def _has_rank_0_address() -> bool:
-    """Return whether RANK and MASTER_ADDR are set. RANK alone may be a leftover of DeepSpeed."""
+    """Return whether RANK and MASTER_ADDR are set, as by a launcher. RANK alone may have been set by DeepSpeed."""
     return {"RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def check_master_address() -> None:
-    """Raise NodeError if this node cannot resolve MASTER_ADDR; torch would retry until its timeout."""
+    """Raise NodeError if this node cannot resolve MASTER_ADDR, for which torch would retry until its timeout."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     for number in range(TRIES):
         time.sleep(number)
@@ -98,26 +103,32 @@ def check_master_address() -> None:
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
     problem = f"cannot resolve MASTER_ADDR, which is {address} ({reason})"
-    fix = "add it to DNS or /etc/hosts of every node; on a single one, pass --local-addr 127.0.0.1 to torchrun"
+    fix = f"add {address} to DNS or to /etc/hosts of every node; on one node, pass --local-addr 127.0.0.1 to torchrun"
     raise NodeError(node_name(), problem, fix)
 
 
 def gloo_address() -> str | None:
-    """Return the address that gloo announces to other ranks, or None if GLOO_SOCKET_IFNAME selects the interface."""
+    """Return the address at which gloo lets other ranks connect to this one.
+
+    Returns None if GLOO_SOCKET_IFNAME selects a network interface.
+    """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     with contextlib.suppress(OSError, UnicodeError):
-        for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
-                tried.bind(place)
-                return str(place[0])
+        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind(address)
+                return str(address[0])
     return "127.0.0.1"  # gloo's own fallback
 
 
 def unreachable_nodes(addresses: dict[str, str | None]) -> list[str]:
-    """Return the nodes whose announced address is a loopback address, which other nodes cannot reach."""
+    """Return the nodes whose `gloo_address` is a loopback address, which other nodes cannot reach.
+
+    `addresses` has the `gloo_address` of each node.
+    """
     loopback = [node for node, address in addresses.items() if address is not None and _is_loopback(address)]
-    # Virtual nodes on one machine can have distinct loopback addresses, at which they reach each other.
+    # Virtual nodes on one machine reach each other at distinct loopback addresses.
     distinct = len({addresses[node] for node in loopback}) == len(addresses)
     return [] if distinct else loopback
 

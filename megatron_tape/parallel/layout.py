@@ -1,4 +1,7 @@
-"""Process groups, devices and seeds of a rank, and the `mpu` object that DeepSpeed takes."""
+"""The parallel layout of a process: its ranks, process groups and device, and DeepSpeed's `mpu` object.
+
+TP, CP, PP and DP stand for tensor, context, pipeline and data parallelism.
+"""
 
 import atexit
 import contextlib
@@ -28,47 +31,54 @@ from megatron_tape.parallel import launcher, megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 
 MARGIN = timedelta(minutes=10)
-"""Added to the watchdog's timeout for collectives, so that the watchdog can write every rank's stack first."""
+"""Collectives time out this much later than the watchdog, so that it can write the stacks of all ranks first."""
 WITHOUT_LIMIT = timedelta(days=365)
+"""Timeout of collectives if the timeout is disabled."""
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
-"""Exists where NVIDIA's driver has found a GPU."""
+"""A file that exists if NVIDIA's driver has found a GPU."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Options of glibc's mallopt: the free bytes at the top of the heap above which memory is returned to the system, and
-the size above which an allocation gets its own mapping."""
+"""Options of glibc's mallopt, in bytes: the free memory at the top of the heap above which it is returned to the
+system, and the size above which an allocation has its own memory mapping."""
 _LARGEST = 2**31 - 1
-"""The largest value of either option, in bytes (a C int)."""
+"""Largest value of these options, which are C ints."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The ranks of this process and its groups. Megatron modules receive `groups`; none uses a global rank."""
+    """The ranks, process groups and device of this process.
+
+    Megatron modules receive `groups` as an argument. They do not use global ranks.
+    """
 
     groups: ProcessGroupCollection
     device: torch.device
     rank: int
+    """Global rank."""
     world_size: int
     tensor_parallel_rank: int
     tensor_parallel_size: int
     context_parallel_rank: int
     context_parallel_size: int
     pipeline_rank: int
-    """The pipeline stage, which determines the layers of this rank."""
+    """Number of the pipeline stage, from 0."""
     pipeline_size: int
     data_parallel_rank: int
-    """Ranks that differ in this number process different sequences."""
+    """Ranks with different values train on different sequences."""
     data_parallel_size: int
     replica_rank: int
-    """The rank within all data-parallel and context-parallel ranks, which hold the same tensor-parallel shard of the
-    same layers. ZeRO partitions over them."""
+    """Rank within the DP x CP ranks that hold the same tensor-parallel shard of the same layers. ZeRO partitions over
+    these ranks."""
     replica_size: int
     mpu: SimpleNamespace
+    """See `deepspeed_mpu`."""
     tokens: TokenLayout
+    """Distribution of sequences, tokens and heads over the ranks."""
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, device: torch.device, sequence_parallel: bool) -> "ParallelLayout":
-        """Return the layout of this process in Megatron's groups."""
+        """Return the layout of this process, whose process groups are `groups`."""
         return cls(
             groups=groups,
             device=device,
@@ -89,34 +99,40 @@ class ParallelLayout:
         )
 
     def any_rank(self, flag: bool) -> bool:
-        """Return on every rank whether `flag` is true on any rank. Collective over all ranks."""
-        found = torch.tensor([flag], dtype=torch.int32, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found.item())
+        """Return true on every rank if `flag` is true on any rank. Collective over all ranks."""
+        result = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX)
+        return bool(result.item())
 
     def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` with the last stage's and return it. Collective over the stages, with equal shapes."""
+        """Overwrite `tensor` with that of the last pipeline stage, which has the same shape, and return it.
+
+        Collective over the stages.
+        """
         if self.pipeline_size > 1:
             last = dist.get_global_rank(self.groups.pp, self.pipeline_size - 1)
             dist.broadcast(tensor, last, self.groups.pp)
         return tensor
 
     def gather_stages(self, value: Any) -> list[Any]:
-        """Return the `value` of each stage, in order, on every stage. Collective over the stages."""
+        """Return the values of all pipeline stages, in order, on every stage. Collective over the stages."""
         values = [value] * self.pipeline_size
         if self.pipeline_size > 1:
             dist.all_gather_object(values, value, self.groups.pp)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, in order, on every rank. Collective over all ranks."""
+        """Return the values of all ranks, in order, on every rank. Collective over all ranks."""
         values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     @contextlib.contextmanager
     def first_on_node(self) -> Iterator[None]:
-        """Run the block on local rank 0 first, so that other ranks of the node find what it cached. Collective."""
+        """Within the context, run the code on local rank 0 first, so that the node's other ranks find cached results.
+
+        Collective over all ranks.
+        """
         first = launcher.local_rank() == 0
         if not first:
             dist.barrier()
@@ -128,20 +144,20 @@ class ParallelLayout:
 
 
 def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
-    """Return the `mpu` argument of `deepspeed.initialize`.
+    """Return the object that `deepspeed.initialize` takes as `mpu` (model parallel unit).
 
-    DeepSpeed calls functions that `megatron.core.parallel_state` lacks, such as `get_model_parallel_world_size`. The
-    model-parallel group, over which norms are summed, contains the tensor-parallel ranks of all stages. The
-    data-parallel group, over which ZeRO partitions, contains all ranks with the same weights, context-parallel ranks
-    included.
+    Its functions return process groups, such as `get_data_parallel_group`, and their ranks and sizes; DeepSpeed calls
+    some that `megatron.core.parallel_state` lacks. The model-parallel group, over which norms are summed, contains the
+    TP ranks of all pipeline stages. The data-parallel group, over which ZeRO partitions, contains the DP x CP ranks
+    that hold the same weights.
     """
-    answers = {}
+    functions = {}
     model = groups.tp if groups.pp.size() == 1 else groups.mp
     for name, group in (("model", model), ("tensor_model", groups.tp), ("data", groups.dp_cp)):
-        answers[f"get_{name}_parallel_group"] = lambda group=group: group
-        answers[f"get_{name}_parallel_rank"] = group.rank
-        answers[f"get_{name}_parallel_world_size"] = group.size
-    return SimpleNamespace(**answers)
+        functions[f"get_{name}_parallel_group"] = lambda group=group: group
+        functions[f"get_{name}_parallel_rank"] = group.rank
+        functions[f"get_{name}_parallel_world_size"] = group.size
+    return SimpleNamespace(**functions)
 
 
 def initialize_distributed(
@@ -153,12 +169,15 @@ def initialize_distributed(
 ) -> ParallelLayout:
     """Initialize torch.distributed from torchrun's variables, or for a single process, and build Megatron's groups.
 
-    The backend is NCCL with CUDA, otherwise gloo. Repeated calls keep the groups, or rebuild them if a size differs;
-    layouts returned before are then invalid. `sequence_parallel` defaults to whether there are several tensor-parallel
-    ranks. Collectives time out 10 minutes after `timeout` seconds; None disables the timeout.
+    The backend is NCCL with CUDA, and gloo without. A later call reuses the groups, or rebuilds them if a size differs,
+    which makes earlier layouts invalid. Each pipeline stage has TP x CP consecutive ranks, so that neighboring stages
+    are on the same node or on adjacent nodes.
 
-    Each pipeline stage has tensor_model_parallel_size * context_parallel_size consecutive ranks, so that neighboring
-    stages share a node or are on adjacent nodes.
+    Args:
+        tensor_model_parallel_size: as in the settings, like the other sizes. The number of processes must be a
+            multiple of the product of the three sizes.
+        sequence_parallel: whether to shard tokens outside attention; None enables it if TP > 1.
+        timeout: seconds, plus 10 minutes, after which collectives time out; None disables the timeout.
 
     Raises:
         ConfigError: if there are more processes on this node than GPUs.
@@ -166,21 +185,21 @@ def initialize_distributed(
     """
     sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
     _, world_size = launcher.rank_and_size()
-    assert world_size % math.prod(sizes) == 0, "checks.layout refuses other numbers of processes"
+    assert world_size % math.prod(sizes) == 0, f"{world_size} processes are not a multiple of the product of {sizes}"
     prepare_cpu()
     device = _own_device()
     limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():
         _initialize_process_group("nccl" if device.type == "cuda" else "gloo", limit)
     groups = _megatron_groups(sizes)
-    # Defaults are 30 minutes in Megatron and 10 or 30 in torch; reused groups still have the previous call's timeout.
+    # New groups have default timeouts of 10 or 30 minutes, and reused groups have the timeout of the previous call.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(limit, group)
     return ParallelLayout.of(groups, device, sizes[0] > 1 if sequence_parallel is None else sequence_parallel)
 
 
 def prepare_cpu() -> None:
-    """Patch Megatron-core and DeepSpeed to run without CUDA. Call it before a model is built; a no-op with CUDA."""
+    """Patch Megatron-core and DeepSpeed to run without CUDA; do nothing with CUDA. Call it before a model is built."""
     if torch.cuda.is_available():
         return
     from megatron_tape.parallel import deepspeed_patches
@@ -191,9 +210,9 @@ def prepare_cpu() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the memory of freed tensors instead of returning it to the system; a no-op without glibc.
+    """Make glibc reuse the memory of freed tensors instead of returning it to the system; do nothing without glibc.
 
-    Fresh memory is mapped page by page on first access, which takes about as long as computing its contents.
+    The system maps new memory page by page on first access, which takes about as long as computing a tensor in it.
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
@@ -203,12 +222,12 @@ def keep_freed_memory() -> None:
 
 
 def _own_device() -> torch.device:
-    """Make the GPU of this local rank torch's current device and return it; without GPUs return the CPU."""
+    """Return the GPU of this local rank, after making it the current device. Without GPUs, return the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, devices = launcher.local_rank(), torch.cuda.device_count()
-    problem = f"has no GPU: {devices} are visible here"
-    refuse(local_rank >= devices, f"process {local_rank} of this node", problem, "start no more processes than GPUs")
+    problem = f"has no GPU, since only {devices} are visible (ranks count from 0)"
+    refuse(local_rank >= devices, f"local rank {local_rank}", problem, f"start at most {devices} processes per node")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -217,8 +236,8 @@ def _own_device() -> torch.device:
 def check_devices(requested: str) -> None:
     """Raise ConfigError if `train.device` is not available, or if GPUs of this node would be idle.
 
-    GPUs would be idle if torch is built for GPUs but cannot use those of the node, or if the node's processes see more
-    GPUs than there are processes.
+    `requested` is the value of `train.device`. GPUs would be idle if torch is built with CUDA but cannot use the GPUs
+    of this node, or if there are fewer processes than visible GPUs.
     """
     key, prefix = "train.device", f"is {requested}, but torch {torch.__version__}"
     if requested == "cpu":
@@ -230,13 +249,14 @@ def check_devices(requested: str) -> None:
         refuse(processes < devices, key, problem, fix)
         return
     fix = "check the output of nvidia-smi, or set it to cpu"
-    refuse(requested == "cuda", key, f"{prefix} finds no GPU here ({_cuda_error()})", fix)
+    refuse(requested == "cuda", key, f"{prefix} finds no GPU on this node ({_cuda_error()})", fix)
     if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         refuse(torch.version.cuda is not None, key, f"{prefix} cannot use this node's GPUs ({_cuda_error()})", fix)
-        logger.warning("WARNING: training on the CPU, as this torch is built without CUDA; see requirements-gpu.txt")
+        logger.warning("warning: training on the CPU, since torch is built without CUDA; see requirements-gpu.txt")
 
 
 def _cuda_error() -> str:
+    """Return why CUDA is not available."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -248,12 +268,12 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     """Initialize torch.distributed, and DeepSpeed on top of it."""
     import deepspeed
 
-    # RANK alone may be a leftover of DeepSpeed; only a launcher sets the address of rank 0 as well.
+    # RANK alone may have been set by DeepSpeed; only a launcher also sets the address of rank 0.
     launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
     if launched:
         launcher.check_master_address()
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
-    # torchrun keeps its store across restarts, with the addresses of processes that have ended.
+    # torchrun keeps its store when it restarts the processes; it contains the addresses of the previous processes.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -262,10 +282,10 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
 
 
 def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
-    """Return Megatron's groups for these tensor, context and pipeline-parallel sizes, existing ones if they match."""
+    """Return Megatron's groups for the TP, CP and PP `sizes`. Existing groups are reused if their sizes are equal."""
     if parallel_state.model_parallel_is_initialized():
-        found = ProcessGroupCollection.use_mpu_process_groups()
-        if (found.tp.size(), found.cp.size(), found.pp.size()) != sizes:
+        existing = ProcessGroupCollection.use_mpu_process_groups()
+        if (existing.tp.size(), existing.cp.size(), existing.pp.size()) != sizes:
             _destroy_groups()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -273,7 +293,7 @@ def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
             pipeline_model_parallel_size=sizes[2],
             context_parallel_size=sizes[1],
             order="tp-cp-ep-pp-dp",
-            # There are no experts, but Megatron also builds their groups, which need this size with this order.
+            # The groups of experts are not used, but Megatron builds them, and this order requires this size for them.
             expert_tensor_parallel_size=sizes[0] * sizes[1],
             create_gloo_process_groups=False,
         )
@@ -281,12 +301,12 @@ def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
 
 
 def _destroy_groups() -> None:
-    """Destroy Megatron's groups with their threads, which `destroy_model_parallel` leaves running."""
+    """Destroy Megatron's groups and their threads, which `destroy_model_parallel` leaves running."""
     variables = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
     groups = {group for values in variables for group in values if isinstance(group, dist.ProcessGroup)}
     parallel_state.destroy_model_parallel()
-    gc.collect()  # models in reference cycles hold groups
-    names = distributed_c10d._world.pg_names  # NCCL requires the same order on all ranks
+    gc.collect()  # models in reference cycles refer to groups
+    names = distributed_c10d._world.pg_names  # to destroy groups in the same order on all ranks, as NCCL requires
     for group in sorted(groups - {dist.group.WORLD}, key=lambda group: names.get(group, "")):
         with contextlib.suppress(ValueError):  # already destroyed by Megatron
             dist.destroy_process_group(group)
@@ -294,10 +314,10 @@ def _destroy_groups() -> None:
 
 
 def _end_process_groups() -> None:
-    """Destroy all groups and their threads, unless they were aborted.
+    """Destroy all groups and their threads when the interpreter exits, unless the groups were aborted.
 
-    A gloo thread acquires the GIL to free the tensors of a finished collective. If the interpreter is shutting down by
-    then, the process aborts.
+    A gloo thread acquires the GIL to free the tensors of a finished collective. If this happened while the interpreter
+    shuts down, the process would abort.
     """
     if dist.is_initialized():
         from megatron_tape.parallel import deepspeed_patches
@@ -307,9 +327,9 @@ def _end_process_groups() -> None:
 
 
 def abort_process_groups() -> None:
-    """Abort pending collectives, for which NCCL could otherwise block a failing process forever.
+    """Abort pending collectives, since NCCL could block a failing process forever until they are finished.
 
-    Gloo's connections close with the process. A later `initialize_distributed` builds new groups.
+    Gloo's connections close when the process ends. A later `initialize_distributed` builds new groups.
     """
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
@@ -318,9 +338,10 @@ def abort_process_groups() -> None:
 
 @contextlib.contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Within the context, make torch and the project's kernels deterministic. Enter it before cuBLAS is used.
+    """Within the context, use deterministic kernels of torch and of this project, if `enabled`.
 
-    Torch then raises RuntimeError for an operation without a deterministic kernel.
+    Torch then raises RuntimeError for an operation without a deterministic kernel. Enter the context before cuBLAS is
+    used for the first time.
     """
     if not enabled:
         yield
@@ -330,7 +351,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     flags = cudnn.deterministic, cudnn.benchmark
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
     torch.use_deterministic_algorithms(True)
-    # Filling uninitialized memory only costs time, since it is never read, and ZeRO's buffers are large.
+    # torch would also fill uninitialized memory, which takes time in ZeRO's large buffers and changes no results.
     torch.utils.deterministic.fill_uninitialized_memory = False
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
@@ -344,9 +365,10 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 def seed_everything(seed: int, layout: ParallelLayout) -> None:
-    """Seed Python, NumPy and torch equally on all ranks, and Megatron's model-parallel generator by rank.
+    """Seed Python, NumPy and torch with the same seed on all ranks, and Megatron's generators.
 
-    Weights do not depend on these generators (see `model.initialization`).
+    Megatron's model-parallel generator has a different seed on each tensor-parallel rank. Initial weights do not depend
+    on any of these generators (see `model.initialization`).
     """
     random.seed(seed)
     np.random.seed(seed)

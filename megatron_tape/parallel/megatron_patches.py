@@ -1,7 +1,7 @@
-"""All patches of Megatron-core 0.16.1. Each docstring says why, and what in Megatron would make it unnecessary.
+"""All patches of Megatron-core 0.16.1. Each docstring says why the patch is needed, and when it is no longer needed.
 
-A patch lasts until the process ends, unless it is a context manager. The functions import Megatron, so that a program
-loads only the parts it uses.
+A patch lasts until the process ends, unless it is a context manager. Each function imports the modules of Megatron that
+it patches, so that a program does not load others.
 """
 
 import contextlib
@@ -16,8 +16,9 @@ import torch.distributed as dist
 def run_without_cuda() -> None:
     """Make Megatron run on the CPU. Call it before a model is built.
 
-    Megatron allocates collective buffers on `torch.cuda.current_device()`, activation recomputation saves CUDA's random
-    states, and pipeline schedules count tokens on "cuda". Unnecessary once Megatron uses the current device.
+    Megatron allocates the buffers of collectives on `torch.cuda.current_device()`, its activation checkpointing saves
+    CUDA's random states, and its pipeline schedules allocate token counts on "cuda". Unnecessary once Megatron uses
+    the device of its inputs.
     """
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
@@ -33,7 +34,7 @@ def run_without_cuda() -> None:
 
 
 class _CpuRngTracker:
-    """Megatron's `CudaRNGStatesTracker` for the CPU: named states of torch's CPU generator."""
+    """A replacement for Megatron's `CudaRNGStatesTracker` that stores named states of torch's CPU generator."""
 
     def __init__(self):
         self._states: dict[str, torch.Tensor] = {}
@@ -56,7 +57,7 @@ class _CpuRngTracker:
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng"):
         if name not in self._states:
-            raise KeyError(f"random stream {name!r} was not added; there are {sorted(self._states)}")
+            raise KeyError(f"there is no random state {name!r}, only {sorted(self._states)}; call add first")
         outside = torch.get_rng_state()
         torch.set_rng_state(self._states[name])
         try:
@@ -67,7 +68,7 @@ class _CpuRngTracker:
 
 
 class _TorchOnCpu:
-    """The torch module, with a `zeros` that ignores the device and allocates on the CPU."""
+    """A replacement for the torch module whose `zeros` ignores the argument `device` and allocates on the CPU."""
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
@@ -78,7 +79,10 @@ class _TorchOnCpu:
 
 
 def clear_group_variables() -> None:
-    """Clear the process groups that `parallel_state.destroy_model_parallel` leaves in its module variables."""
+    """Clear the process groups that `parallel_state.destroy_model_parallel` leaves in variables of its module.
+
+    Unnecessary once it clears all of them.
+    """
     from megatron.core import parallel_state
 
     for name, value in list(vars(parallel_state).items()):
@@ -87,9 +91,9 @@ def clear_group_variables() -> None:
 
 
 def split_qkv_with_torch() -> None:
-    """Make attention split q, k and v with torch even if Transformer Engine is installed.
+    """Make attention split queries, keys and values with torch even if Transformer Engine is installed.
 
-    Unnecessary once Megatron's local spec does so.
+    Unnecessary once Megatron's local layer spec does not use Transformer Engine.
     """
     from megatron.core.transformer import attention
 
@@ -97,7 +101,10 @@ def split_qkv_with_torch() -> None:
 
 
 def load_cached_indices_with(load: Callable) -> None:
-    """Make Megatron's datasets load their cached indices with `load` instead of `numpy.load`, which allows pickles."""
+    """Make Megatron's datasets load cached indices with `load` instead of `numpy.load`.
+
+    Megatron allows pickles in these files, and unpickling a file can run code. Unnecessary once it does not.
+    """
     from megatron.core.datasets import blended_dataset, gpt_dataset
 
     class _NumPy:
@@ -111,9 +118,10 @@ def load_cached_indices_with(load: Callable) -> None:
 
 @contextlib.contextmanager
 def barriers_disabled() -> Iterator[None]:
-    """Within the context, disable `dist.barrier`: Megatron's dataset builder on rank 0 would wait for other ranks.
+    """Within the context, make `dist.barrier` do nothing.
 
-    Unnecessary once the builder takes a process group.
+    Megatron's dataset builder calls it, so that a builder on rank 0 alone would wait for the other ranks. Unnecessary
+    once the builder takes a process group.
     """
     barrier = dist.barrier
     dist.barrier = lambda *arguments, **options: None

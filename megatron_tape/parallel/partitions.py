@@ -1,4 +1,8 @@
-"""A rank's storage of a parameter: its tensor-parallel shard, or its partition of the shard under ZeRO 3."""
+"""Access to what this rank stores of a parameter.
+
+A shard is what a tensor-parallel rank holds of a parameter. ZeRO 3 flattens a shard and divides it into partitions, one
+for each rank with the same shard.
+"""
 
 from collections.abc import Callable
 
@@ -7,14 +11,15 @@ from torch import Tensor, nn
 
 
 def shard_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the tensor-parallel shard, also if ZeRO 3 has partitioned it."""
+    """Return the shape of a parameter's shard, whether or not ZeRO 3 has partitioned it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """Return this rank's flat storage of a parameter, and its offset in the flattened tensor-parallel shard.
+    """Return the flat tensor in which this rank stores a parameter, and its offset in the flattened shard.
 
-    Under ZeRO 3 it is the rank's partition without padding, which may be empty; otherwise the whole shard.
+    Under ZeRO 3, this is the rank's partition without padding, which may be empty. Otherwise, it is the whole shard,
+    and the offset is 0.
     """
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach().view(-1), 0
@@ -25,7 +30,7 @@ def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def write_shard(parameter: nn.Parameter, shard: Tensor) -> None:
-    """Copy this rank's part of a tensor-parallel shard into its storage."""
+    """Set a parameter to the values in `shard`, of which this rank copies only what it stores."""
     storage, offset = local_storage(parameter)
     storage.copy_(shard.reshape(-1)[offset : offset + len(storage)])
 
@@ -33,17 +38,18 @@ def write_shard(parameter: nn.Parameter, shard: Tensor) -> None:
 def allocate(
     model: nn.Module, device: torch.device | str, partition: Callable[[nn.Parameter], None] | None = None
 ) -> None:
-    """Allocate uninitialized memory on `device` for the parameters on torch's meta device.
+    """Replace the model's parameters on torch's meta device by uninitialized ones on `device`.
 
-    `partition` is called on each parameter after its allocation, so that at most one is whole at a time. The model gets
-    new `Parameter` objects with the attributes of the old ones; no other object may refer to the old ones.
+    The new `Parameter` objects have the attributes of the old ones, to which no other object may refer. `partition` is
+    called for each new parameter before the next one is allocated, so that a ZeRO 3 model never needs the memory of
+    more than one whole shard.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:
                 continue
-            placed = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            vars(placed).update(vars(parameter) | vars(placed))
-            setattr(module, name, placed)
+            allocated = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            vars(allocated).update(vars(parameter) | vars(allocated))
+            setattr(module, name, allocated)
             if partition is not None:
-                partition(placed)
+                partition(allocated)

@@ -1,18 +1,18 @@
-"""Distribution of sequences and heads over ranks; nothing outside `TokenLayout` depends on how they are distributed.
+"""Distribution of sequences, tokens and heads over ranks. All other code accesses it through `TokenLayout`.
 
-Data-parallel ranks hold different sequences. The tp * cp ranks that compute the same sequences split the tokens outside
-attention and the heads inside it; an all-to-all switches between the two. Context rank c and tensor-parallel rank t,
-which is rank c * tp + t in Megatron's order, hold
+Data-parallel ranks hold different sequences. The TP * CP ranks that compute the same sequences (TP tensor-parallel and
+CP context-parallel ranks) shard the tokens outside attention and the heads inside attention. An all-to-all converts one
+into the other. Context-parallel rank i and tensor-parallel rank t, which is rank i * TP + t in Megatron's order, hold
 
-- outside attention, under sequence parallelism: chunk c * tp + t of the tp * cp chunks of every sequence, with all
-  heads. The output of Megatron's column-parallel layers has the tokens of the whole context rank (chunk c of cp) and
-  the heads of the tensor-parallel rank (chunk t of tp);
-- inside attention: all tokens of chunk t * cp + c of the tp * cp chunks of the heads.
+- outside attention, with sequence parallelism: chunk i * TP + t of the TP * CP chunks of each sequence, with all heads.
+  The outputs of Megatron's column-parallel layers have the tokens of all tensor-parallel ranks (chunk i of CP chunks)
+  and the heads of this tensor-parallel rank (chunk t of TP chunks);
+- inside attention: all tokens, with chunk t * CP + i of the TP * CP chunks of the heads.
 
-Key/value groups of a tensor-parallel rank that the cp context ranks cannot divide are replicated.
+If CP does not divide the key/value groups of a tensor-parallel rank, they are replicated.
 
-Axes: S all tokens of a sequence, c tokens of this context rank, s tokens of this rank, B batch, N all heads or groups,
-m heads of this tensor-parallel rank, n heads of this rank inside attention.
+Axes: S all tokens of a sequence, c tokens of this context-parallel rank, s tokens of this rank, B batch, N all heads or
+groups, m heads of this tensor-parallel rank, n heads of this rank inside attention, D head dimension.
 """
 
 import math
@@ -28,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The groups of this rank, and conversions between local and global tokens and heads."""
+    """The process groups of this rank, and conversions between local and global tokens and heads."""
 
     model_group: dist.ProcessGroup
     """The tensor-parallel ranks, which hold different shards of the matrices."""
@@ -45,33 +45,30 @@ class TokenLayout:
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, sequence_parallel: bool) -> "TokenLayout":
-        """Return the layout of Megatron's groups.
-
-        Context parallelism with more than one tensor-parallel rank requires `sequence_parallel`.
-        """
-        # Groups with the same ranks are reused, because each has its own communicator and buffers on a GPU.
+        """Return the layout for Megatron's process groups. With CP > 1 and TP > 1, `sequence_parallel` must be true."""
+        # Reuse groups with the same ranks, since each group has its own communicator and buffers on a GPU.
         sequence = groups.tp if groups.cp.size() == 1 else groups.cp if groups.tp.size() == 1 else groups.tp_cp
         data = groups.dp_cp if groups.cp.size() == 1 else groups.dp
         return cls(groups.tp, groups.cp, sequence, data, groups.dp_cp, sequence_parallel)
 
     @property
     def context_shards(self) -> int:
-        """Number of context-parallel ranks over which a sequence is split."""
+        """Number of context-parallel ranks."""
         return self.context_group.size()
 
     @property
     def sequence_shards(self) -> int:
-        """Number of chunks into which a sequence is split; its length must be a multiple."""
+        """Number of chunks into which a sequence is split. The length of a sequence must be a multiple of it."""
         return self.context_shards * (self.model_group.size() if self.sequence_parallel else 1)
 
     def context_tokens(self, x_BS: Tensor) -> Tensor:
-        """Return this context rank's tokens (B, c, ...) of a tensor of all tokens (B, S, ...)."""
+        """Return this context-parallel rank's tokens, (B, c, ...), of all tokens (B, S, ...)."""
         return x_BS.chunk(self.context_shards, 1)[self.context_group.rank()] if self.context_shards > 1 else x_BS
 
     def gather_context(self, x_Bc: Tensor) -> Tensor:
-        """All-gather the tokens of the context ranks, (B, c, ...) to (B, S, ...).
+        """All-gather the tokens (B, c, ...) of the context-parallel ranks to (B, S, ...).
 
-        The gradient is summed over the context ranks.
+        In the backward pass, gradients are summed over these ranks.
         """
         if self.context_shards == 1:
             return x_Bc
@@ -79,36 +76,39 @@ class TokenLayout:
         return gather_from_sequence_parallel_region(by_token, group=self.context_group).transpose(0, 1).contiguous()
 
     def local_tokens(self, x_SB: Tensor) -> Tensor:
-        """Return this rank's tokens (s, B, ...) of a tensor of all tokens (S, B, ...)."""
+        """Return this rank's tokens, (s, B, ...), of all tokens (S, B, ...)."""
         if self.sequence_shards == 1:
             return x_SB
         return x_SB.chunk(self.sequence_shards)[self.sequence_group.rank()]
 
     def tensor_parallel_shard(self, x_N: Tensor, dim: int = 0) -> Tensor:
-        """Return this tensor-parallel rank's chunk along axis `dim`, which holds all heads."""
+        """Return this tensor-parallel rank's heads; axis `dim` of the input has all N heads, and m in the result."""
         return x_N.chunk(self.model_group.size(), dim)[self.model_group.rank()]
 
     def heads_in_attention(self, x_m: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's heads inside attention from its `tensor_parallel_shard` along axis `dim`."""
+        """Return this rank's heads inside attention; axis `dim` of the input has m heads, and n in the result."""
         if self.context_shards == 1:
             return x_m
         return self._divisible(x_m, dim).chunk(self.context_shards, dim)[self.context_group.rank()]
 
     def local_heads(self, x_N: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's heads inside attention from all heads or groups along axis `dim`."""
+        """Return this rank's heads inside attention; axis `dim` of the input has all N heads, and n in the result."""
         return self.heads_in_attention(self.tensor_parallel_shard(x_N, dim), dim)
 
     def copies_of(self, groups: int) -> int:
-        """Return the number of context ranks that hold each of a tensor-parallel rank's groups; 1 without replicas."""
+        """Return how many context-parallel ranks hold a copy of each of a tensor-parallel rank's `groups` groups."""
         return math.lcm(groups, self.context_shards) // groups
 
     def _divisible(self, x_m: Tensor, dim: int) -> Tensor:
-        """Replicate each head or group along axis `dim` so that the context ranks can divide them."""
+        """Replicate the heads or groups on axis `dim` so that their number is a multiple of CP."""
         copies = self.copies_of(x_m.shape[dim])
         return x_m if copies == 1 else x_m.repeat_interleave(copies, dim)
 
     def to_heads(self, x_sBN: Tensor) -> Tensor:
-        """Exchange (s, B, N, ...), local tokens and all heads, for (S, B, n, ...), all tokens and local heads."""
+        """Convert (s, B, N, ...), local tokens and all heads, to (S, B, n, ...), all tokens and local heads.
+
+        Collective over `sequence_group`.
+        """
         if self.sequence_shards == 1:
             return x_sBN
         by_tensor_rank = self._divisible(x_sBN.unflatten(2, (self.model_group.size(), -1)), 3)
@@ -116,9 +116,9 @@ class TokenLayout:
         return all_to_all(self.sequence_group, by_rank.flatten(0, 1).contiguous()).flatten(0, 1)
 
     def to_tokens(self, x_SBn: Tensor) -> Tensor:
-        """Exchange (S, B, n, ...), all tokens and local heads, for (s, B, N, ...), local tokens and all heads.
+        """Convert (S, B, n, ...), all tokens and local heads, to (s, B, N, ...), local tokens and all heads.
 
-        Replicated groups appear once per replica.
+        Replicated groups occur several times in the result. Collective over `sequence_group`.
         """
         if self.sequence_shards == 1:
             return x_SBn
@@ -126,7 +126,7 @@ class TokenLayout:
         return by_rank.unflatten(0, (self.context_shards, -1)).movedim((1, 0), (2, 3)).flatten(2, 4)
 
     def enter_attention(self, *tensors_cBm: Tensor) -> tuple[Tensor, ...]:
-        """Exchange q, k and v (c, B, m, D) for (S, B, n, D) in one all-to-all over the context ranks."""
+        """Convert queries, keys and values from (c, B, m, D) to (S, B, n, D) in one all-to-all over `context_group`."""
         if self.context_shards == 1:
             return tensors_cBm
         by_rank = [self._divisible(x, 2).unflatten(2, (self.context_shards, -1)).movedim(2, 0) for x in tensors_cBm]
@@ -134,17 +134,17 @@ class TokenLayout:
         return together.split([x.shape[3] for x in by_rank], dim=2)
 
     def leave_attention(self, x_SBn: Tensor) -> Tensor:
-        """Exchange attention's output (S, B, n, D) for (c, B, m, D) in an all-to-all over the context ranks."""
+        """Convert the output of attention from (S, B, n, D) to (c, B, m, D) in an all-to-all over `context_group`."""
         if self.context_shards == 1:
             return x_SBn
         by_rank = all_to_all(self.context_group, x_SBn.unflatten(0, (self.context_shards, -1)).contiguous())
         return by_rank.movedim(0, 2).flatten(2, 3)
 
     def loss_weights(self, weights_Bc: Tensor | None) -> Tensor | None:
-        """Scale the loss weights of this context rank's tokens (B, c); None, for the mean loss, is returned unchanged.
+        """Return the loss weights (B, c) of this rank's tokens, multiplied by CP. Returns None for None, the mean loss.
 
-        ZeRO averages gradients over the context ranks; with this factor the average is the weighted sum over whole
-        sequences.
+        ZeRO averages gradients over the context-parallel ranks. With this factor, the average is the gradient of the
+        weighted sum over whole sequences.
         """
         return None if weights_Bc is None else weights_Bc * self.context_shards
 
@@ -154,22 +154,22 @@ class TokenLayout:
         return self.data_group.size()
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of the detached loss over the ranks with different tokens. Collective over them."""
+        """Return the mean of the loss, detached, over the ranks with different tokens. Collective over these ranks."""
         loss = loss.detach().clone()
         dist.all_reduce(loss, group=self.replica_group)
         return loss / self.replica_group.size()
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of the detached value over the ranks with different sequences. Collective over them."""
+        """Return the sum of `value`, detached, over the ranks with different sequences. Collective over these ranks."""
         value = value.detach().clone()
         dist.all_reduce(value, group=self.data_group)
         return value
 
     def micro_batches(self, first: int, stop: int, size: int) -> Iterator[list[int]]:
-        """Yield the sample indices of this rank's micro-batches of `size` in range(first, stop).
+        """Divide range(first, stop) into micro-batches of `size` samples, and yield those of this rank as index lists.
 
-        Consecutive micro-batches go to consecutive data-parallel ranks; an incomplete last round is dropped. Ranks that
-        compute the same sequences get the same micro-batches.
+        Data-parallel rank r of R takes micro-batches r, r + R, r + 2 R, ... Micro-batches at the end that are not
+        enough for all R ranks are dropped.
         """
         rank, ranks = self.data_group.rank(), self.data_group.size()
         for i in range((stop - first) // (size * ranks)):

@@ -80,7 +80,7 @@ def test_programs_refuse_a_rank_left_by_an_earlier_launcher(launched, monkeypatc
     monkeypatch.setattr(command_line, "REPORT_TIMEOUT", 0.0)
     launched(RANK=rank)
     status, said = started(program, capfd)
-    assert status == 2 and "RANK is " in said and "unset these variables" in said and said.count("\n") == 1
+    assert status == 2 and "RANK is " in said and "unset the launcher's variables" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", ["abc", "", "7"])

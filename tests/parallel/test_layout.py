@@ -128,8 +128,8 @@ def machine(monkeypatch, tmp_path):
         ("auto", dict(gpus=8, seen=8, processes=2), "is auto, but only 2 of the 8 visible GPUs would be"),
         ("cuda", dict(gpus=8, seen=8, processes=2), "is cuda, but only 2 of the 8 visible GPUs"),
         ("auto", dict(gpus=8, seen=0), "cannot use this node's GPUs (Torch not compiled with CUDA enabled)"),
-        ("cuda", dict(gpus=0, seen=0), "finds no GPU here"),
-        ("cuda", dict(gpus=0, seen=0, cuda=None), "finds no GPU here"),
+        ("cuda", dict(gpus=0, seen=0), "finds no GPU on this node"),
+        ("cuda", dict(gpus=0, seen=0, cuda=None), "finds no GPU on this node"),
         ("auto", dict(gpus=8, seen=0, cuda=None), None),
     ],
 )
