@@ -12,22 +12,28 @@ from megatron_tape.parallel.layout import ParallelLayout
 T = TypeVar("T")
 
 
-def on_rank_0(layout: ParallelLayout, path: Path, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result on all ranks; if it fails, all raise as `Agreement.check` does."""
+def on_rank_0(layout: ParallelLayout, path: Path, failure: str, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result on all ranks. All ranks call this together.
+
+    If `action` raises, all ranks raise its error; see `Agreement.check` for `path` and `failure`.
+    """
     result: list[T | None] = [None]
     with Agreement(layout) as agreement:
         if layout.rank == 0:
             result[0] = action()
-    agreement.check(path, what)
+    agreement.check(path, failure)
     dist.broadcast_object_list(result, src=0)
     return result[0]
 
 
 class Agreement:
-    """A context in which some ranks may fail; `check` tells all ranks, so that none waits for another forever."""
+    """A context that catches this rank's exception, for `check` to raise it on all ranks.
+
+    Without it, the other ranks would wait in the next collective operation forever.
+    """
 
     def __init__(self, layout: ParallelLayout, check_owner: Callable[[], None] = lambda: None):
-        """Create a context; if the block fails, `check_owner` raises StaleAttempt if a newer attempt owns the run."""
+        """Create a context. `check_owner` must raise StaleAttempt if a newer attempt owns the run."""
         self._layout, self._check_owner = layout, check_owner
         self._error: Exception | None = None
 
@@ -38,30 +44,35 @@ class Agreement:
         self._error = error
         return isinstance(error, Exception)
 
-    def check(self, path: Path, what: str) -> None:
-        """Raise the same error on every rank if the block failed on any; all ranks call this together after the block.
+    def check(self, path: Path, failure: str) -> None:
+        """Raise the same error on all ranks if the block failed on any. All ranks call this together after the block.
 
-        Raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError with the first failing rank's
-        error. `what` describes the operation; an error without a subject is about `path`.
+        Args:
+            path: the subject of the message if the exception is not a UserError.
+            failure: the start of the message, such as `cannot read a checkpoint`.
+
+        Raises:
+            StaleAttempt: if a newer attempt owns the run.
+            CheckpointError: otherwise, with the message of the first failing rank's exception.
         """
         failures: list[tuple | None] = [None] * self._layout.world_size
         dist.all_gather_object(failures, None if self._error is None else self._parts(path))
-        found = [(rank, parts) for rank, parts in enumerate(failures) if parts is not None]
-        for _, parts in found:
+        raised = [(rank, parts) for rank, parts in enumerate(failures) if parts is not None]
+        for _, parts in raised:
             if isinstance(parts, StaleAttempt):
                 raise parts
-        for rank, parts in found:
+        for rank, parts in raised:
             where = f" (rank {rank})" if self._layout.world_size > 1 else ""
-            raise CheckpointError(*parts, place=f"{what}{where}")
+            raise CheckpointError(*parts, place=f"{failure}{where}")
 
     def _parts(self, path: Path) -> tuple | StaleAttempt:
         try:
             self._check_owner()
         except StaleAttempt as error:
             return error
-        except OSError:  # unknown, because the disk fails
+        except OSError:  # the owner cannot be read if the disk fails
             pass
         error = self._error
         if isinstance(error, UserError):
             return error.subjects, error.problem, error.fix
-        return str(path), f"fails: {type(error).__name__}: {error}"
+        return str(path), f"cannot be used ({type(error).__name__}: {error})"

@@ -1,15 +1,16 @@
-"""Checkpoint directories on disk: a checkpoint is either complete or does not exist under its name.
+"""Write, find and remove checkpoint directories, which are complete whenever they exist. Imports no torch.
 
-`step-00000100` holds files and a `manifest.json` that lists each of them with its size and sha256. Everything is
-written into a staging directory, flushed to disk, and only then renamed. Nothing is deleted under a checkpoint's name,
-so a process may be killed at any moment. While a checkpoint of the same step is being replaced, the old one is called
-`step-00000100.replaced`. Readers accept this name too, so one of the two always exists. `step-00000100.abandoned` was
-damaged, and the run continued from an earlier checkpoint (see `prune`).
+The directory `step-00000100` contains files, and a `manifest.json` that lists their sizes and sha256. A checkpoint is
+written into a staging directory, flushed to disk, and then renamed; a checkpoint is renamed before it is deleted. A
+process may therefore be killed at any moment.
 
-A checkpoint may be a symbolic link to another directory. It is read like any other, and only the link is removed.
-Names that start with a dot and end in `.partial` are leftovers, which `prune` removes. Files that are not in the
-manifest are ignored. Only one process at a time may call these functions, but several may write files into one staging
-directory. Imports no torch.
+If a checkpoint of the same step exists, it is renamed to `step-00000100.replaced` until the new one is in place.
+Readers accept both names, so that one of the two always exists. `step-00000100.abandoned` is a damaged checkpoint after
+which the run continued from an earlier one (see `prune`). Names that start with a dot and end in `.partial` are
+leftovers of killed processes.
+
+A checkpoint may be a symbolic link, of which only the link is removed. Files that are not in the manifest are ignored.
+Only one process at a time may call these functions, but several may write files into one staging directory.
 """
 
 import os
@@ -30,16 +31,16 @@ FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
-START_AGAIN = "start again, or move this checkpoint away to continue from the one before"
+START_AGAIN = "start the run again, or move this checkpoint away to continue from the previous one"
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(\.replaced)?")
 
 
 Steps = Annotated[int, Field(ge=0, le=10**8)]
-"""A number of steps, with an upper bound, because nothing of unbounded size may be allocated for a file's numbers."""
+"""A number of steps. The upper bound limits the memory that a program allocates for numbers in a damaged file."""
 
 
 class Manifest(TypedDict):
-    """The contents of `manifest.json`."""
+    """The contents of `manifest.json`: the step, and the size and sha256 of each file by its relative path."""
 
     format_version: int
     step: Steps
@@ -47,21 +48,21 @@ class Manifest(TypedDict):
 
 
 class ShardSpec(TypedDict):
-    """How a parameter is sharded over the tensor-parallel ranks: along `dim`, in `stride` interleaved pieces."""
+    """How a parameter is sharded over the tensor-parallel ranks: along axis `dim`, in `stride` pieces for each rank."""
 
     dim: Annotated[int, Field(ge=0, le=1)]
     stride: Annotated[int, Field(ge=1, le=16)]
 
 
 class Progress(TypedDict, total=False):
-    """Further state of a run.
+    """Other state of a run (`Trainer.progress`), to which hooks may add keys. Imported checkpoints have the last three.
 
-    `bad_steps`: the number of steps just skipped in a row.
+    `bad_steps`: the number of consecutive steps, up to this one, whose loss or gradient was not finite.
     `tokenizer`: the record of the run's tokenizer, whose files are in the directory `tokenizer`.
     `data`: fingerprints of the data files, by their names in the settings.
-    `origin`: where an imported checkpoint came from.
-    `identity`: a digest of the files that it was imported from.
-    `card`: the contents of their model card, by the keys of the Hub's metadata.
+    `origin`: the model that was imported.
+    `identity`: a digest of the imported files.
+    `card`: the metadata of the imported model card, by the keys of the Hugging Face Hub.
     """
 
     bad_steps: Steps
@@ -73,14 +74,19 @@ class Progress(TypedDict, total=False):
 
 
 class Source(TypedDict):
-    """The checkpoint with the frozen weights that another checkpoint omits."""
+    """A reference to the checkpoint that contains the frozen weights that another checkpoint omits."""
 
     path: str
     manifest_sha256: str
 
 
 class State(TypedDict):
-    """The contents of `state.json`. `config` holds the run's settings by section; imports have nothing frozen."""
+    """The contents of `state.json`.
+
+    `optimizer_steps` does not count skipped updates. `data_parallel_size` counts the ranks with the same weights,
+    context-parallel ranks included. `sharded` and `frozen` refer to parameters by name; imported checkpoints have no
+    `frozen`. `config` contains the run's settings by section.
+    """
 
     step: Steps
     optimizer_steps: Steps
@@ -95,13 +101,13 @@ class State(TypedDict):
 
 
 class OtherFormat(CheckpointError):
-    """A checkpoint that another version of this project wrote. It may be complete, but cannot be read here."""
+    """A checkpoint that another version of this project wrote. It may be complete, but this version cannot read it."""
 
 
 def staging_directory(home: str | Path, step: int) -> Path:
-    """Create an empty directory for the files of checkpoint `step`.
+    """Create and return an empty directory in `home` for the files of checkpoint `step`.
 
-    `home` must exist, and be on the file system that the checkpoint will be on.
+    `home` must exist, and be on the same file system as the checkpoints.
     """
     staging = Path(home) / _name(step)
     remove(staging)
@@ -110,19 +116,18 @@ def staging_directory(home: str | Path, step: int) -> Path:
 
 
 def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, FileDigest]) -> Path:
-    """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; return its path.
+    """Turn a staging directory into checkpoint `step` in `root`, and return its path.
 
-    `files` maps names to digests. When this returns, the checkpoint survives a power cut. Raises CheckpointError if
-    this process does not see all files at their sizes.
+    `files` maps names to digests. An existing checkpoint of the same step is replaced. When this returns, the
+    checkpoint is on disk. Raises CheckpointError if a file is missing or has another size, as seen by this process.
     """
     entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in sorted(files.items())}
     write_record(staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries})
     sync_directory(staging)
     for name, entry in files.items():
         if problem := _file_problem(staging / name, name, entry, deep=False):
-            raise CheckpointError(
-                str(staging), f"is not complete: {problem}", "let all nodes write to the same file system"
-            )
+            fix = "set checkpoint.directory to a file system that all nodes share"
+            raise CheckpointError(str(staging), f"is not complete: {problem}", fix)
     root = Path(root)
     final, replaced = root / _name(step), root / f"{_name(step)}.replaced"
     if os.path.lexists(final):
@@ -138,20 +143,23 @@ def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, File
 
 
 def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
-    """Return steps and paths of all checkpoints in `root`, newest first; a replaced one follows its successor."""
+    """Return steps and paths of all checkpoints in `root`, newest first, complete or not.
+
+    `step-N.replaced` follows `step-N`.
+    """
     root = Path(root)
     names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    found = sorted((-int(name[1]), name[2] or "", name[0]) for name in names if name)
-    return [(-negative_step, root / name) for negative_step, _, name in found]
+    newest_first = sorted((-int(name[1]), name[2] or "", name[0]) for name in names if name)
+    return [(-negative_step, root / name) for negative_step, _, name in newest_first]
 
 
 def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
     Raises:
-        OtherFormat: if another version wrote it.
-        ValueError: if it is malformed (CheckpointError and what `read_record` raises), or its step is not the one in
-            the directory's name.
+        OtherFormat: if another version of this project wrote it.
+        ValueError: if it is malformed, or its step differs from the directory's name. CheckpointError and the errors of
+            `read_record` are subclasses.
     """
     path = Path(path)
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
@@ -159,27 +167,27 @@ def read_manifest(path: str | Path) -> Manifest:
         age = "a newer" if version > FORMAT_VERSION else "an earlier"
         raise OtherFormat(
             str(path),
-            f"was written by {age} version of this project (checkpoint format {version}; this one reads "
+            f"was written by {age} version of this project (checkpoint format {version}; this version reads format "
             f"{FORMAT_VERSION})",
             "use that version, or move the checkpoint away",
         )
     manifest = read_record(path / MANIFEST, Manifest)
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
-        raise CheckpointError(MANIFEST, f"says step {manifest['step']}")
+        raise CheckpointError(MANIFEST, f"says step {manifest['step']}, but the directory is named {path.name}")
     if not manifest["files"]:
         raise CheckpointError(MANIFEST, "lists no files")
     for name in manifest["files"]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(MANIFEST, f"lists {name}, which is outside this directory")
+            raise CheckpointError(MANIFEST, f"lists {name}, which is outside of the checkpoint")
     return manifest
 
 
 def read_state(path: str | Path) -> State:
-    """Read a checkpoint's `state.json`. Raises ValueError, in one sentence, if it is malformed."""
+    """Read a checkpoint's `state.json`. Raises ValueError if it is malformed."""
     state = read_record(Path(path) / STATE, State)
     if state["optimizer_steps"] > state["step"]:
-        problem = f"cannot be used: optimizer_steps is {state['optimizer_steps']}, and step {state['step']}"
+        problem = f"is damaged: optimizer_steps {state['optimizer_steps']} exceeds step {state['step']}"
         raise CheckpointError(str(Path(path) / STATE), problem)
     for section, key in (("data", "tokenizer"), ("logging", "directory"), ("checkpoint", "directory")):
         settings = state["config"].get(section, {})
@@ -190,7 +198,10 @@ def read_state(path: str | Path) -> State:
 
 
 def problems(path: str | Path, deep: bool = True) -> list[str]:
-    """Return the problems of a checkpoint, file by file; none if it is complete. Only `deep` reads the files' bytes."""
+    """Return a sentence for each missing or damaged file of a checkpoint; none if the checkpoint is complete.
+
+    `deep` compares checksums, which reads every byte; otherwise only sizes are compared.
+    """
     try:
         return _problems(Path(path), deep)
     except (OtherFormat, OSError) as error:
@@ -204,53 +215,59 @@ def newest_complete(
     excluding: Collection[Path] = (),
     strict: bool = False,
 ) -> Path | None:
-    """Return the path of the newest complete checkpoint, or None. Call `warn` for each broken one that is skipped.
+    """Return the path of the newest complete checkpoint in `root`, or None.
 
-    `deep` reads every byte; otherwise the file sizes are compared. Checkpoints in `excluding` are skipped silently.
-    Raises OtherFormat instead of skipping a checkpoint of another version, which a run that continues from an older
-    checkpoint would replace. If `strict`, also raises CheckpointError if a disk error prevents the check.
+    Args:
+        root: the directory of the checkpoints.
+        warn: called with a message for each broken checkpoint that is skipped.
+        deep: compare checksums, which reads every byte. Otherwise only file sizes are compared.
+        excluding: checkpoints to skip without a message.
+        strict: if the disk cannot be read, raise CheckpointError instead of skipping the checkpoint.
+
+    Raises:
+        OtherFormat: if another version wrote a checkpoint. A run that continued from an older one would replace it.
     """
     for _, path in list_checkpoints(root):
         if path in excluding:
             continue
         try:
-            found = _problems(path, deep)
+            damage = _problems(path, deep)
         except OSError as error:
             if strict:
                 raise CheckpointError(str(path), f"cannot be read ({error})", START_AGAIN) from None
-            found = [str(error)]
-        if not found:
+            damage = [str(error)]
+        if not damage:
             return path
-        warn(f"checkpoint {path} is skipped: {'; '.join(found)}")
+        warn(f"checkpoint {path} is skipped: {'; '.join(damage)}")
     return None
 
 
 def checkpointed_step(root: str | Path) -> int:
-    """Return the step of the newest checkpoint whose file sizes are right, or 0 if there is none."""
+    """Return the step of the newest checkpoint whose files have the expected sizes, or 0 if there is none."""
     path = newest_complete(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
 
 
 def prune(root: str | Path, keep: int, keep_every: int | None = None, published: int | None = None) -> None:
-    """Remove leftovers of killed processes and all but the newest `keep` checkpoints whose file sizes are right.
+    """Remove old checkpoints, so that the newest `keep` complete ones remain, and leftovers of killed processes.
 
-    Checkpoints of every `keep_every`-th step are never removed. Broken checkpoints do not count towards `keep`, and
-    stay while they are newer than the oldest one kept. A replaced checkpoint gets its name back if its successor is
-    missing or broken.
+    A checkpoint is complete if its files have the expected sizes. Steps that are a multiple of `keep_every` are never
+    removed. Broken checkpoints do not count towards `keep`, and are removed once `keep` newer ones are complete. If a
+    new checkpoint is missing or broken, the one that it replaced is renamed back.
 
-    `published` is the step of the checkpoint that the run has just saved. Later checkpoints may exist but be damaged,
-    so the run skipped them. They are renamed to `step-00000100.abandoned`, which no reader accepts, and removed when
-    the run reaches that step again.
+    `published` is the step of the checkpoint that the run has just saved. Later checkpoints are damaged ones that the
+    run skipped when it started. They are renamed to `step-00000100.abandoned`, which no reader accepts, and removed
+    when the run reaches their step again.
     """
     root = Path(root)
     if published is not None:
         _set_aside_later(root, published)
     kept: list[int] = []
-    found = list_checkpoints(root)
-    maybe_broken = {step for step, path in found if path != root / _name(step)}
-    for step, path in found:
-        enough, for_good = len(kept) >= keep, keep_every is not None and step % keep_every == 0
-        if step in kept or (enough and not for_good):
+    checkpoints = list_checkpoints(root)
+    maybe_broken = {step for step, path in checkpoints if path != root / _name(step)}
+    for step, path in checkpoints:
+        enough, permanent = len(kept) >= keep, keep_every is not None and step % keep_every == 0
+        if step in kept or (enough and not permanent):
             _discard(path)
         elif (not enough or step in maybe_broken) and not problems(path, deep=False):
             kept.append(step)
@@ -278,20 +295,20 @@ def _name(step: int) -> str:
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
-    """Return the problems of a checkpoint; a missing file is one. Raises OtherFormat, and OSError if the disk fails."""
+    """Do the same as `problems`, but raise OtherFormat, and OSError if the disk cannot be read."""
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
     try:
         manifest = read_manifest(path)
-        listed = (_file_problem(path / name, name, entry, deep) for name, entry in manifest["files"].items())
-        found = [problem for problem in listed if problem]
-        if not found and STATE in manifest["files"] and (step := read_state(path)["step"]) != manifest["step"]:
-            found.append(f"{STATE} says step {step}, and {MANIFEST} says {manifest['step']}")
+        of_files = (_file_problem(path / name, name, entry, deep) for name, entry in manifest["files"].items())
+        damage = [problem for problem in of_files if problem]
+        if not damage and STATE in manifest["files"] and (step := read_state(path)["step"]) != manifest["step"]:
+            damage.append(f"{STATE} says step {step}, but {MANIFEST} says {manifest['step']}")
     except OtherFormat:
         raise
     except (ValueError, FileNotFoundError) as error:
         return [str(error)]
-    return found
+    return damage
 
 
 def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str | None:
@@ -309,7 +326,7 @@ def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str |
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint, if it exists, after giving it a name that no reader accepts."""
+    """Delete a checkpoint if it exists, after renaming it to a name that no reader accepts."""
     if not os.path.lexists(path):
         return
     discarded = path.with_name(f".{path.name}.discarded.partial")

@@ -1,4 +1,4 @@
-"""Protocols that higher packages implement: the engine whose state is saved, and the claim to write for a run."""
+"""Protocols that higher packages implement: the engine whose state is saved, and the right to write checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,34 +10,36 @@ from megatron_tape.parallel.layout import ParallelLayout
 
 
 class EngineState(Protocol):
-    """The part of `training.engine.Engine` that checkpoints use; keys look like `exp_avg/NAME`."""
+    """The part of `training.engine.Engine` that checkpoints use. Tensors have keys such as `exp_avg/NAME`."""
 
     layout: ParallelLayout
     names: Mapping[str, nn.Parameter]
+    """All parameters by name."""
     trained: Mapping[str, nn.Parameter]
+    """The parameters that are not frozen."""
     optimizer_steps: int
-    """Number of optimizer steps taken."""
+    """Number of updates so far; skipped steps do not count."""
 
     def state_sizes(self, frozen: bool) -> dict[str, int]:
-        """Return the size in bytes of every tensor of this rank's shard, with or without the `frozen` parameters."""
+        """Return the size in bytes of each tensor of this rank's shard; `frozen` includes frozen parameters."""
 
     def training_state(self, owner: Callable[[str], int], frozen: bool) -> dict[str, Tensor]:
-        """Return the tensors that this rank owns; `owner` maps a key to a rank among those with the same weights.
+        """Return the tensors for which `owner(key)` is this rank, numbered among the ranks with the same weights.
 
-        All ranks call it together.
+        `frozen` includes frozen parameters. All ranks call this together.
         """
 
     def load_training_state(
         self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Sequence[str]
     ) -> None:
-        """Restore the state; `read` returns the tensor of a key, and `names` are the trained ones of all stages."""
+        """Restore the state: `read(key)` returns a tensor, and `names` are the trained parameters of all stages."""
 
 
 class Claim(Protocol):
-    """The part of `run.attempts.Attempt` that lets only one attempt at a run write checkpoints."""
+    """The part of `run.attempts.Attempt` which ensures that only one attempt at a run writes checkpoints."""
 
     home: Path
-    """The directory for files that are being written."""
+    """The attempt's directory for files that are being written."""
 
     def check_owner(self) -> None:
-        """Raise StaleAttempt if a newer attempt has taken over."""
+        """Raise StaleAttempt if a newer attempt has taken over the run."""

@@ -1,6 +1,6 @@
 """Find the checkpoint that a path, a setting or another checkpoint refers to, and check a run's directories.
 
-Imports no torch.
+Imports no torch. In this package, `deep` checks compare checksums, which reads every byte; others compare file sizes.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import AVERAGE
 
 IMPORTED = "base"
-"""The directory, inside that of a run, with the imported Hugging Face model that the run extends."""
+"""The directory in a run's directory with the checkpoint of the imported Hugging Face model that the run extends."""
 
 
 class NoCheckpoint(CheckpointError):
@@ -28,17 +28,19 @@ class NoCheckpoint(CheckpointError):
 
 
 def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True) -> Path:
-    """Return the step directory for `path`: itself, or the newest complete one of a run or its checkpoints.
+    """Return `path` if it is a checkpoint, or else the newest complete checkpoint in this directory or this run.
 
-    Only `deep` reads every byte. Raises CheckpointError if there is none.
+    Calls `warn` with a message for each broken checkpoint that is skipped. Raises CheckpointError if no checkpoint is
+    complete.
     """
     path = Path(path)
-    fix = "give a run, its checkpoints or one step"
+    fix = "give the directory of a run, of its checkpoints, or of one checkpoint"
     if not path.exists():
         raise CheckpointError(f"checkpoint {path}", "does not exist", fix)
     if (path / MANIFEST).exists() or (path / files.STATE).exists():
-        if found := files.problems(path, deep):
-            raise CheckpointError(f"checkpoint {path}", f"is not complete: {'; '.join(found)}", "choose another step")
+        if damage := files.problems(path, deep):
+            problem = f"is not complete: {'; '.join(damage)}"
+            raise CheckpointError(f"checkpoint {path}", problem, "choose another checkpoint")
         return path
     root = path
     if not files.list_checkpoints(root):
@@ -47,12 +49,12 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda messa
         raise NoCheckpoint(str(path), "has no checkpoint", fix)
     newest = files.newest_complete(root, warn, deep)
     if newest is None:
-        raise CheckpointError(str(root), "has no complete checkpoint", "write or fetch it again")
+        raise CheckpointError(str(root), "has no complete checkpoint", "train or download the model again")
     return newest
 
 
 def _configured(run: Path) -> Path | None:
-    """Return the directory of a run's checkpoints according to its configuration, or None."""
+    """Return `checkpoint.directory` from the `config.yaml` of a run, or None if it cannot be read."""
     try:
         return Path(read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["checkpoint"]["directory"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -60,16 +62,17 @@ def _configured(run: Path) -> Path | None:
 
 
 def resolve_resume(resume: str, root: str | Path) -> str:
-    """Return `checkpoint.resume`, or auto where a run in `root` continues its own checkpoints instead.
+    """Return the setting `checkpoint.resume`, replaced by auto if the run already has checkpoints of its own.
 
-    A run starts from a checkpoint outside `root` only until it has checkpoints of its own.
+    `root` is `checkpoint.directory`. The replacement applies only if `resume` is a checkpoint outside of `root`, from
+    which a run starts once.
     """
     elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
     return "auto" if elsewhere and files.list_checkpoints(root) else resume
 
 
 def checkpoint_to_continue(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, checked by its file sizes, or None to start from scratch."""
+    """Return the checkpoint that a run will continue, or None if it starts without one. Compares only file sizes."""
     root = config.checkpoint.directory or ""
     resume = resolve_resume(config.checkpoint.resume, root)
     if resume == "auto":
@@ -78,60 +81,53 @@ def checkpoint_to_continue(config: RunConfig) -> Path | None:
 
 
 def check_complete(path: Path, deep: bool = True) -> None:
-    """Raise CheckpointError if the path in `checkpoint.resume` is not a complete checkpoint.
-
-    Only `deep` reads the files' bytes.
-    """
-    found = files.problems(path, deep) if path.is_dir() else ["it is not a directory"]
-    if not found:
+    """Raise CheckpointError if `path`, the value of `checkpoint.resume`, is not a complete checkpoint."""
+    damage = files.problems(path, deep) if path.is_dir() else ["it is not a directory"]
+    if not damage:
         return
     inside = [path for folder in (path, path / "checkpoints") for _, path in files.list_checkpoints(folder)]
-    subject, problem, fix = (
-        f"checkpoint.resume {path}",
-        f"is not a complete checkpoint: {'; '.join(found)}",
-        "give another",
-    )
+    problem, fix = f"is not a complete checkpoint: {'; '.join(damage)}", "choose another checkpoint"
     if inside:
-        problem, fix = "is not a checkpoint, but contains some", f"give one of them, such as {inside[0]}"
+        problem, fix = "is a directory of checkpoints, not a checkpoint", f"choose one of them, such as {inside[0]}"
     elif (path / "config.json").is_file():
-        fix = "import it first: tools/convert_checkpoint.py from-hf"
-    raise CheckpointError(subject, problem, fix)
+        fix = "to start from a Hugging Face model, first run tools/convert_checkpoint.py from-hf"
+    raise CheckpointError(f"checkpoint.resume {path}", problem, fix)
 
 
 def model_digest(checkpoint: Path, average: bool = False) -> str:
-    """Return a SHA-256 of the model in a complete checkpoint, or of its averaged weights."""
-    found = digest(checkpoint / MANIFEST)["sha256"]
-    return hashlib.sha256(f"{found} {AVERAGE}".encode()).hexdigest() if average else found
+    """Return a sha256 that identifies the model in a complete checkpoint, or the model of its averaged weights."""
+    sha256 = digest(checkpoint / MANIFEST)["sha256"]
+    return hashlib.sha256(f"{sha256} {AVERAGE}".encode()).hexdigest() if average else sha256
 
 
 def source_record(checkpoint: Path) -> Source:
-    """Return the record for `state.json` of the complete checkpoint with the frozen weights."""
+    """Return the reference to a complete checkpoint with frozen weights, for `state.json` of another checkpoint."""
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)["sha256"]}
 
 
 def find_source(checkpoint: Path, state: State) -> Path | None:
     """Return the checkpoint with the frozen weights that `checkpoint` omits, or None if it omits none.
 
-    That is the recorded path or, if the run's directory was moved, the imported model in it. Raises CheckpointError if
-    it is gone, or its manifest has changed since `checkpoint` was saved.
+    The checkpoint is at the path that `state` records or, if the run's directory was moved, in its directory
+    `IMPORTED`. Raises CheckpointError if it does not exist, or its manifest has changed since `checkpoint` was saved.
     """
     record = state.get("frozen_from")
     if record is None:
         return None
     source = Path(record["path"])
-    for place in (source, checkpoint.resolve().parent.parent / IMPORTED):
-        if (place / MANIFEST).is_file() and digest(place / MANIFEST)["sha256"] == record["manifest_sha256"]:
-            return place
-    gone = not (source / MANIFEST).is_file()
-    problem = f"has only the trained parameters, and the frozen ones are in {source}, which "
-    problem += "is gone" if gone else "has changed since then"
-    raise CheckpointError(str(checkpoint), problem, "put it back" if gone else "put the original checkpoint back")
+    for path in (source, checkpoint.resolve().parent.parent / IMPORTED):
+        if (path / MANIFEST).is_file() and digest(path / MANIFEST)["sha256"] == record["manifest_sha256"]:
+            return path
+    missing = not (source / MANIFEST).is_file()
+    problem = f"omits the frozen parameters, which are in checkpoint {source}, but that "
+    problem += "does not exist" if missing else "has changed since then"
+    raise CheckpointError(str(checkpoint), problem, f"restore the original {source}")
 
 
 def check_directories(config: RunConfig) -> None:
-    """Raise ConfigError if a directory cannot be written or belongs to another run, or checkpoint.resume is wrong.
+    """Raise ConfigError if the run cannot use `logging.directory`, `checkpoint.directory` or `checkpoint.resume`.
 
-    Raises OSError if the file system does not answer.
+    Directories must be writable, and not belong to another run. Raises OSError if the file system does not respond.
     """
     check_writable("logging.directory", config.logging.directory)
     check_writable("checkpoint.directory", config.checkpoint.directory)
@@ -144,9 +140,10 @@ def check_directories(config: RunConfig) -> None:
 
 
 def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
-    """Refuse a `checkpoint.directory` of another run that still exists; the default directory is never refused.
+    """Raise ConfigError if `checkpoint.directory` belongs to another run that still exists.
 
-    It belongs to the run that contains it, or else to the run that saved its newest checkpoint.
+    A directory belongs to the run that contains it, and to the run that saved its newest checkpoint. A directory inside
+    of `logging.directory`, such as the default, is always accepted.
     """
     run, directory = config.logging.directory, config.checkpoint.directory
     if not run or not directory or Path(os.path.abspath(run)) in Path(os.path.abspath(directory)).parents:
@@ -160,6 +157,6 @@ def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
             (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve(),
             ("checkpoint.directory", "logging.directory"),
             f"is {directory}, which belongs to the run {owner}, but logging.directory is {run}",
-            "remove it to save checkpoints in the run's own directory; to start from a checkpoint of the other run, "
-            "give it as checkpoint.resume",
+            "remove checkpoint.directory to save in the run's own directory; to start from a checkpoint of the other "
+            "run, set checkpoint.resume to it",
         )

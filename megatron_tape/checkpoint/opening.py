@@ -1,4 +1,4 @@
-"""Open the checkpoint that a run continues and check every byte of it; each file is read by one rank."""
+"""Open the checkpoint that a run continues or starts from, and check its bytes; one rank reads each file."""
 
 import functools
 import itertools
@@ -15,17 +15,19 @@ from megatron_tape.checkpoint.reading import Checkpoint, check_files
 from megatron_tape.checkpoint.saved_settings import check_same_model
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.versions import node_name
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
 
 def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
-    """Open the checkpoint of `checkpoint.resume`, or return None to start from scratch; all ranks call it together.
+    """Open the checkpoint of `checkpoint.resume`, or return None to start without one. All ranks call this together.
 
-    `auto` takes the newest complete checkpoint, and warns about broken ones that it skips. A path outside the run's
-    directory means the same once the run has checkpoints of its own. Raises CheckpointError if a given path is not a
-    complete checkpoint, if every checkpoint in the directory is broken, or if a file of the newest cannot be read.
+    `auto` selects the newest complete checkpoint, and warns about broken ones that it skips. A path outside of the
+    run's directory has the same effect once the run has checkpoints of its own. Raises CheckpointError if the path is
+    not a complete checkpoint, if all checkpoints of the run are broken, or if a file of the selected checkpoint cannot
+    be read.
     """
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
@@ -35,66 +37,65 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
         path = on_rank_0(layout, directory, "cannot start", lambda: _choose(resume, config, broken, warned))
         if path is None:
             return None
-        checkpoint, found = _open(path, layout)
-        if not found:
+        checkpoint, damage = _open(path, layout)
+        if not damage:
             break
         if resume != "auto":
-            raise CheckpointError(str(path), f"is not a complete checkpoint: {'; '.join(found)}", "resume another")
+            problem = f"is not a complete checkpoint: {'; '.join(damage)}"
+            raise CheckpointError(str(path), problem, "set checkpoint.resume to another checkpoint")
         broken.add(path)
         if layout.rank == 0:
-            logger.warning("checkpoint %s is skipped: %s", path, "; ".join(found))
+            logger.warning("checkpoint %s is skipped: %s", path, "; ".join(damage))
     _open_source(checkpoint, layout)
     on_rank_0(layout, path, "cannot continue", lambda: check_same_model(path, config))
     return checkpoint
 
 
 def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
-    """Open the checkpoint with the initial weights of a run; all ranks call it together.
+    """Open the checkpoint with the initial weights of a run (`extension.from`). All ranks call this together.
 
     Raises CheckpointError if it is not complete.
     """
-    checkpoint, found = _open(path, layout)
-    if found:
-        problem = f"has the initial weights of the run and is not complete: {'; '.join(found)}"
-        raise CheckpointError(str(path), problem, "fetch or write it again, or choose another as extension.from")
+    checkpoint, damage = _open(path, layout)
+    if damage:
+        problem = f"has the initial weights of the run, but is not complete: {'; '.join(damage)}"
+        raise CheckpointError(str(path), problem, "download or write it again, or change extension.from")
     _open_source(checkpoint, layout)
     return checkpoint
 
 
 def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[str]]:
-    """Open a checkpoint and check its bytes; return it, or its problems.
+    """Open a checkpoint and compare its files' checksums. Return it, or None and a sentence for each problem.
 
-    The ranks read in parallel, each the files that it will load. Raises CheckpointError on all ranks if one cannot read
-    a file.
+    Each rank reads the files that it will load. Raises CheckpointError on all ranks if one of them cannot read a file.
     """
     with Agreement(layout) as agreement:
         if not path.is_dir():
-            raise CheckpointError(
-                str(path), "does not exist on this node", "use a checkpoint.directory that all nodes can read"
-            )
+            fix = "set checkpoint.directory to a file system that all nodes share"
+            raise CheckpointError(str(path), f"does not exist on node {node_name()}", fix)
     agreement.check(path, "cannot read a checkpoint")
-    checkpoint, found = on_rank_0(layout, path, "cannot read a checkpoint", lambda: _records(path))
-    if found:
-        return None, found
+    checkpoint, damage = on_rank_0(layout, path, "cannot read a checkpoint", lambda: _records(path))
+    if damage:
+        return None, damage
     sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
     saved_size = checkpoint.state["tensor_model_parallel_size"]
-    chosen = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size)
-    mine = [name for name, rank in chosen.items() if rank == layout.rank]
+    reader_of = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size)
+    local_files = [name for name, rank in reader_of.items() if rank == layout.rank]
     problems: list[str] = []
     with Agreement(layout) as agreement:
-        checkpoint.cached, problems = check_files(path, checkpoint.files, mine)
+        checkpoint.cached, problems = check_files(path, checkpoint.files, local_files)
     agreement.check(path, "cannot read a checkpoint")
     all_problems: list[list[str]] = [[]] * layout.world_size
     dist.all_gather_object(all_problems, problems)
-    if found := list(itertools.chain(*all_problems)):
-        return None, found
+    if damage := list(itertools.chain(*all_problems)):
+        return None, damage
     return checkpoint, []
 
 
 def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint with its manifest, state and index, or the problems of these and of the file sizes."""
-    if found := files.problems(path, deep=False):
-        return None, found
+    """Read a checkpoint's manifest, state and index, and compare the file sizes; return as `_open` does."""
+    if damage := files.problems(path, deep=False):
+        return None, damage
     try:
         checkpoint = Checkpoint(path, files.read_state(path))
         checkpoint.read_records()
@@ -104,22 +105,26 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
-    """Also open the checkpoint with the weights that this one omits. Raises CheckpointError if it is not complete."""
+    """Set `checkpoint.source` to the opened checkpoint with the frozen weights, if `checkpoint` omits them.
+
+    Raises CheckpointError if that checkpoint is not complete.
+    """
     find = functools.partial(find_source, checkpoint.path, checkpoint.state)
     source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
     if source is None:
         return
-    checkpoint.source, found = _open(source, layout)
-    if found:
-        problem = f"has the frozen parameters of {checkpoint.path} and is not complete: {'; '.join(found)}"
-        raise CheckpointError(str(source), problem, "put the original checkpoint back")
+    checkpoint.source, damage = _open(source, layout)
+    if damage:
+        problem = f"has the frozen parameters of {checkpoint.path}, but is not complete: {'; '.join(damage)}"
+        raise CheckpointError(str(source), problem, "restore the original checkpoint")
     _open_source(checkpoint.source, layout)
 
 
 def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str]) -> Path | None:
-    """Return the checkpoint to continue, checked by its file sizes, but none of the `broken` ones.
+    """Return the checkpoint to continue, or None. Compares only file sizes, and skips the `broken` checkpoints.
 
-    The start must not be before an existing checkpoint: the run's new checkpoints would count as older and be removed.
+    Messages in `warned` are not logged again. Raises CheckpointError if the run has checkpoints of later steps than the
+    one where it would start: its new checkpoints would be older than these, and be removed.
     """
 
     def warn(message: str) -> None:
@@ -132,7 +137,7 @@ def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str])
         path = files.newest_complete(directory, warn, deep=False, excluding=broken, strict=True)
         if path is None and files.list_checkpoints(directory):
             raise CheckpointError(
-                str(directory), "has no complete checkpoint", "move its checkpoints away to start from scratch"
+                str(directory), "has no complete checkpoint", "to start from step 0, move its checkpoints away"
             )
         return path
     path, start = None, 0
@@ -144,7 +149,7 @@ def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str])
     if newest > start:
         raise CheckpointError(
             str(directory),
-            f"has checkpoints up to step {newest}, beyond step {start} where this run would start",
-            f"move them away, {config.to_start_another_run}, or continue with checkpoint.resume: auto",
+            f"has checkpoints up to step {newest}, but this run would start at step {start}",
+            f"move them away, {config.to_start_another_run}, or set checkpoint.resume: auto to continue",
         )
     return path

@@ -1,4 +1,4 @@
-"""The random number generators' states, and the file with those of all ranks."""
+"""Save and restore the states of the random number generators: Python's, NumPy's, torch's and Megatron's."""
 
 import json
 import logging
@@ -19,13 +19,13 @@ from megatron_tape.io.records import parse_record
 logger = logging.getLogger(__name__)
 
 RANDOM = "random.safetensors"
-
+"""The file in a checkpoint with the states of all ranks."""
 STATE_SIZES = {16, 5056}
-"""Bytes of the state of a GPU generator and of a CPU generator."""
+"""Sizes in bytes of the states of a GPU generator and of a CPU generator."""
 
 
 def random_state() -> bytes:
-    """Return the states of this rank's generators as bytes."""
+    """Return the states of this rank's generators, serialized."""
     tensors = {"torch": torch.get_rng_state()}
     tensors |= {f"tracker/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if torch.cuda.is_available():
@@ -39,24 +39,22 @@ def random_state() -> bytes:
 
 
 def set_random_state(packed: bytes) -> None:
-    """Restore the states that `random_state` returned; each generator raises its own kind of error for a bad state.
+    """Restore the states that `random_state` returned.
 
-    A GPU generator cannot take a CPU generator's state, nor the reverse. If a run moves from one to the other,
-    Megatron's streams stay as `seed_everything` left them.
+    If a run moves from CPUs to GPUs or back, the states of Megatron's generators do not fit the new devices. They then
+    remain as `seed_everything` has set them. For an invalid state, each generator raises its own type of error.
     """
     tensors = safetensors.torch.load(packed)
     text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
     torch.set_rng_state(tensors["torch"])
     saved = {key.removeprefix("tracker/"): value for key, value in tensors.items() if key.startswith("tracker/")}
-    here = get_cuda_rng_tracker().get_states()
-    common = sorted(saved.keys() & here.keys())
-    foreign = [name for name in common if {len(saved[name]), len(here[name])} == STATE_SIZES]
-    if foreign:
-        logger.info(
-            "the random streams %s were saved on another kind of device and start again from the seed",
-            ", ".join(foreign),
-        )
-    get_cuda_rng_tracker().set_states(saved | {name: here[name] for name in foreign})
+    current = get_cuda_rng_tracker().get_states()
+    common = sorted(saved.keys() & current.keys())
+    other_device = [name for name in common if {len(saved[name]), len(current[name])} == STATE_SIZES]
+    if other_device:
+        message = "the checkpoint was saved on another type of device: Megatron's random generators %s restart from "
+        logger.info(message + "train.seed", ", ".join(other_device))
+    get_cuda_rng_tracker().set_states(saved | {name: current[name] for name in other_device})
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
     version, words, gauss = parse_record(text["python"], list[Any])
@@ -66,7 +64,7 @@ def set_random_state(packed: bytes) -> None:
 
 
 def pack_states(states: list[bytes]) -> dict[str, Tensor]:
-    """Return the tensors of the file RANDOM: the states of all ranks, one padded row each, and their lengths."""
+    """Return the tensors of the file `RANDOM`: a padded row with the state of each rank, and the states' lengths."""
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
     for row, state in zip(rows, states, strict=True):
@@ -75,12 +73,12 @@ def pack_states(states: list[bytes]) -> dict[str, Tensor]:
 
 
 def restore_random_state(checkpoint: Path, rank: int) -> None:
-    """Restore the states that rank `rank` saved; do nothing if there are none, as when there were fewer ranks.
+    """Restore the states that rank `rank` saved; do nothing if the checkpoint was saved by fewer ranks.
 
-    Only this rank's row is read. Raises CheckpointError for states that cannot be restored.
+    Raises CheckpointError if the states cannot be restored.
     """
     path = checkpoint / RANDOM
-    if not path.is_file():  # an import has none
+    if not path.is_file():  # an imported checkpoint
         return
     try:
         with safe_open(path, "pt") as file:
@@ -90,7 +88,6 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
             state = rows[rank, : int(lengths[rank])].numpy().tobytes()
         set_random_state(state)
     except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError) as error:
-        # Each generator checks its state and raises its own kind of error.
         reason = " ".join(str(error).split())
         problem = f"has random states that cannot be restored ({type(error).__name__}: {reason})"
         raise CheckpointError(str(path), problem, "choose another checkpoint") from None

@@ -1,7 +1,7 @@
-"""An open checkpoint, and a reader that gives every rank its shard of the tensors.
+"""Read the tensors of a checkpoint (`Checkpoint`), and distribute them to the ranks (`Reader`).
 
-One rank reads each tensor and broadcasts it. The index says where a tensor is, so no header is read. Opening a
-checkpoint compares the index and the files' bytes with the manifest. All tensors are fp32.
+One rank reads each tensor and broadcasts it. The index contains each tensor's file and offset, so the files' headers
+are not needed. All tensors are fp32.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
 CACHED_BYTES = 1 << 31
-"""The most bytes that a process keeps in memory between checking files and loading them."""
+"""Maximum bytes of files that a process keeps in memory from checking their checksums until it loads them."""
 _BLOCK = 1 << 22
 
 
 def check_files(
     path: Path, files: Mapping[str, FileDigest], names: Iterable[str]
 ) -> tuple[dict[str, bytearray | mmap.mmap], list[str]]:
-    """Read files of a checkpoint and compare their checksums; return the contents of tensor files, and the problems.
+    """Compare the checksums of the files `names` with the manifest's `files`.
 
-    At most CACHED_BYTES are returned; other files are read again later. Raises CheckpointError if a file cannot be
-    read, which may be the fault of a disk or a network rather than of the checkpoint.
+    Return the contents of tensor files, up to CACHED_BYTES, and a sentence for each damaged file. Tensors of other
+    files are read again later. Raises CheckpointError if a file cannot be read: the cause may be the disk or network.
     """
-    left, cached, problems = CACHED_BYTES, {}, []
+    free, cached, problems = CACHED_BYTES, {}, []
     for name in names:
-        keep = shard_of(name) is not None and files[name]["bytes"] <= left
+        keep = shard_of(name) is not None and files[name]["bytes"] <= free
         try:
             sha256, content = _read_whole(path / name, files[name]["bytes"] if keep else 0)
         except OSError as error:
@@ -52,35 +52,36 @@ def check_files(
         if sha256 != files[name]["sha256"]:
             problems.append(f"{name} has sha256 {sha256} instead of {files[name]['sha256']}")
         elif keep:
-            cached[name], left = content, left - len(content)
+            cached[name], free = content, free - len(content)
     return cached, problems
 
 
-def _read_whole(path: Path, kept: int) -> tuple[str, bytearray | mmap.mmap]:
-    """Return the sha256 of a file and its first `kept` bytes, reading it once."""
+def _read_whole(path: Path, size: int) -> tuple[str, bytearray | mmap.mmap]:
+    """Read a file once, and return its sha256 and its first `size` bytes."""
     hasher, end = hashlib.sha256(), 0
     content: bytearray | mmap.mmap = bytearray()
-    if kept:
-        memory = content = mmap.mmap(-1, kept, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size:
+        memory = content = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)  # otherwise forked data loaders would keep it until the run ends
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             hasher.update(block)
-            content[end : min(kept, end + len(block))] = block[: max(0, kept - end)]
+            content[end : min(size, end + len(block))] = block[: max(0, size - end)]
             end += len(block)
     return hasher.hexdigest(), content
 
 
 @dataclass
 class Checkpoint:
-    """A complete checkpoint on disk, opened for this rank."""
+    """A complete checkpoint on disk, with this rank's cache of its files."""
 
     path: Path
     state: State
+    """The contents of `state.json`."""
     source: Checkpoint | None = None
-    """The checkpoint with the weights of the frozen parameters, if this one leaves them out."""
+    """The checkpoint with the frozen weights, if this one omits them."""
     cached: dict[str, bytearray | mmap.mmap] = field(default_factory=dict, repr=False)
-    """The bytes of files that this rank read to check them; `release` clears it after loading."""
+    """Contents of the files that this rank read to compare their checksums. `release` clears it after loading."""
 
     @property
     def step(self) -> int:
@@ -88,75 +89,79 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> dict[str, FileDigest]:
-        """The entries of the manifest."""
+        """The sizes and checksums of the files, from the manifest."""
         return read_manifest(self.path)["files"]
 
     @cached_property
     def index(self) -> dict[str, dict[str, Place]]:
-        """The places of the tensors by file. Raises CheckpointError if the index is invalid."""
+        """The offset and shape of each tensor, by file and key. Raises CheckpointError if the index is invalid."""
         index = read_index(self.path, self.state["tensor_model_parallel_size"])
-        if others := sorted(index.keys() - self.files.keys()):
-            raise CheckpointError(
-                str(self.path / INDEX), f"names {others[0]}, which the manifest does not", CHOOSE_ANOTHER
-            )
+        if unlisted := sorted(index.keys() - self.files.keys()):
+            problem = f"lists {unlisted[0]}, which the manifest does not list"
+            raise CheckpointError(str(self.path / INDEX), problem, CHOOSE_ANOTHER)
         return index
 
     def read_records(self) -> None:
-        """Read the manifest and the index now, so that ranks that receive this object need not."""
+        """Read the manifest and the index now, so that ranks to which this object is sent do not read them again."""
         _ = self.files, self.index
 
     def places(self) -> dict[str, list[tuple[str, Place] | None]]:
-        """Return, for each key, the file and place of every tensor-parallel rank's shard; None for a missing one."""
-        found: dict[str, list[tuple[str, Place] | None]] = {}
+        """Return, for each key, the file and the place in it of each tensor-parallel rank's shard, None if missing."""
+        shards_of: dict[str, list[tuple[str, Place] | None]] = {}
         for file, places in self.index.items():
             for key, place in places.items():
-                shares = found.setdefault(key, [None] * self.state["tensor_model_parallel_size"])
-                shares[shard_of(file)] = file, place
-        return found
+                shards = shards_of.setdefault(key, [None] * self.state["tensor_model_parallel_size"])
+                shards[shard_of(file)] = file, place
+        return shards_of
 
     def weight_names(self) -> set[str]:
-        """Return the names of the parameters whose weights are here or in the checkpoint with the frozen weights."""
+        """Return the names of all parameters with weights, those in the checkpoint `source` included."""
         keys = {key for places in self.index.values() for key in places}
         names = {key.partition("/")[2] for key in keys if key.startswith("weight/")}
         return names if self.source is None else names | self.source.weight_names()
 
     def release(self) -> None:
-        """Free the cached files; reading another tensor reads its file again."""
+        """Free the cached files. Tensors can still be read, from disk."""
         self.cached.clear()
         if self.source is not None:
             self.source.release()
 
     def read(self, file: str, place: Place) -> Tensor:
-        """Return an fp32 tensor of a file; it may share its memory with the cached file."""
+        """Return the fp32 tensor at `place` in a file. It may share memory with the cached file."""
         start, size = place["offset"], 4 * math.prod(place["shape"])
-        part: memoryview | bytearray
+        data: memoryview | bytearray
         if file in self.cached:
-            part = memoryview(self.cached[file])[start : start + size]
+            data = memoryview(self.cached[file])[start : start + size]
         else:
-            part = bytearray(size)
+            data = bytearray(size)
             with open(self.path / file, "rb") as opened:
                 opened.seek(start)
-                del part[opened.readinto(part) :]
-        if len(part) != size:
-            raise CheckpointError(str(self.path / file), "ends early", CHOOSE_ANOTHER)
+                del data[opened.readinto(data) :]
+        if len(data) != size:
+            problem = f"has {start + len(data):,} bytes, but a tensor in it ends at byte {start + size:,}"
+            raise CheckpointError(str(self.path / file), problem, CHOOSE_ANOTHER)
         if not size:
             return torch.empty(place["shape"])
-        return torch.frombuffer(part, dtype=torch.float32).view(place["shape"])
+        return torch.frombuffer(data, dtype=torch.float32).view(place["shape"])
 
 
 class Reader:
-    """Returns this rank's shard of a tensor by a key such as `exp_avg/NAME`.
+    """Returns this rank's shard of a tensor by its key, such as `exp_avg/NAME`.
 
-    All ranks create one together and call it together, for the same keys in the same order: those of `names`, the
-    parameters of all pipeline stages. With the tensor-parallel size of the checkpoint and without stages, a shard goes
-    unchanged to the ranks with the same weights. Otherwise every rank receives all shards and cuts its own from the
-    whole tensor.
+    All ranks create a reader together, and call it together for the same keys in the same order. The NAMEs are those of
+    `names`, the parameters of all pipeline stages. If the tensor-parallel size is that of the checkpoint and there is
+    one pipeline stage, ranks receive their shards directly. Otherwise every rank receives all shards, merges them, and
+    splits the tensor again.
 
-    If a rank cannot read a tensor, all ranks get NaN in its place, so that none waits; `check` then raises an error.
+    A rank that cannot read a tensor sends NaN instead, so that no rank waits forever. After the last tensor, call
+    `check`, which raises the error on all ranks.
     """
 
     def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], layout: ParallelLayout):
-        """Check the shapes of the tensors. Raises CheckpointError if one is not that of its parameter."""
+        """Create a reader for `parameters`, this rank's by name.
+
+        Raises CheckpointError if a tensor in the checkpoint has another shape than its parameter.
+        """
         self._checkpoint, self._parameters, self._layout = checkpoint, parameters, layout
         self._size, self._places = checkpoint.state["tensor_model_parallel_size"], checkpoint.places()
         sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
@@ -176,12 +181,12 @@ class Reader:
                 whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
                 shape[parameter.partition_dim] = whole // self._size
             for key in (f"{kind}/{name}" for kind in kinds):
-                shares = self._places.get(key, [])
-                if None in shares:
-                    raise self._unusable(f"has {key} for only some tensor-parallel ranks")
-                for _, place in shares:
+                shards = self._places.get(key, [])
+                if None in shards:
+                    raise self._unusable(f"has {key} for only some of its {self._size} tensor-parallel ranks")
+                for _, place in shards:
                     if place["shape"] != shape:
-                        raise self._unusable(f"has {key} of shape {place['shape']}, and the model's is {shape}")
+                        raise self._unusable(f"has {key} of shape {place['shape']}, but this model requires {shape}")
 
     def _unusable(self, problem: str) -> CheckpointError:
         return CheckpointError(str(self._checkpoint.path), problem, CHOOSE_ANOTHER)
@@ -189,22 +194,23 @@ class Reader:
     def __call__(self, key: str) -> Tensor | None:
         """Return the tensor on this rank's device, or None for a parameter of another pipeline stage.
 
-        Raises CheckpointError if the checkpoint does not have it.
+        A missing average (`average/NAME`) starts as the weight. Frozen weights that the checkpoint omits are read from
+        the checkpoint `source`. Raises CheckpointError if neither checkpoint has the tensor.
         """
         layout = self._layout
-        if key not in self._places and key.startswith(f"{AVERAGE}/"):  # the run averages weights from now on
+        if key not in self._places and key.startswith(f"{AVERAGE}/"):
             key = key.replace(AVERAGE, "weight", 1)
         if key not in self._places:
             if self._source_reader is None:
                 raise self._unusable(f"has no {key}")
             return self._source_reader(key)
-        shares, name = self._places[key], key.partition("/")[2]
+        shards, name = self._places[key], key.partition("/")[2]
         parameter = self._parameters.get(name)
         if self._size == layout.tensor_parallel_size and layout.pipeline_size == 1:
-            return self._receive(*shares[layout.tensor_parallel_rank], layout.groups.dp_cp)  # type: ignore[call-arg]
+            return self._receive(*shards[layout.tensor_parallel_rank], layout.groups.dp_cp)  # type: ignore[call-arg]
         if name not in self._checkpoint.state["sharded"]:
-            shares = shares[:1]
-        received = [self._receive(*share, dist.group.WORLD) for share in shares]  # type: ignore[call-arg]
+            shards = shards[:1]
+        received = [self._receive(*where, dist.group.WORLD) for where in shards]  # type: ignore[call-arg]
         if parameter is None:
             return None
         whole = unshard(received, parameter)
@@ -231,7 +237,7 @@ class Reader:
         return torch.full(place["shape"], math.nan)
 
     def check(self) -> None:
-        """Raise CheckpointError on every rank if one could not read a tensor; all ranks call it together at the end."""
+        """Raise CheckpointError on all ranks if one of them could not read a tensor. All ranks call this together."""
         with Agreement(self._layout) as agreement:
             if self._error is not None:
                 raise self._error

@@ -1,9 +1,9 @@
-"""Restores a run: weights, Adam's state and random number generators.
+"""Restore a run from a checkpoint: weights, optimizer state and random number generators.
 
-docs/training.md lists the files of a checkpoint. Tensor files hold the fp32 weights and moments of one tensor-parallel
-rank by parameter name. Nothing depends on the ZeRO stage, and shards are merged and split for another tensor-parallel
-size, so a run may continue under another layout. Frozen parameters have weights and no moments. With
-`checkpoint.frozen: false` their weights are not saved either, and `state.json` names the checkpoint that has them.
+A checkpoint contains fp32 weights and moments by parameter name (docs/training.md lists the files). They do not depend
+on the ZeRO stage or the number of data-parallel ranks. Tensor-parallel shards are merged and split again if necessary,
+so a run may continue under another layout. Frozen parameters have no moments. With `checkpoint.frozen: false` their
+weights are not saved either; `state.json` names the checkpoint that contains them.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from megatron_tape.position import model_config
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
-    """Load the weights into a newly built model whose memory is allocated, before the engine is built."""
+    """Load the weights of `checkpoint` into a model with allocated memory. Call this before the engine is created."""
     parameters = dict(model.named_parameters())
     read = Reader(checkpoint, parameters, layout)
     _write_weights(read, parameters, read.names)
@@ -43,10 +43,11 @@ def _write_weights(read: Reader, parameters: Mapping[str, torch.nn.Parameter], n
 
 
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
-    """Load the initial weights of a run as `load_weights` does; return the parameters that `base` does not have.
+    """Load the initial weights of a run from `base`, and return the names of the parameters that `base` does not have.
 
-    The caller initializes these. Only LoRA layers and parameters of a positional encoding that `base` does not have may
-    be missing. Raises CheckpointError for other missing parameters, and for parameters that the model does not have.
+    The caller must initialize these. They can only be LoRA layers, and parameters of the positional encoding if the
+    model in `base` has another encoding. Raises CheckpointError if any other parameter is missing in `base`, or if
+    `base` has a parameter that the model does not have.
     """
     parameters, saved = dict(model.named_parameters()), base.weight_names()
     settings = model_config(base.state["config"]["model"])
@@ -56,11 +57,11 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     may_be_new = {
         name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in base_parameters)
     }
-    another = "choose another model to extend"
+    fix = "choose another model as extension.from"
     if missing := [name for name in new if name not in may_be_new]:
-        raise CheckpointError(str(base.path), f"has no {missing[0]}", another)
+        raise CheckpointError(str(base.path), f"has no {missing[0]}, which the model of this run requires", fix)
     if extra := sorted(saved.difference(all_names)):
-        raise CheckpointError(str(base.path), f"has {extra[0]}, which the model of this run does not have", another)
+        raise CheckpointError(str(base.path), f"has {extra[0]}, which the model of this run does not have", fix)
     read = Reader(base, parameters, layout)
     _write_weights(read, parameters, (name for name in read.names if name in saved))
     read.check()
@@ -69,15 +70,15 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
 
 
 def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
-    """Restore the random number generators and a newly built engine whose model already has the weights.
+    """Restore the state of the optimizer in a new engine whose model already has the weights, and random generators.
 
-    Raises CheckpointError if a trained parameter was frozen in a checkpoint that has moments of other parameters.
+    Raises CheckpointError if a parameter is trained that was frozen in the checkpoint, so that its moments are missing.
     """
     updates = checkpoint.state["optimizer_steps"]
     read = Reader(checkpoint, engine.trained, engine.layout)
-    without = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
-    if updates and without:
-        problem = f"has no moments of {without[0]}, which was frozen there and is trained now"
+    were_frozen = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
+    if updates and were_frozen:
+        problem = f"has no moments of {were_frozen[0]}, which was frozen in it, but is trained now"
         raise CheckpointError(str(checkpoint.path), problem, f"train the same parameters, or {CHOOSE_ANOTHER}")
     engine.load_training_state(read, updates, read.names)
     read.check()
@@ -88,25 +89,28 @@ def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
 
 
 def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> files.Source | None:
-    """Return the checkpoint with the weights of the `frozen` parameters, for a run that starts from `checkpoint`.
+    """Return the reference to the checkpoint with the `frozen` parameters, for checkpoints that omit them.
 
-    Return None if the run's own checkpoints have them. Raises ConfigError if `checkpoint.frozen` is false and no other
-    checkpoint has them, and CheckpointError if earlier checkpoints of the run omit different parameters.
+    `checkpoint` is the one that the run starts from. Return None if the run's checkpoints contain the frozen
+    parameters, because of `checkpoint.frozen`. Raises ConfigError if they would be lost, since no checkpoint outside of
+    the run has them, and CheckpointError if the run's last checkpoint omits other parameters than `frozen`.
     """
     if config.checkpoint.frozen or not frozen:
         return None
-    own = checkpoint is not None and Path(config.checkpoint.directory).resolve() in checkpoint.path.resolve().parents
-    if own and checkpoint.state.get("frozen_from") is not None:
+    directory = Path(config.checkpoint.directory)
+    of_run = checkpoint is not None and directory.resolve() in checkpoint.path.resolve().parents
+    if of_run and checkpoint.state.get("frozen_from") is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
-            problem = f"was saved with checkpoint.frozen: false and other frozen parameters ({min(changed)})"
-            fix = "train the same parameters, or set checkpoint.frozen to true"
-            raise CheckpointError(str(checkpoint.path), problem, fix)
+            problem = f"was saved with checkpoint.frozen: false and other frozen parameters (such as {min(changed)})"
+            raise CheckpointError(
+                str(checkpoint.path), problem, "train the same parameters, or set checkpoint.frozen: true"
+            )
         return source_record(checkpoint.source.path)
     refuse(
-        own or checkpoint is None,
+        of_run or checkpoint is None,
         "checkpoint.frozen",
-        "is false, but the run did not start from a checkpoint outside checkpoint.directory "
-        f"{config.checkpoint.directory} that has the frozen weights",
-        "give one as checkpoint.resume or extension.from, or set it to true",
+        "is false, but the frozen weights would be lost: the run did not start from a checkpoint outside of "
+        f"checkpoint.directory {directory} that contains them",
+        "set checkpoint.frozen: true, or start the run from a checkpoint with checkpoint.resume or extension.from",
     )
     return source_record(checkpoint.path)

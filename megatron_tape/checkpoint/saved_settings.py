@@ -30,9 +30,9 @@ ORDER_KEYS = (
     "train.batch_ramp",
     "model.seq_length",
 )
-"""Settings that determine the order of the tokens."""
+"""Settings that determine which tokens each step trains on."""
 ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps", "train.global_batch_size", "train.batch_ramp")
-"""The order keys that matter for indexed datasets only, and not for other sources of samples."""
+"""Those of ORDER_KEYS that affect only indexed datasets (`data.prefix`), and no other source of samples."""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of the LoRA layers of a context extension."""
 WITHOUT_EFFECT = (
@@ -54,10 +54,11 @@ WITHOUT_EFFECT = (
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the checkpoint at `path` is of another model, up to CHANGEABLE_MODEL_KEYS.
+    """Raise ConfigError if a run with this configuration cannot continue the checkpoint at `path`.
 
-    Also raises it if only one of the checkpoint and the run extends a context, or if they extend different models or
-    train different parameters.
+    The settings of the model must be equal, except CHANGEABLE_MODEL_KEYS, and the optimizer must be the same. If one of
+    the checkpoint and the run extends the context of a model, the other must extend the same model, and both must train
+    the same kinds of parameters.
     """
     state = read_state(path)
     sections = state["config"]
@@ -66,66 +67,68 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         state["optimizer_steps"] > 0 and kind != config.optimizer.kind,
         ("optimizer.kind", "checkpoint.resume"),
         f"is {config.optimizer.kind}, but {path} has the optimizer state of {kind}",
-        f"set it to {kind}, or start another run from these weights (pretrain.extend_context)",
+        f"set optimizer.kind: {kind}, or start another run from these weights (pretrain.extend_context)",
     )
     base, extends = sections.get("extension", {}).get("from"), config.extension.from_ is not None
     refuse(
         base is not None and not extends,
         "checkpoint.resume",
-        f"means {path}, which extends the context of {base}",
-        "continue it with pretrain.extend_context, or export it and import the export",
+        f"selects {path}, a checkpoint of pretrain.extend_context, which extends the context of {base}",
+        "continue it with pretrain.extend_context, or export it to Hugging Face's format and import the export",
     )
     refuse(
         base is None and extends,
         ("checkpoint.resume", "extension.from"),
-        f"means {path}, which does not extend the context of another model",
-        f"give it as extension.from in place of checkpoint.resume, or {config.to_start_another_run}",
+        f"selects {path}, which is not a checkpoint of pretrain.extend_context",
+        "to extend its context, set extension.from to it instead of checkpoint.resume; otherwise "
+        f"{config.to_start_another_run}",
     )
     if extends:
         _check_same_extension(path, sections["extension"], config)
     saved = sections["model"]
-    with suppress(ValueError):  # another version's settings may be invalid here
-        saved = as_dict(model_config(saved))  # adds the settings that are newer than the checkpoint
+    with suppress(ValueError):  # settings of another version of this project may be invalid in this one
+        saved = as_dict(model_config(saved))  # adds the defaults of settings that are newer than the checkpoint
     differences = model_differences(saved, as_dict(config.model), CHANGEABLE_MODEL_KEYS)
-    settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
+    fix = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
         bool(differences),
         ("checkpoint.resume", "model"),
-        f"means {path}, which is of another model: {'; '.join(differences)}",
-        f"{settings}, or {config.to_start_another_run}",
+        f"selects {path}, which contains another model: {'; '.join(differences)}",
+        f"{fix}, or {config.to_start_another_run}",
     )
 
 
 def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) -> None:
-    now = json.loads(json.dumps(config_dict(config)["extension"]))
-    keys = ["trains", *LORA_KEYS] if "lora" in saved["trains"] and "lora" in now["trains"] else ["trains"]
-    found = [key for key in keys if _in_order(saved[key]) != _in_order(now[key])]
-    # A run as the model to extend means its newest checkpoint, which may have changed. The run's name was saved if all
-    # settings of the model were given.
-    a, b = (Path(value).resolve() for value in (saved["from"], now["from"]))
-    same_run = a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")
-    if not same_run and not b.is_relative_to(a):
-        found.insert(0, "from")
-    both = "; ".join(
-        f"extension.{key}: was {format_value(saved[key])}, is now {format_value(now[key])}" for key in found
+    current = json.loads(json.dumps(config_dict(config)["extension"]))
+    keys = ["trains", *LORA_KEYS] if "lora" in saved["trains"] and "lora" in current["trains"] else ["trains"]
+    changed = [key for key in keys if _sorted_if_list(saved[key]) != _sorted_if_list(current[key])]
+    # If extension.from is a run, its newest checkpoint was extended, and there may be a newer one now. The saved value
+    # is the run's directory if all settings of the model were given, otherwise the checkpoint.
+    before, now = (Path(value).resolve() for value in (saved["from"], current["from"]))
+    same_run = before.parent == now.parent and before.name.startswith("step-") and now.name.startswith("step-")
+    if not same_run and not now.is_relative_to(before):
+        changed.insert(0, "from")
+    listed = "; ".join(
+        f"extension.{key}: was {format_value(saved[key])}, is now {format_value(current[key])}" for key in changed
     )
     without = "" if config.checkpoint.resume in ("auto", "none") else " and without checkpoint.resume"
     refuse(
-        bool(found),
-        ("checkpoint.resume", *(f"extension.{key}" for key in found)),
-        f"means {path}, which was made with other settings ({both})",
-        f"restore them, as in config.yaml in its run's directory, or {config.to_start_another_run}{without}",
+        bool(changed),
+        ("checkpoint.resume", *(f"extension.{key}" for key in changed)),
+        f"selects {path}, which was trained with other settings ({listed})",
+        f"restore the settings from config.yaml in its run's directory, or {config.to_start_another_run}{without}",
     )
 
 
-def _in_order(value: Any) -> Any:
+def _sorted_if_list(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
 def check_start(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, checked by its file sizes, or None.
+    """Return the checkpoint that a run will continue, or None if it starts without one. Compares only file sizes.
 
-    Raises ConfigError if the given checkpoint is not complete, or is of another model (see `check_same_model`).
+    Raises ConfigError if `checkpoint.resume` is not a complete checkpoint, or the run cannot continue the checkpoint
+    (see `check_same_model`).
     """
     try:
         start = checkpoint_to_continue(config)
@@ -142,41 +145,41 @@ def check_start(config: RunConfig) -> Path | None:
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     """Return `key: was X, is now Y` for each setting that differs from the `saved` settings of a checkpoint.
 
-    Settings that were not saved or do not affect the computation are skipped. If the order of the data has changed, the
-    last sentence says so.
+    Settings that were not saved or do not affect the computation are skipped. If the order of the data changes, the
+    last item is a sentence about its consequence.
     """
-    found = []
+    changed = []
     for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
         same_model = key.startswith("model.") and key.removeprefix("model.") not in CHANGEABLE_MODEL_KEYS
         if not same_model and not key.startswith(WITHOUT_EFFECT):
-            found.append((key, f"{key}: was {format_value(was)}, is now {format_value(now)}"))
-    sentences = [sentence for _, sentence in found]
-    of_datasets = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
-    if reordered := [key for key, _ in found if _is_in(key, ORDER_KEYS) and not _is_in(key, of_datasets)]:
+            changed.append((key, f"{key}: was {format_value(was)}, is now {format_value(now)}"))
+    sentences = [sentence for _, sentence in changed]
+    irrelevant = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
+    if reordered := [key for key, _ in changed if _is_in(key, ORDER_KEYS) and not _is_in(key, irrelevant)]:
         sentences.append(
-            f"{', '.join(reordered)}: the data is shuffled again, so some sequences repeat and some are missed"
+            f"{', '.join(reordered)}: the data is shuffled again, so the run repeats some sequences and skips others"
         )
     return sentences
 
 
 def _is_in(key: str, keys: Collection[str]) -> bool:
-    """Return whether a setting, or a section that contains it, is one of `keys`."""
+    """Return whether `keys` contains the setting `key`, or a section that contains it."""
     return any(f"{key}.".startswith(f"{other}.") for other in keys)
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, value before, value now) for each setting that differs in the section `name`.
+    """Yield (key, value before, value now) for each setting that differs between two versions of the section `name`.
 
-    Settings that `before` does not have are skipped, unless it has null for their section.
+    Settings that are missing in `before` are skipped. A section that is null in one version is yielded as a whole.
     """
-    for part, value in now.items():
-        key = f"{name}.{part}" if name else part
-        if part not in before or before[part] == value:
+    for setting, value in now.items():
+        key = f"{name}.{setting}" if name else setting
+        if setting not in before or before[setting] == value:
             continue
-        if key in _sections() and isinstance(before[part], Mapping) and isinstance(value, Mapping):
-            yield from changed_values(before[part], value, key)
+        if key in _sections() and isinstance(before[setting], Mapping) and isinstance(value, Mapping):
+            yield from changed_values(before[setting], value, key)
         else:
-            yield key, before[part], value
+            yield key, before[setting], value
 
 
 @functools.cache
@@ -190,17 +193,18 @@ def model_differences(
     free: Collection[str] = (),
     names: tuple[str, str] = ("checkpoint", "configuration"),
 ) -> list[str]:
-    """Return a description of each model setting that differs between `a` and `b`, which are called by `names`.
+    """Return a description of each model setting that differs between `a` and `b`, such as `model.num_layers: ...`.
 
-    Only keys of both are compared. A null that stands for a derived value equals that value. Keys in `free` may differ.
+    `names` are what the descriptions call `a` and `b`. Only keys of both are compared, and keys in `free` may differ.
+    A null equals the value that is derived from other settings.
     """
-    given = {key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free}
-    found = changed_values(_derived(a), _derived(b), "model")
-    return [f"{key}: {names[0]} {was}, {names[1]} {now}" for key, was, now in found if key in given]
+    differing = {key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free}
+    changed = changed_values(_derived(a), _derived(b), "model")
+    return [f"{key}: {names[0]} {was}, {names[1]} {now}" for key, was, now in changed if key in differing]
 
 
 def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's settings with the derived values in place of nulls."""
+    """Return a model's settings, with nulls replaced by the values that are derived from other settings."""
     heads, hidden, position = model.get("num_attention_heads"), model.get("hidden_size"), model.get("position")
     if type(heads) is not int or type(hidden) is not int or heads < 1 or not isinstance(position, Mapping):
         return dict(model)

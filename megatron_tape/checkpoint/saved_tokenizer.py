@@ -1,6 +1,6 @@
-"""The tokenizer files that each checkpoint of a run contains. Imports no torch.
+"""Write the run's tokenizer into each checkpoint, and find it there when the run continues. Imports no torch.
 
-A checkpoint has a copy because the tokenizer's path may lead to another one later.
+A checkpoint has a copy since the files at `data.tokenizer` may change later.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from megatron_tape.data.tokenizer import (
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 
 TOKENIZER = "tokenizer"
-"""The directory in a checkpoint with the tokenizer of the model."""
+"""The directory in a checkpoint with the tokenizer's files."""
 _KEY = "data.tokenizer"
 
 
 def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
-    """Load the tokenizer in a checkpoint, or return None if it has none.
+    """Return the tokenizer in a checkpoint, or None if the checkpoint has no tokenizer.
 
-    Raises CheckpointError for a file that the manifest does not list.
+    Raises CheckpointError if the tokenizer uses a file that the manifest does not list.
     """
     directory = checkpoint / TOKENIZER
     if not directory.is_dir():
@@ -37,7 +37,7 @@ def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
     tokenizer = load_tokenizer(directory)
     listed = read_manifest(checkpoint)["files"]
     if added := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
-        raise CheckpointError(str(directory / added[0]), "is not part of the checkpoint", "remove it")
+        raise CheckpointError(str(directory / added[0]), "is not listed in the checkpoint's manifest", "remove it")
     return tokenizer
 
 
@@ -47,42 +47,42 @@ def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[
 
 
 def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
-    """Return the settings with the tokenizer in checkpoint `start`, if it has one, as `data.tokenizer`.
+    """Return the settings with `data.tokenizer` set to the tokenizer in checkpoint `start`, if it has one.
 
-    `start` is the checkpoint that the run continues or starts from. If a tokenizer still exists at `data.tokenizer`, it
-    must be the same. Raises ConfigError.
+    `start` is the checkpoint that the run continues or starts from. Raises ConfigError if the tokenizer at
+    `data.tokenizer`, if it still exists, differs from the one in the checkpoint.
     """
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
-    saved, given = start / TOKENIZER, config.data.tokenizer
-    own = load_saved_tokenizer(start)
-    if given is not None and Path(given).exists() and Path(given).resolve() != saved.resolve():
-        check_same_tokenizer(given, own, f"that of checkpoint {start}", f"give {saved}")
+    saved, configured = start / TOKENIZER, config.data.tokenizer
+    tokenizer = load_saved_tokenizer(start)
+    if configured is not None and Path(configured).exists() and Path(configured).resolve() != saved.resolve():
+        check_same_tokenizer(configured, tokenizer, f"that of checkpoint {start}", f"set data.tokenizer: {saved}")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(saved)))
 
 
-def check_same_tokenizer(given: str, own: Tokenizer, name: str, fix: str) -> Tokenizer:
-    """Return the tokenizer at `given`, the value of `data.tokenizer`. Raises ConfigError if it differs from `own`.
+def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) -> Tokenizer:
+    """Return the tokenizer at `path`, the value of `data.tokenizer`. Raises ConfigError if it differs from `expected`.
 
-    The error calls `own` by `name`.
+    `name` is what the message calls the expected tokenizer, and `fix` what it proposes.
     """
     try:
-        tokenizer = load_tokenizer(given)
+        tokenizer = load_tokenizer(path)
     except (ValueError, OSError) as error:
         raise ConfigError(_KEY, f"cannot be used: {error}") from error
-    different = difference(tokenizer_record(tokenizer), tokenizer_record(own), name)
+    different = difference(tokenizer_record(tokenizer), tokenizer_record(expected), name)
     keys = (_KEY, "checkpoint.resume", "extension.from")
-    refuse(different is not None, keys, f"{given} {different}", f"{fix}, and preprocess the data with it")
+    refuse(different is not None, keys, f"{path} {different}", f"{fix}, and preprocess the data with it")
     return tokenizer
 
 
 def check_tokenizer_exists(config: RunConfig) -> None:
     """Raise ConfigError if neither `data.tokenizer` nor a tokenizer in the checkpoint to continue exists."""
-    given = config.data.tokenizer
-    with convert_path_errors(_KEY, given):
-        missing = given is not None and not Path(given).exists()
-    fix = "train or fetch it, or correct the path"
-    refuse(missing and saved_tokenizer_directory(config) is None, _KEY, f"is {given}, which does not exist", fix)
+    path = config.data.tokenizer
+    with convert_path_errors(_KEY, path):
+        missing = path is not None and not Path(path).exists()
+    fix = "train or download a tokenizer, or correct the path"
+    refuse(missing and saved_tokenizer_directory(config) is None, _KEY, f"is {path}, which does not exist", fix)
 
 
 def saved_tokenizer_directory(config: RunConfig) -> Path | None:

@@ -1,7 +1,7 @@
-"""Save a run: a few ranks write the tensors, balanced by bytes, and rank 0 writes the rest.
+"""Save a run: some of the ranks write the tensors, and rank 0 writes the other files.
 
-Writing uses a copy in host memory, so a thread can write while training continues. The checkpoint appears under its
-name when all of it is written.
+The state is first copied to host memory, so that a thread can write it while training continues. The checkpoint's
+directory is renamed to its final name when all files are written.
 """
 
 import shutil
@@ -28,10 +28,10 @@ from megatron_tape.io.safetensors import write_safetensors
 
 @dataclass(frozen=True)
 class Writer:
-    """Saves an engine's state; `claim` belongs to the attempt at the run that trains it.
+    """Saves an engine's state as checkpoints of a run.
 
-    Frozen parameters are omitted if `frozen_from` names the checkpoint that has them. `tokenizer_files` maps names of
-    the tokenizer's files to their contents.
+    `claim` is the right of the current attempt to write. Frozen parameters are omitted if `frozen_from` refers to a
+    checkpoint that contains them. `tokenizer_files` maps the names of the tokenizer's files to their contents.
     """
 
     engine: EngineState
@@ -41,9 +41,9 @@ class Writer:
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, step: int, samples: int, progress: dict) -> Path:
-        """Save the run after `step` steps on `samples` sequences, and return the checkpoint's directory.
+        """Save a checkpoint and return its directory; see `Save` for the arguments and errors.
 
-        All ranks call this together. Raises the errors of `Save`.
+        All ranks call this together.
         """
         save = Save(self, step, samples, progress, in_thread=False)
         while (path := save.advance()) is None:
@@ -52,13 +52,18 @@ class Writer:
 
 
 class Save:
-    """The writing of a checkpoint after `step` steps on `samples` sequences; all ranks create one together.
+    """A save in progress: call `advance` until it returns the checkpoint's directory. All ranks do this together.
 
-    `progress` (JSON) is stored in `state.json`. The constructor copies the state, so training may continue when it
-    returns.
+    The constructor copies the state, so training may continue when it returns. It and `advance` raise the same error on
+    all ranks: StaleAttempt if a newer attempt owns the run, CheckpointError if a rank could not write. Earlier
+    checkpoints are then unchanged, and no files of this one remain.
 
-    The constructor and `advance` raise the same error on every rank: StaleAttempt if a newer attempt owns the run, and
-    CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and no files are left behind.
+    Args:
+        writer: what to save, and where.
+        step: the number of completed steps, which names the checkpoint.
+        samples: the number of sequences that the run has trained on or skipped.
+        progress: JSON for the key `progress` of `state.json`.
+        in_thread: write in a background thread.
     """
 
     def __init__(self, writer: Writer, step: int, samples: int, progress: dict, *, in_thread: bool):
@@ -80,9 +85,9 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def advance(self) -> Path | None:
-        """Wait for the current step, then start the next one; return the checkpoint's directory after the last.
+        """Wait for the current stage of the save, then start the next one. Return the directory after the last stage.
 
-        All ranks call it together, once no rank is `busy`, or earlier to wait.
+        All ranks call this together. It does not block if no rank is `busy`.
         """
         self._end()
         if not self._remaining:
@@ -91,9 +96,9 @@ class Save:
         self._begin(*self._remaining.pop(), self._in_thread)
         return None
 
-    def _begin(self, what: str, action: Callable[[], None], in_thread: bool) -> None:
-        """Start an action that may fail on this rank; `_end` raises its error on all ranks."""
-        self._what, self._agreement = what, Agreement(self._layout, self._claim.check_owner)
+    def _begin(self, failure: str, action: Callable[[], None], in_thread: bool) -> None:
+        """Start an action that may fail on this rank. `_end` raises its error on all ranks, introduced by `failure`."""
+        self._failure, self._agreement = failure, Agreement(self._layout, self._claim.check_owner)
 
         def run(agreement: Agreement = self._agreement) -> None:
             with agreement:
@@ -109,7 +114,7 @@ class Save:
         if self._thread is not None:
             self._thread.join()
         try:
-            self._agreement.check(self._root, self._what)
+            self._agreement.check(self._root, self._failure)
         except CheckpointError:
             if self._layout.rank == 0:
                 shutil.rmtree(self._staging, ignore_errors=True)
@@ -123,13 +128,13 @@ class Save:
         layout, engine, frozen = self._layout, writer.engine, writer.frozen_from is None
         sizes = engine.state_sizes(frozen)
         limit = self._config.checkpoint.writers
-        chosen = writers(sizes, layout.tensor_parallel_size * layout.pipeline_size, layout.replica_size, limit)
-        self._tensors = engine.training_state(chosen.__getitem__, frozen)
-        # Files are numbered stage by stage.
-        ranks = layout.gather_stages(sorted(set(chosen.values())))
-        places = [(stage, rank) for stage, stage_ranks in enumerate(ranks) for rank in stage_ranks]
-        place = layout.pipeline_rank, layout.replica_rank
-        self._number = places.index(place) if place in places else None
+        writer_of = writers(sizes, layout.tensor_parallel_size * layout.pipeline_size, layout.replica_size, limit)
+        self._tensors = engine.training_state(writer_of.__getitem__, frozen)
+        # Number the files by pipeline stage, then by rank.
+        ranks = layout.gather_stages(sorted(set(writer_of.values())))
+        writing_ranks = [(stage, rank) for stage, stage_ranks in enumerate(ranks) for rank in stage_ranks]
+        this_rank = layout.pipeline_rank, layout.replica_rank
+        self._number = writing_ranks.index(this_rank) if this_rank in writing_ranks else None
         self._state = _state(writer, self._step, samples, progress)
         is_rank_0 = layout.rank == 0
         random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None
@@ -147,10 +152,10 @@ class Save:
         self._tensors = self._random = None
 
     def _gather_entries(self) -> None:
-        """Gather the files' digests and index entries on rank 0."""
-        parts: list[Any] | None = [None] * self._layout.world_size if self._layout.rank == 0 else None
-        dist.gather_object((self._entries, self._index), parts)
-        for entries, index in parts or ():
+        """Gather the digests and index entries of all ranks' files on rank 0."""
+        of_ranks: list[Any] | None = [None] * self._layout.world_size if self._layout.rank == 0 else None
+        dist.gather_object((self._entries, self._index), of_ranks)
+        for entries, index in of_ranks or ():
             self._entries |= entries
             self._index |= index
 
@@ -165,20 +170,22 @@ class Save:
         self._claim.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
         checkpoint = self._config.checkpoint
-        self._claim.check_owner()  # publishing may take long; a newer attempt's checkpoints must not be pruned
+        # A newer attempt may have started meanwhile, and its checkpoints must not be removed.
+        self._claim.check_owner()
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
 
 
 def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
+    """Return the contents of `state.json`. All ranks call this together."""
     engine, config = writer.engine, writer.config
-    own_sharded = {
+    local_sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
         for name, parameter in engine.names.items()
         if getattr(parameter, "tensor_model_parallel", False)
     }
-    own_frozen = [name for name in engine.names if name not in engine.trained]
+    local_frozen = [name for name in engine.names if name not in engine.trained]
     sharded, frozen = {}, []
-    for stage_sharded, stage_frozen in engine.layout.gather_stages((own_sharded, own_frozen)):
+    for stage_sharded, stage_frozen in engine.layout.gather_stages((local_sharded, local_frozen)):
         sharded, frozen = sharded | stage_sharded, frozen + stage_frozen
     return {
         "step": step,

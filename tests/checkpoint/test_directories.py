@@ -162,11 +162,11 @@ STATE = {
     "changes, problem",
     [
         ({}, None),
-        ({"step": 2}, "state.json says step 2, and manifest.json says 1"),
+        ({"step": 2}, "state.json says step 2, but manifest.json says 1"),
         ({"config": {"model": [8]}}, "config.model is a list"),
         ({"sharded": {"weight": 0}}, "sharded.weight is 0"),
         ({"tensor_model_parallel_size": 10**12}, "tensor_model_parallel_size is 1000000000000"),
-        ({"optimizer_steps": 2}, "optimizer_steps is 2, and step 1"),
+        ({"optimizer_steps": 2}, "optimizer_steps 2 exceeds step 1"),
         ({"progress": None}, "progress is missing"),
     ],
 )

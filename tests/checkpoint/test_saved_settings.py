@@ -20,7 +20,7 @@ def test_changed_settings_are_reported_with_both_values():
 
 def test_a_change_of_the_order_of_the_data_is_reported_last():
     *_, last = changes(config_dict(make()), make(train__seed=5))
-    assert last == "train.seed: the data is shuffled again, so some sequences repeat and some are missed"
+    assert last == "train.seed: the data is shuffled again, so the run repeats some sequences and skips others"
     assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
     ramp, skip = {"from": 2, "over_samples": 9}, {"action": "skip"}
     now = make(train__batch_ramp=ramp, train__spikes=skip, data__prefix={"a": 1, "b": 1})

@@ -210,7 +210,8 @@ def test_a_run_continues_without_its_base_unless_the_base_has_its_frozen_weights
     assert "continue a run that has started with --config RUN/config.yaml" in sentence
     again = {name: ["--config", f"{tmp_path}/{name}/config.yaml", "--train.steps=3"] for name in ("whole", "lean")}
     assert extend_context.main(again["whole"]) == 0
-    assert "which is gone; put it back" in refused(capfd, extend_context.main, again["lean"])
+    sentence = refused(capfd, extend_context.main, again["lean"])
+    assert "but that does not exist; restore the original" in sentence
     (tmp_path / "moved").rename(moving)
     file = next(moving.glob("checkpoints/*/tensors-*"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -396,7 +397,7 @@ def test_a_checksum_error_is_refused_before_training(bases, data, tmp_path, capf
     file = next((tmp_path / "base").glob("checkpoints/*/tensors-*"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, tmp_path / "base", "run"))
-    assert "has sha256" in sentence and "; fetch or write it again, or choose another" in sentence
+    assert "has sha256" in sentence and "; download or write it again, or change extension.from" in sentence
     assert not list_checkpoints(tmp_path / "run" / "checkpoints")
 
 
@@ -413,7 +414,7 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
     assert "run pretrain.extend_context" in refused(capfd, train.main, [*tiny, f"--extension.from={base_step}"])
     assert "which pretrain.train does not use" in refused(capfd, train.main, [*tiny, "--extension.trains=[norms]"])
     chosen = arguments(tmp_path, data, bases["rope"], "new", f"--checkpoint.resume={base_step}")
-    assert "give it as extension.from in place of checkpoint.resume" in refused(capfd, extend_context.main, chosen)
+    assert "set extension.from to it instead of checkpoint.resume" in refused(capfd, extend_context.main, chosen)
     without = ["--config", str(RECIPE), f"--data.prefix={data}/a"]
     assert "extension.from is not set" in refused(capfd, extend_context.main, without)
     assert "extension.from is not set" in refused(capfd, extend_context.main, tiny)
@@ -442,7 +443,7 @@ def test_a_continued_run_must_extend_the_same_model_and_train_the_same_parameter
         assert "and without checkpoint.resume" in refused(capfd, extend_context.main, [*chosen, *elsewhere])
     whole_run = [*arguments(tmp_path, data, bases["rope"], "x", *lora), f"--checkpoint.resume={tmp_path}/run"]
     sentence = refused(capfd, extend_context.main, whole_run, statuses=[2])
-    assert sentence.endswith(f"give one of them, such as {step}")
+    assert sentence.endswith(f"choose one of them, such as {step}")
     assert not (tmp_path / "x").exists()
     extend("rope", *lora, "--extension.trains=[lora,norms]", "--extension.attention=shifted_sparse", "--train.steps=2")
 

@@ -179,7 +179,7 @@ def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, d
         "optimizer.lr: was 0.01, is now 0.002",
         "optimizer.z_loss: was 0.0, is now 0.01",
         "train.steps: was 2, is now 4",
-        "train.steps: the data is shuffled again, so some sequences repeat and some are missed",
+        "train.steps: the data is shuffled again, so the run repeats some sequences and skips others",
     ]
     later = state.parent.with_name("step-00000004") / "state.json"
     assert "tokenizer" in json.loads(later.read_text())["progress"]

@@ -98,15 +98,14 @@ def test_the_checkpoint_with_the_frozen_parameters_has_to_stay(alone, capfd):
     elsewhere = alone.folder / "elsewhere"
     alone.begin.rename(elsewhere)
     step = newest(alone.part)
-    assert f"the frozen ones are in {alone.begin}, which is gone" in refused(
-        capfd, alone.go_on("--checkpoint.resume=auto")
-    )
-    with pytest.raises(ValueError, match="which is gone; put it back"):
+    sentence = refused(capfd, alone.go_on("--checkpoint.resume=auto"))
+    assert f"which are in checkpoint {alone.begin}, but that does not exist" in sentence
+    with pytest.raises(ValueError, match="but that does not exist; restore the original"):
         open_weights(step)
     shutil.copytree(elsewhere, alone.begin)
     manifest = alone.begin / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"bytes"', ' "bytes"'))
-    assert "which has changed since then" in refused(capfd, alone.go_on())
+    assert "but that has changed since then" in refused(capfd, alone.go_on())
     shutil.copy(elsewhere / "manifest.json", manifest)
     (damaged,) = alone.begin.glob("tensors-*")
     content = bytearray(damaged.read_bytes())
@@ -125,10 +124,10 @@ def test_what_was_left_out_of_checkpoints_cannot_be_trained_on(alone, capfd):
 
 def test_leaving_frozen_parameters_out_needs_a_checkpoint_that_keeps_them(run, capfd):
     sentence = refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION), expected=2)
-    assert "give one as checkpoint.resume or extension.from" in sentence
+    assert "start the run from a checkpoint with checkpoint.resume or extension.from" in sentence
     assert run("part", trains=POSITION, steps=1) == 0
     sentence = refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION), expected=2)
-    assert "outside checkpoint.directory" in sentence
+    assert "outside of checkpoint.directory" in sentence
     assert run("all", "--checkpoint.frozen=false") == 0
     assert "weight/gpt.embedding.word_embeddings.weight" in tensors(newest(run.folder / "all"))
 
