@@ -106,7 +106,8 @@ def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokeni
     extend += ["--logging.directory=other", "--checkpoint.directory=null", "--train.steps=4"]
     capfd.readouterr()
     assert train.main(extend) == 2
-    assert "another way than that of checkpoint run/checkpoints/step-00000003; give" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "another way than that of checkpoint run/checkpoints/step-00000003; set data.tokenizer: " in error
     assert train.main([*extend, "--data.tokenizer=null", "--data.reset_attention_mask=false"]) == 0
     kept = "other/checkpoints/step-00000004/tokenizer"
     assert load_tokenizer(kept).digest == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
@@ -183,11 +184,11 @@ def test_files_added_to_a_checkpoint_are_refused_by_name(place, capfd):
     (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").write_text("{{ x }}")
     capfd.readouterr()
     assert start(steps=4) == 2
-    assert "chat_template.jinja is not part of the checkpoint; remove it" in capfd.readouterr().err
+    assert "chat_template.jinja is not listed in the checkpoint's manifest; remove it" in capfd.readouterr().err
     (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").unlink()
     (kept / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     done = convert("to-hf", "--checkpoint", kept.parent, "--output", "out")
-    assert done.returncode == 2 and "tokenizer_config.json is not part of the checkpoint" in done.stderr
+    assert done.returncode == 2 and "tokenizer_config.json is not listed in the checkpoint's manifest" in done.stderr
     assert "allow_changed: false" in (place / "run" / "config.yaml").read_text()
 
 
