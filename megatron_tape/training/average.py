@@ -1,4 +1,4 @@
-"""An average of the fp32 weights, sharded over ranks like the optimizer's state."""
+"""Average the fp32 weights over training steps (`train.average`), sharded over ranks like the optimizer's state."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ from megatron_tape.model.names import AVERAGE
 
 
 class WeightAverage:
-    """The average of `weights`, the tensors that `optimizer` updates.
+    """The average of `weights`, the fp32 tensors that `optimizer` updates.
 
-    The average is part of the optimizer's state from the first update on, and is sharded, saved and restored with its
-    moments. `update` copies `weights` to the model.
+    From the first update on, the optimizer's state contains the average. It is therefore sharded, saved and restored
+    with the moments. `update` must copy `weights` to the model.
     """
 
     def __init__(
@@ -29,18 +29,18 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, step: int, updates: int, skipped: bool) -> None:
-        """Add the weights after `step` to the average; see `AverageSettings.share` for the arguments."""
-        share = self._settings.share(step, self._steps, updates, skipped)
+        """Update the average with the weights after `step`; see `AverageSettings.share` for the arguments."""
+        fraction = self._settings.share(step, self._steps, updates, skipped)
         for tensor in self._weights:
             state = self._state[tensor]
             if AVERAGE not in state:
                 state[AVERAGE] = tensor.detach().clone()
-            elif share:
-                state[AVERAGE].lerp_(tensor, share)
+            elif fraction:
+                state[AVERAGE].lerp_(tensor, fraction)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Swap the average and the weights within the context."""
+        """Swap the model's weights and their average within the context."""
         self._exchange()
         yield
         self._exchange()

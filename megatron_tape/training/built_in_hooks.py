@@ -1,4 +1,4 @@
-"""The built-in evaluations of `train.evaluations`."""
+"""The built-in evaluations of `train.evaluations`, and the list of a run's hooks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 
 
 class ValidationLoss(Hook):
-    """Mean loss over `train.eval_steps` global batches of the validation split, also with averaged weights."""
+    """Logs the loss and perplexity on the validation split, and the loss of the averaged weights if there are any.
+
+    The loss is the mean over `train.eval_steps` global batches.
+    """
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         loss = self._loss(trainer)
-        found = {VALIDATION_LOSS: loss, VALIDATION_PERPLEXITY: _exp(loss)}
+        scalars = {VALIDATION_LOSS: loss, VALIDATION_PERPLEXITY: _exp(loss)}
         if trainer.engine.averages:
             with trainer.engine.averaged_weights():
-                found[VALIDATION_LOSS_AVERAGED] = self._loss(trainer)
-        return HookResult(scalars=found)
+                scalars[VALIDATION_LOSS_AVERAGED] = self._loss(trainer)
+        return HookResult(scalars=scalars)
 
     def _loss(self, trainer: Training) -> float:
         return trainer.engine.evaluate(trainer.watch.each("evaluating", trainer.batches.evaluation()))
@@ -44,7 +47,10 @@ def _exp(value: float) -> float:
 
 
 class Sample(Hook):
-    """Text that continues `logging.sample_prompt`. Disabled without a tokenizer, or if `sample_tokens` is 0."""
+    """Logs text that continues `logging.sample_prompt`.
+
+    Disabled if the run has no tokenizer, or `logging.sample_tokens` is 0.
+    """
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         settings = trainer.config.logging
@@ -58,29 +64,29 @@ class Sample(Hook):
 def sample_text(
     engine: Engine, tokenizer: Tokenizer, prompt: str, length: int, max_length: int, temperature: float = 0.8
 ) -> str:
-    """Sample `length` tokens that continue `prompt`. All ranks call this together and return the same text.
+    """Sample up to `length` tokens that continue `prompt`, and return both as text.
 
-    A separate generator with a fixed seed leaves training's random numbers unchanged. The context is limited to the
-    last `max_length` tokens. There is no key-value cache: each new token costs a full forward pass. Sampling ends early
-    at the end of a document, or if logits are not finite.
+    All ranks call this together and return the same text. It uses a generator with a fixed seed, so that training's
+    random numbers do not change. Each token costs a full forward pass over the last `max_length` tokens. Sampling ends
+    early at the end of a document, or if logits are not finite.
     """
     layout = engine.layout
     ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
     generator = torch.Generator().manual_seed(0)
     for _ in range(length):
-        seen = ids[-max_length:]
-        padding = -len(seen) % layout.tokens.sequence_shards
-        tokens = torch.tensor([seen + [0] * padding], device=layout.device)
-        logits = engine.logits(tokens)[0, len(seen) - 1, : tokenizer.vocab_size].float().cpu()
+        context = ids[-max_length:]
+        padding = -len(context) % layout.tokens.sequence_shards
+        tokens = torch.tensor([context + [0] * padding], device=layout.device)
+        logits = engine.logits(tokens)[0, len(context) - 1, : tokenizer.vocab_size].float().cpu()
         if torch.isfinite(logits).all():
-            chosen = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
         else:
-            chosen = torch.tensor([-1])
-        chosen = chosen.to(layout.device)
-        dist.broadcast(chosen, src=0)
-        if int(chosen) in (-1, tokenizer.eod):
+            token = torch.tensor([-1])
+        token = token.to(layout.device)
+        dist.broadcast(token, src=0)
+        if int(token) in (-1, tokenizer.eod):
             break
-        ids.append(int(chosen))
+        ids.append(int(token))
     return tokenizer.decode(ids)
 
 
@@ -93,8 +99,8 @@ HOOKS |= {
 
 
 def build_hooks(config: RunConfig) -> dict[str, Hook]:
-    """Return the run's hooks by name: those of every run, spike detection if enabled, and `train.evaluations`."""
-    found: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(config.train.profile)}
+    """Return the run's hooks by name: timing, profiling, spike detection if enabled, and `train.evaluations`."""
+    hooks: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(config.train.profile)}
     if config.train.spikes is not None:
-        found["spikes"] = SpikeHook(config.train.spikes)
-    return found | {name: HOOKS[name]() for name in config.train.evaluations}
+        hooks["spikes"] = SpikeHook(config.train.spikes)
+    return hooks | {name: HOOKS[name]() for name in config.train.evaluations}

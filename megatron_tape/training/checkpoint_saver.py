@@ -1,4 +1,4 @@
-"""Save a run's checkpoints, optionally in the background. Failed saves are skipped, except that of the last step."""
+"""Save a run's checkpoints, optionally in the background. Only the save of the last step is retried if it fails."""
 
 import contextlib
 import logging
@@ -18,19 +18,19 @@ from megatron_tape.training.engine import Engine
 logger = logging.getLogger(__name__)
 
 LAST_SAVE_TRIES = 20
-"""Attempts to save the last step."""
+"""Maximum number of times to try to save the last step."""
 LAST_SAVE_WAIT = 30.0
-"""Seconds between these attempts."""
+"""Seconds between two tries."""
 POLL_SECONDS = 1.0
+"""Seconds between two checks, while waiting for the next try, of whether the process was asked to stop."""
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of a run. All ranks create it and call its methods together.
+    """Saves the checkpoints of a run. All ranks create a saver and call its methods together.
 
-    With `checkpoint.asynchronous`, files are written while training continues; at most one save is pending.
-
-    A failed save is logged and not retried before the next interval. The methods raise StaleAttempt if a newer attempt
-    has taken over the run.
+    With `checkpoint.asynchronous`, files are written while training continues; at most one save is pending. If a save
+    fails, a warning is logged, and the run saves again at the next `checkpoint.interval`. The methods raise
+    StaleAttempt if a newer attempt has taken over the run.
     """
 
     def __init__(
@@ -48,8 +48,9 @@ class CheckpointSaver:
     def save(self, step: int, samples: int, progress: dict, wait: bool) -> bool:
         """Save a checkpoint after `step` steps and `samples` sequences; return whether it is complete.
 
-        Without `wait`, an asynchronous save is only started; `poll` and `finish` complete it. The save of the last step
-        is retried until the process is asked to stop. Raises CheckpointError if the last step cannot be saved.
+        If saves are asynchronous and `wait` is false, the save is only started; `poll` and `finish` complete it. The
+        save of the last step is tried up to `LAST_SAVE_TRIES` times or until the process is asked to stop, and raises
+        CheckpointError if all tries fail.
         """
         self.finish()
         if step == self._config.train.steps:
@@ -61,12 +62,12 @@ class CheckpointSaver:
         return False if in_thread else self.finish()
 
     def poll(self) -> None:
-        """Advance a pending save if every rank is ready for that; called between steps."""
+        """Advance a pending save if all ranks have finished its current stage. Call this between steps."""
         if self._current is not None and not self._engine.layout.any_rank(self._current.busy):
             self._advance()
 
     def finish(self) -> bool:
-        """Wait for the pending save, if there is one; return whether it is complete."""
+        """Wait for the pending save, and return whether it succeeded; False if there is none."""
         complete = False
         while self._current is not None:
             self._watch.progress("saving")
@@ -88,7 +89,7 @@ class CheckpointSaver:
             yield
         except CheckpointError as error:
             self._current = None
-            _warn(error, "at the next interval")
+            _warn(error, "at the next checkpoint.interval")
 
     def _save_last(self, step: int, samples: int, progress: dict) -> bool:
         for tries_left in reversed(range(LAST_SAVE_TRIES)):
@@ -98,7 +99,7 @@ class CheckpointSaver:
             except CheckpointError as error:
                 if tries_left == 0:
                     raise
-                _warn(error, f"in {LAST_SAVE_WAIT:g} s, {counted(tries_left, 'time')} more")
+                _warn(error, f"in {LAST_SAVE_WAIT:g} s, at most {counted(tries_left, 'time')}")
                 if _wait_to_retry(self._engine, self._watch, LAST_SAVE_WAIT):
                     return False
             else:
@@ -108,11 +109,11 @@ class CheckpointSaver:
 
 
 def _warn(error: CheckpointError, next_try: str) -> None:
-    logger.warning("warning: %s; earlier checkpoints are intact, the next attempt is %s", error, next_try)
+    logger.warning("warning: %s; earlier checkpoints are intact, and saving is tried again %s", error, next_try)
 
 
 def _wait_to_retry(engine: Engine, watch: Watch, seconds: float) -> bool:
-    """Wait before the next attempt; return early, and true, on every rank if any rank is asked to stop."""
+    """Wait for `seconds`, or until any rank is asked to stop; return on all ranks whether that happened."""
     for _ in range(math.ceil(seconds / POLL_SECONDS)):
         if engine.layout.any_rank(watch.stop is not None):
             return True

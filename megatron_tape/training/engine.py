@@ -1,7 +1,7 @@
 """A wrapper of DeepSpeed ZeRO: train a step, evaluate, and save or load the training state.
 
-The state consists of whole tensors by parameter name, gathered over the data-parallel ranks. It is independent of
-ZeRO's partitions, so a run can continue with another ZeRO stage or number of ranks.
+The training state are the fp32 weights and optimizer moments by parameter name, without ZeRO's partitioning. A run can
+therefore continue with another ZeRO stage or number of ranks. Axes: B batch, S sequence, V vocabulary.
 """
 
 import contextlib
@@ -41,16 +41,20 @@ from megatron_tape.training.step_clock import (
 )
 
 Batch = dict[str, Tensor]
+"""Keyword arguments of `LanguageModel.forward`: `tokens`, `labels` and so on."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of Adam's moments in the optimizer's state."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of an optimizer step; `skipped` if its loss or gradient was not finite, or by the skip predicate."""
+    """The result of a training step."""
 
     loss: float
     grad_norm: float
+    """Norm of the gradient before clipping."""
     skipped: bool
+    """Whether the update was skipped, since the loss or gradient was not finite, or by the skip predicate."""
     z_loss: float | None = None
     """The term that `optimizer.z_loss` adds to the training objective; not included in `loss`."""
 
@@ -61,7 +65,10 @@ class StepResult:
 
 
 def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
-    """Return DeepSpeed's configuration, which counts a sequence once for each of its context-parallel ranks."""
+    """Return DeepSpeed's configuration.
+
+    To DeepSpeed, context-parallel ranks are data-parallel ranks, so its batch sizes count a sequence once per rank.
+    """
     stage = config.deepspeed.zero_stage
     zero = {
         "stage": stage,
@@ -71,8 +78,8 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     }
     micro = config.train.micro_batch_size
     in_bf16 = config.train.precision == "bf16"
-    # With fp32 accumulation, stage 1 would use DeepSpeed's `BF16_Optimizer`, which does not skip steps with gradients
-    # that are not finite. `ScatteredGradients` accumulates in fp32 there.
+    # With fp32 accumulation, DeepSpeed would use its `BF16_Optimizer` in stage 1, which does not skip steps with
+    # gradients that are not finite. In stage 1, `ScatteredGradients` accumulates in fp32 instead.
     accumulates_in_fp32 = in_bf16 and stage > 1
     return {
         "train_micro_batch_size_per_gpu": micro,
@@ -90,15 +97,15 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
 
 
 def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch.nn.Parameter], None] | None:
-    """Return a function that keeps only this rank's ZeRO 3 partition of a parameter; None for other stages.
+    """Return a function that keeps only this rank's ZeRO 3 partition of a parameter; None for ZeRO 1 and 2.
 
-    `parallel.partitions.allocate` calls it for each parameter before it allocates the next one.
+    `parallel.partitions.allocate` calls the function for each parameter before it allocates the next one.
     """
     if config.deepspeed.zero_stage < 3:
         return None
     with _torch_launcher_variables(layout):
-        # If a module is given, even an empty one, DeepSpeed replaces torch's linear function, which would otherwise
-        # save gathered weights for the backward pass.
+        # DeepSpeed replaces torch's linear function, which would save gathered weights for the backward pass, only if
+        # `module` is given; it may be empty.
         zero = deepspeed.zero.Init(
             module=torch.nn.Module(),
             data_parallel_group=layout.mpu.get_data_parallel_group(),
@@ -107,7 +114,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
         )
 
     def partition(parameter: torch.nn.Parameter) -> None:
-        # If the parameter's own module were given, DeepSpeed would broadcast weights that are not loaded yet.
+        # If `module` were the parameter's own module, DeepSpeed would broadcast weights that are not loaded yet.
         zero._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
@@ -115,12 +122,15 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
 
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
-    """Return the random generator of a training step, identical on all ranks and independent of the data's."""
+    """Return the random generator for the positions in a training step. It is the same on all ranks.
+
+    Its numbers are independent of those that shuffle the data.
+    """
     return np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step]))
 
 
 class Engine:
-    """A model under training. All ranks call every method together.
+    """A model with its optimizer, trained by DeepSpeed. All ranks call every method together.
 
     DeepSpeed copies the weights in the constructor, so `model` must already have them. With ZeRO 3, they may be
     partitioned (see `zero_partition`).
@@ -162,19 +172,19 @@ class Engine:
             self._scattered = ScatteredGradients(zero, overlap, deferred, self.clock.waiting)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
-        """Number of updates; skipped steps do not count."""
+        """Number of updates so far; skipped steps do not count."""
         self.before_update: Callable[[], None] | None = None
-        """Called in every step after the gradients are averaged and before they are clipped."""
+        """If set, called in every step after the gradients are averaged and before they are clipped."""
         if self._tied is not None:
             self._tied.start(layout.device)
         self._replicated = replicated_parameters(model)
         self._loss_sum = torch.zeros((), device=layout.device)
         """Sum of the losses of a step's micro-batches so far."""
         self._skipped_norm: float | None = None
-        """Gradient norm of a step that the predicate skipped."""
+        """Gradient norm of this step if the predicate skipped its update."""
 
     def set_skip_predicate(self, predicate: Callable[[float, float], bool]) -> None:
-        """Skip updates for which `predicate(loss, gradient norm)` returns true on any rank."""
+        """Skip each update for which `predicate(loss, gradient norm)` returns true on any rank."""
 
         def skips(norm: float) -> bool:
             if not math.isfinite(norm) or not self.layout.any_rank(predicate(self._mean_loss(), norm)):
@@ -185,21 +195,22 @@ class Engine:
         deepspeed_patches.skip_updates(self.deepspeed_engine.optimizer, skips)
 
     def close(self) -> None:
-        """Release the model, to which DeepSpeed's hooks have cyclic references that Python cannot collect."""
+        """Free the model's memory. Otherwise DeepSpeed's hooks would keep it until the process ends."""
         self.deepspeed_engine.destroy()
 
     def set_batch_size(self, sequences: int) -> None:
-        """Set the global batch size of the following steps."""
+        """Set the global batch size of the following steps, in sequences."""
         if sequences * self.layout.context_parallel_size != self.deepspeed_engine.train_batch_size():
             self.deepspeed_engine.set_train_batch_size(sequences * self.layout.context_parallel_size)
-            self.deepspeed_engine.micro_steps = 0  # DeepSpeed divides it to find a step's last micro-batch
+            # DeepSpeed finds a step's last micro-batch by the remainder of this counter.
+            self.deepspeed_engine.micro_steps = 0
             self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
 
     def train_step(self, batches: Iterable[Batch], lr: float, step: int = 0) -> StepResult:
-        """Perform one update from `micro_batches` batches, each the keyword arguments of the model's forward.
+        """Train on the next `micro_batches` batches, and update the weights once.
 
-        The learning rate of a parameter group is `lr` times its `lr_scale`. Random positions depend on `step` and the
-        seed.
+        The learning rate of a parameter group is `lr` times its `lr_scale`. `step` seeds random positions, together
+        with `train.seed`.
         """
         for group in self.deepspeed_engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -221,15 +232,15 @@ class Engine:
 
     @property
     def averages(self) -> bool:
-        """Whether there is an average of the weights."""
+        """Whether there is an average of the weights, that is, after the first update with `train.average`."""
         return self._average is not None and self.optimizer_steps > 0
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Swap in the averaged weights within the context, in which the model must not be trained."""
+        """Swap in the averaged weights within the context. Do not train the model in it."""
         return self._average.swapped_in()
 
     def _update_weights(self) -> None:
-        """Copy the fp32 weights of `_masters` to the model, as after a step."""
+        """Copy the fp32 weights of `_masters` to the model, as DeepSpeed does after a step."""
         zero = self.deepspeed_engine.optimizer
         if self.zero_stage < 3:
             zero.update_lp_params()
@@ -243,7 +254,7 @@ class Engine:
             self._tied.share()
 
     def _masters(self) -> list[Tensor]:
-        """Return the fp32 tensors that the optimizer updates, which are this rank's shard."""
+        """Return the fp32 master weights that this rank's optimizer updates: its shard of each parameter group."""
         zero = self.deepspeed_engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.zero_stage == 3 else zero.single_partition_of_fp32_groups
 
@@ -255,7 +266,7 @@ class Engine:
         return self.layout.tokens.average(self.layout.broadcast_from_last_stage(total) / self.micro_batches).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> None:
-        """Accumulate the losses and gradients of all micro-batches, and update."""
+        """Accumulate the losses and gradients of all micro-batches, and update the weights."""
         for batch in self.clock.each(DATA, batches):
             with self.clock.phase(FORWARD):
                 loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
@@ -270,10 +281,10 @@ class Engine:
                 self.deepspeed_engine.step()
 
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> None:
-        """Do the same with Megatron's pipeline schedule, which calls the model itself.
+        """Do the same as `_run` with Megatron's pipeline schedule, which calls the model.
 
-        DeepSpeed's hooks still accumulate gradients and average them during the last backward pass, except that of a
-        tied embedding, a part of which comes from the last stage.
+        DeepSpeed's hooks still accumulate the gradients, and average them during the last backward pass. Only the
+        gradient of a tied embedding is averaged afterwards, since the last stage sends a part of it.
         """
         micro_batches, engine = list(self.clock.each(DATA, batches)), self.deepspeed_engine
         positions = self._positions(micro_batches[0], step)
@@ -299,7 +310,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Make DeepSpeed only accumulate gradients within the context; afterwards, they are the last micro-batch's."""
+        """Make DeepSpeed accumulate gradients within the context without averaging them.
+
+        The backward pass after the context is that of the last micro-batch, which averages them.
+        """
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         yield
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
@@ -316,12 +330,12 @@ class Engine:
         return result
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss of the batches over all data-parallel ranks."""
+        """Return the mean loss of all batches of all data-parallel ranks."""
         losses = [self._forward(**batch) for batch in batches]
         return self.layout.tokens.average(self.layout.broadcast_from_last_stage(torch.stack(losses).mean())).item()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, S, V) of token ids (B, S), the same on all ranks."""
+        """Return the logits (B, S, V) of token ids (B, S), on all pipeline stages."""
         return self.layout.broadcast_from_last_stage(self._forward(tokens))
 
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -332,14 +346,15 @@ class Engine:
         """Return copies, on the CPU, of this tensor-parallel rank's fp32 weights and optimizer moments.
 
         Args:
-            owner: maps a key to the replica rank that returns its tensor; the other replicas send it their shards.
-            frozen: whether to include frozen parameters, which have the precision of training and no moments.
+            owner: maps a key to the rank, among those with the same weights, that returns the tensor. The others send
+                it their shards.
+            frozen: whether to include the weights of frozen parameters. They have the precision of training.
 
         Returns:
-            The tensors by `weight/NAME`, `exp_avg/NAME` and so on. There are no moments before the first update.
+            The tensors by key: `weight/NAME`, `exp_avg/NAME` and so on. There are no moments before the first update.
         """
         self._link_moments()
-        me, state, shards = self.layout.replica_rank, {}, []
+        rank, state, shards = self.layout.replica_rank, {}, []
         partitioned = zero_partitions.partitionings(self.deepspeed_engine.optimizer, self._partitioned_parameters())
         for key, parameter in self._state_keys(frozen):
             kind, _, name = key.partition("/")
@@ -348,14 +363,14 @@ class Engine:
                 local = trained if parameter.requires_grad else functools.partial(getattr, parameter, "ds_tensor")
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 shards.append(zero_partitions.Shard(key, shape, partitioned[name], owner(key), local))
-            elif owner(key) == me:  # frozen, and replicated on every rank
+            elif owner(key) == rank:  # frozen, and not partitioned by ZeRO 1 or 2
                 state[key] = parameter.detach().to("cpu", torch.float32).clone().contiguous()
         for key, tensor in zero_partitions.gather_to_owners(shards, self.layout.groups.dp_cp, self.layout.device):
             state[key] = tensor.to("cpu").contiguous()
         return state
 
     def _partitioned_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that ZeRO partitions: all with ZeRO 3, otherwise the trained ones."""
+        """Return the parameters that ZeRO partitions: all with ZeRO 3, only trained ones with ZeRO 1 and 2."""
         return self.names if self.zero_stage == 3 else self.trained
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
@@ -369,21 +384,22 @@ class Engine:
                     yield f"{key}/{name}", parameter
 
     def _keys_of(self, name: str, trained: bool) -> tuple[str, ...]:
-        """Return the kinds of tensors that the state has of a parameter: `weight`, and moments if it was updated."""
+        """Return the first parts of a parameter's keys: `weight` and, if it was updated, those of its moments."""
         moments = self._moments(self._uses_muon and is_matrix(name)) if trained and self.optimizer_steps else ()
         return ("weight", *moments)
 
     def load_training_state(
         self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Iterable[str] | None = None
     ) -> None:
-        """Load the state of the trained parameters.
+        """Load the training state of the trained parameters.
 
-        The model must have the checkpoint's weights when the engine is created, since ZeRO copies them then.
+        The model must have had the checkpoint's weights when the engine was created, because ZeRO copies them then.
 
         Args:
             read: returns this rank's tensor of a key, or None if it belongs to another pipeline stage.
             optimizer_steps: the number of updates so far.
-            names: the trained parameters of all pipeline stages, for which `read` is called; by default this stage's.
+            names: names of the trained parameters of all pipeline stages, in the order in which `read` is called.
+                Default: those of this stage.
         """
         self.optimizer_steps = optimizer_steps
         if optimizer_steps:
@@ -401,7 +417,10 @@ class Engine:
             safe_set_full_optimizer_state(parameter, value, key)
 
     def _create_moments(self, steps: int) -> None:
-        """Create the optimizer's state, which torch creates only at the first step, and link it to ZeRO."""
+        """Create the optimizer's state, which torch would create only in the first step, and link it to ZeRO.
+
+        `steps` is the number of updates so far, which Adam's bias correction depends on.
+        """
         of_muon = {tensor for group in self.adam.param_groups if group.get("muon") for tensor in group["params"]}
         for tensor in self._masters():
             keys = self._moments(tensor in of_muon)
@@ -412,7 +431,7 @@ class Engine:
         self._link_moments()
 
     def _moments(self, of_muon: bool) -> tuple[str, ...]:
-        """Return the keys of a tensor's optimizer state, which includes the weight average."""
+        """Return the keys of a tensor's optimizer state: the moments of Muon or Adam, and the weight average."""
         moments = (MOMENTUM_BUFFER,) if of_muon else MOMENTS
         return moments if self._average is None else (*moments, AVERAGE)
 
@@ -422,14 +441,14 @@ class Engine:
 
 
 def _scaled(loss: Tensor) -> Tensor:
-    """Return the loss, or NaN if it is not finite, so that its gradient is NaN too and the step is skipped."""
+    """Return the loss, or NaN if it is not finite. Gradients are then NaN too, and DeepSpeed skips the step."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def _gather_for_whole_layers(model: torch.nn.Module) -> None:
-    """Make ZeRO 3 gather the encoding's parameters together with each layer.
+    """Make ZeRO 3 gather the positional encoding's parameters before each layer.
 
-    By default, it gathers them for `LayerPosition.forward` only, but attention already computes biases from them.
+    By default, it gathers them only before `LayerPosition.forward`, but attention uses them earlier, for biases.
     """
     for layer in model.modules():
         if isinstance(layer, PositionTransformerLayer):
@@ -439,7 +458,7 @@ def _gather_for_whole_layers(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
-    """Set torchrun's variables, which DeepSpeed reads even if a single process has initialized its own group."""
+    """Set torchrun's environment variables, which DeepSpeed reads, if torchrun has not started this process."""
     local_rank = layout.device.index or 0 if layout.device.type == "cuda" else layout.rank
     values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
     added = {key: str(value) for key, value in values.items() if key not in os.environ}

@@ -1,10 +1,10 @@
 """Average gradients under ZeRO 1 and 2, and sum those of parameters that are replicated over tensor-parallel ranks.
 
-With sequence parallelism, norms and TAPE's matrices (marked `sequence_parallel`, Megatron's convention) process only
-their rank's tokens, so their gradients must be summed over the tensor-parallel group. Megatron does this in
-`finalize_model_grads`, which DeepSpeed does not call. It is done here once per optimizer step, after the gradients are
-averaged over data-parallel ranks, since the sum of averages equals the average of sums. Tensor-parallel ranks have
-shards of equal sizes, so ZeRO assigns each of them the same parts of these parameters.
+With sequence parallelism, norms and TAPE's matrices (Megatron's attribute `sequence_parallel`) process only their
+rank's tokens, so their gradients must be summed over the tensor-parallel group. Megatron does this in
+`finalize_model_grads`, which DeepSpeed does not call. `sum_replicated` does it once per optimizer step. By then, the
+gradients are averaged over the data-parallel ranks and partitioned by ZeRO. Tensor-parallel ranks have the same
+partitions of these parameters, because all their shards have equal sizes.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
 
 
 def local_gradient(parameter: Parameter, zero_stage: int) -> Tensor | None:
-    """Return the part of a parameter's averaged gradient that this rank's optimizer uses, or None."""
+    """Return this rank's ZeRO partition of a parameter's averaged gradient, or None if the partition is empty."""
     if zero_stage == 3:
         return safe_get_local_grad(parameter)
     mapping = parameter._hp_mapping
@@ -37,9 +37,9 @@ def local_gradient(parameter: Parameter, zero_stage: int) -> Tensor | None:
 
 
 def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its sum over `group`, with one all-reduce in fp32.
+    """Replace each gradient in place by its sum over `group`, with one all-reduce in fp32.
 
-    All ranks pass gradients of the same sizes in the same order.
+    All ranks must pass gradients of the same sizes in the same order.
     """
     if not gradients or group.size() == 1:
         return
@@ -52,29 +52,30 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
 @torch.no_grad()
 def sum_replicated(parameters: list[Parameter], zero_stage: int, group: dist.ProcessGroup) -> None:
     """Sum the gradients of replicated parameters over the tensor-parallel group, before the optimizer's step."""
-    parts = [local_gradient(parameter, zero_stage) for parameter in parameters]
-    sum_over_group([part for part in parts if part is not None], group)
+    gradients = [local_gradient(parameter, zero_stage) for parameter in parameters]
+    sum_over_group([gradient for gradient in gradients if gradient is not None], group)
 
 
 class _PendingReduceScatter(NamedTuple):
     """A reduce-scatter that has been started."""
 
     group: int
+    """Index of the parameter group."""
     work: dist.Work
     shard: Tensor
-    """This rank's part of the flat gradients, which receives the sum over the ranks."""
+    """This rank's partition of the flat gradients, which receives the sum over the ranks."""
 
 
 class ScatteredGradients:
-    """Averages gradients under ZeRO 1 and 2 with one reduce-scatter per parameter group, as soon as it is complete.
+    """Averages gradients under ZeRO 1 and 2 with one reduce-scatter per parameter group.
 
-    The group of the parameter `deferred` is averaged at the end of the step, since its gradient is still incomplete
-    after the backward pass.
+    A group is averaged as soon as the backward pass has computed its last gradient: with ZeRO 1 in the last
+    micro-batch, with ZeRO 2 in each micro-batch. Gradients are accumulated in fp32, summed over the ranks in
+    `deepspeed.communication_precision`, and divided by the number of ranks. The group of the parameter `deferred` is
+    averaged at the end of the step, because another pipeline stage adds to its gradient after the backward pass.
 
-    ZeRO divides each parameter group into equal parts for the ranks. DeepSpeed 0.19.8 fills buckets across groups, of
-    which ranks need unequal parts. It therefore averages them with all-reduce, which sends twice as much. This object
-    replaces the methods that do so. It accumulates in fp32, sums over ranks in `communication_precision`, and divides
-    the sum. ZeRO 1 averages after the last micro-batch, ZeRO 2 after each micro-batch.
+    These methods replace DeepSpeed's, which (in 0.19.8) use buckets that contain gradients of several groups. Ranks
+    need unequal parts of such a bucket, so DeepSpeed averages it with an all-reduce, which sends twice as many bytes.
     """
 
     def __init__(
@@ -84,13 +85,17 @@ class ScatteredGradients:
         deferred: Parameter | None = None,
         waiting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        """Replace the methods. The context `waiting()` is entered while the rank waits for others."""
+        """Replace the methods of `zero`.
+
+        `overlap` lets reduce-scatters run while the backward pass continues. The context `waiting()` is entered while
+        this rank waits for others, to measure the time.
+        """
         self._zero, self._overlap, self._deferred, self._waiting = zero, overlap, deferred, waiting
         self._sums: dict[int, Tensor] = {}
-        """Flat sums of this rank's gradients that have not been averaged yet, by parameter group."""
+        """Flat gradients that this rank has accumulated but not averaged yet, by parameter group."""
         self._pending: list[_PendingReduceScatter] = []
         self._missing: list[set[int]] = []
-        """Indices of the parameters without a gradient so far, by parameter group."""
+        """For each parameter group, the indices of the parameters whose gradients are not complete."""
         self._begin()
         deepspeed_patches.replace_gradient_reduction(zero, self._add, self._finish)
 
@@ -98,7 +103,7 @@ class ScatteredGradients:
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]
 
     def _add(self, parameter: Parameter, group: int) -> None:
-        """Accumulate a parameter's gradient of one micro-batch; a hook of the backward pass calls this."""
+        """Accumulate a parameter's gradient of one micro-batch. DeepSpeed calls this during the backward pass."""
         first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
         self._sum_of(group)[first : first + parameter.numel()].add_(parameter.grad.reshape(-1))
         parameter.grad = None
@@ -109,9 +114,9 @@ class ScatteredGradients:
                 self._scatter(group)
 
     def add_to_deferred(self, gradient: Tensor) -> None:
-        """Add another pipeline stage's part of the gradient of `deferred`, before its group is averaged."""
+        """Add a gradient of `deferred` from another pipeline stage, before its group is averaged."""
         groups = enumerate(self._zero.bit16_groups)
-        group = next(number for number, parameters in groups if any(one is self._deferred for one in parameters))
+        group = next(number for number, parameters in groups if any(p is self._deferred for p in parameters))
         first = self._zero.round_robin_bit16_offsets[group][self._deferred.param_idx_in_group]
         self._sum_of(group)[first : first + self._deferred.numel()].add_(gradient.reshape(-1))
 
@@ -122,7 +127,7 @@ class ScatteredGradients:
         return self._sums[group]
 
     def _scatter(self, group: int) -> None:
-        """Start to average a group."""
+        """Start the reduce-scatter of a group."""
         if self._zero.partition_gradients:
             self._finish_pending()  # frees the previous group before the next micro-batch needs memory
         flat = self._sum_of(group).to(self._zero.communication_data_type)
@@ -135,7 +140,10 @@ class ScatteredGradients:
             self._finish_pending()
 
     def _finish_pending(self) -> None:
-        """Wait for pending reduce-scatters. On a GPU, computation and sends between pipeline stages wait, too."""
+        """Wait for pending reduce-scatters, and add their averages to ZeRO's gradients.
+
+        On a GPU, the computation and the sends between pipeline stages that follow also wait.
+        """
         while self._pending:
             group, work, shard = self._pending.pop(0)
             with self._waiting():
@@ -144,7 +152,10 @@ class ScatteredGradients:
             averaged.add_(shard, alpha=1 / self._zero.dp_process_group.size())
 
     def _finish(self, **_: Any) -> None:
-        """Average all remaining groups, such as those with a parameter without gradient; DeepSpeed calls this."""
+        """Average the remaining groups: that of `deferred`, and groups with a parameter that had no gradient.
+
+        DeepSpeed calls this after the backward pass.
+        """
         for group, missing in enumerate(self._missing):
             if missing or group in self._sums:
                 self._scatter(group)

@@ -1,7 +1,7 @@
-"""Hooks of the training loop: evaluations, and metrics of every logged step.
+"""Hooks of the training loop, which run before and after steps and evaluate the model.
 
-To add one, subclass `Hook`, `register` it by name, and list the name in `train.evaluations`. All ranks call a hook
-together, so it may communicate. The result of rank 0 is logged.
+To add a hook, subclass `Hook`, `register` it under a name, and add the name to `train.evaluations`. All ranks call a
+hook together, so it may use collective operations. The result of rank 0 is logged.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HookResult:
-    """Results of a hook by name. A scalar has the same name in every log."""
+    """What a hook logs, by name."""
 
     scalars: dict[str, float] = field(default_factory=dict)
-    """Numbers for `metrics.jsonl`, TensorBoard and Weights & Biases."""
+    """Numbers for `metrics.jsonl`, TensorBoard and Weights & Biases, under the same name in each."""
     texts: dict[str, str] = field(default_factory=dict)
     """Texts for TensorBoard."""
     words: dict[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class HookResult:
 
 
 class Training(Protocol):
-    """The part of `training.trainer.Trainer` that hooks may use; the state of the run on this rank."""
+    """The part of `training.trainer.Trainer` that hooks may use: the state of the run on this rank."""
 
     config: RunConfig
     watch: Watch
@@ -46,15 +46,16 @@ class Training(Protocol):
     model: LanguageModel
     engine: Engine
     progress: dict[str, Any]
-    """JSON that is saved in checkpoints and restored when the run continues. Replace it, do not modify it in place."""
+    """JSON that is saved in checkpoints and restored when the run continues. Assign a new dict instead of modifying it,
+    since a save in the background may be using it."""
     writer: MetricsWriter | None
-    """None except on rank 0."""
+    """Writes metrics; None except on rank 0."""
     step: int
     """The last completed step."""
     samples: int
     """The number of sequences that the run has trained on or skipped."""
     enters_stage: bool
-    """Whether the next step is the first one of another stage of `data.stages`."""
+    """Whether the next step is the first one of a new stage of `data.stages`."""
 
     def logs(self, step: int) -> bool:
         """Return whether the metrics of `step` are logged."""
@@ -64,41 +65,48 @@ class Training(Protocol):
 
 
 class Hook:
-    """Base class of hooks; does nothing. Store state that a resumed run needs in `trainer.progress`."""
+    """Base class of hooks, whose methods do nothing. Store state that a resumed run needs in `trainer.progress`."""
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Run before training step `step`. See `trainer.logs(step)` and `trainer.evaluates(step)`."""
+        """Run before training step `step`, which `trainer.logs(step)` and `trainer.evaluates(step)` describe."""
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        """Run after training step `step`; the results are logged if the step is."""
+        """Run after training step `step`. The result is logged if `trainer.logs(step)`."""
         return HookResult()
 
     def due(self, trainer: Training, step: int) -> bool:
-        """Return whether to evaluate after `step`. By default, every `train.eval_interval` steps and after the last."""
+        """Return whether to call `evaluate` after `step`.
+
+        By default, this is every `train.eval_interval` steps and after the last step; never if the interval is null.
+        """
         interval, last = trainer.config.train.eval_interval, step == trainer.config.train.steps
         return interval is not None and (step % interval == 0 or last)
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        """Evaluate the model after `step`."""
+        """Evaluate the model after `step`, and return what to log."""
         return HookResult()
 
 
 HOOKS: dict[str, Callable[[], Hook] | None] = dict.fromkeys(EVALUATIONS)
-"""Functions that create hooks, by the names in `train.evaluations`; `built_in_hooks` adds the built-in ones."""
+"""Functions that create hooks, by the names in `train.evaluations`. `built_in_hooks` adds those of the project."""
 
 
-def register(name: str, kind: Callable[[], Hook]) -> None:
-    """Register the hook that `kind()` creates under `name`, for `train.evaluations`, before settings are read."""
-    HOOKS[name] = kind
+def register(name: str, create: Callable[[], Hook]) -> None:
+    """Add `name` to the names that `train.evaluations` accepts; `create()` must return the hook, such as a class.
+
+    Call this before the settings are read.
+    """
+    HOOKS[name] = create
 
 
 def merge_results(results: Iterable[tuple[str, HookResult]]) -> HookResult:
-    """Merge results of several hooks, given with the hooks' names. Raises ValueError if two share a name."""
+    """Merge (hook name, result) pairs. Raises ValueError if two results contain the same name."""
     merged = HookResult()
     for hook, result in results:
-        for kind in ("scalars", "texts", "words"):
-            old, new = getattr(merged, kind), getattr(result, kind)
+        for attribute in ("scalars", "texts", "words"):
+            old, new = getattr(merged, attribute), getattr(result, attribute)
             if duplicates := old.keys() & new.keys():
-                raise ValueError(f"evaluation {hook} returns {sorted(duplicates)[0]}, and so does another evaluation")
+                name = sorted(duplicates)[0]
+                raise ValueError(f"evaluation {hook} returns {name}, which another evaluation returns, too; rename it")
             old.update(new)
     return merged

@@ -1,4 +1,4 @@
-"""Build the model of a run, and choose which parameters to train."""
+"""Build the model of a run, and freeze the parameters that it does not train."""
 
 import dataclasses
 import logging
@@ -30,9 +30,9 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel | Pipeline:
-    """Return the run's model, or this pipeline stage's part of it, after verifying its kernels.
+    """Verify the kernels, and return the run's model or this pipeline stage of it. All ranks call this together.
 
-    Parameters are not allocated yet.
+    The parameters are on the meta device.
     """
     _log_settings(config, layout)
     dtype, recompute = dtype_of(config), config.train.recompute
@@ -73,24 +73,23 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
 
 
 def parameter_filter(extension: ExtensionConfig) -> ParameterFilter:
-    """Return the filter for the parameters that `extension.trains` selects."""
+    """Return the filter that selects the parameters of the kinds in `extension.trains`."""
     return lambda name, parameter: "all" in extension.trains or kind_of(name) in extension.trains
 
 
 def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, recomputes: bool) -> None:
     """Freeze the parameters for which `trains` returns false.
 
-    With activation checkpointing (`recomputes`), gradients flow only if a layer's input requires them. The output of a
-    frozen embedding is therefore made to require gradients.
-
-    Raises ValueError if all parameters would be frozen; this is allowed for a pipeline stage.
+    With activation checkpointing (`recomputes`), a layer computes gradients only if its input requires them. The output
+    of a frozen embedding is therefore made to require gradients. Raises ValueError if all parameters of a whole model
+    would be frozen; a pipeline stage may be frozen completely.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name, parameter))
     if isinstance(model, LanguageModel) and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("no parameter of the model is trained")
+        raise ValueError("all parameters of the model would be frozen; train at least one")
     if isinstance(model, Pipeline) and model.tied is not None:
-        # Only the first stage has the parameter, but all stages need to know.
+        # Only the first stage has the parameter, but all stages need to know whether it is trained.
         model.tied.trained = trains(TIED, torch.nn.Parameter(torch.empty(model.tied.shape, device="meta")))
     if not recomputes or model.embedding is None:
         return
@@ -99,9 +98,9 @@ def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, 
 
 
 def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> str:
-    """Return a table of the trained and total parameters of the whole model by kind, with sums.
+    """Return a table with the numbers of trained and of all parameters of the whole model, by kind and in total.
 
-    Call this before ZeRO partitions the model.
+    All ranks call this together, before ZeRO partitions the model.
     """
     trained: Counter[str] = Counter()
     total: Counter[str] = Counter()
@@ -112,8 +111,8 @@ def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> 
             total[kind] += numel
             trained[kind] += numel * parameter.requires_grad
     none: Counter[str] = Counter()
-    trained, total = (sum(layout.gather_stages(counted), none) for counted in (trained, total))
-    total["total"] = total.pop("total")  # to the end
+    trained, total = (sum(layout.gather_stages(counts), none) for counts in (trained, total))
+    total["total"] = total.pop("total")  # the last row
     width = max(len(f"{number:,}") for number in total.values())
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]
     lines += [f"{kind:<12}{trained[kind]:>{width},}  {total[kind]:>{width},}" for kind in total]

@@ -1,13 +1,13 @@
-"""Muon (Jordan et al., 2024) for the matrices of hidden layers, and AdamW for all other parameters.
+"""Muon (Jordan et al., 2024) for the matrices of the decoder layers, and AdamW for all other parameters.
 
 Muon's update is the orthogonalized momentum times 0.2 sqrt(max(rows, columns)) (Liu et al., 2025, "Muon is scalable").
-Its root mean square is about that of AdamW's update, so both can use the same learning rate and weight decay. Matrices
-are split as in Hugging Face's checkpoints: queries, keys, values, and the two halves of the gated MLP are
-orthogonalized separately.
+Its root mean square is about that of AdamW's update, so both can use the same learning rate and weight decay. Fused
+matrices are split as in Hugging Face's checkpoints: queries, keys, values, and the gate and up projections of the MLP
+are orthogonalized separately.
 
-Orthogonalization requires whole matrices, but ZeRO 1 and 2 shard flat groups of parameters over the ranks. The momentum
-of a group is therefore gathered, and each rank orthogonalizes the matrices that it updates in part. Tensor-parallel
-ranks gather each matrix, and each of them orthogonalizes all of it.
+Orthogonalization requires unsharded matrices, but ZeRO 1 and 2 shard each flat group of parameters over the ranks. All
+ranks therefore gather the momentum of a group, and each rank orthogonalizes the matrices with elements in its shard.
+Tensor-parallel ranks gather the shards of a matrix, and all of them orthogonalize the whole matrix.
 """
 
 import math
@@ -26,14 +26,19 @@ from megatron_tape.model.weights import from_megatron, shard, to_megatron, unsha
 from megatron_tape.parallel.layout import ParallelLayout
 
 MOMENTUM = 0.95
+"""Decay of the momentum in each step."""
 MOMENTUM_BUFFER = "momentum_buffer"
 """Key of the momentum in the optimizer's state, as in `torch.optim.Muon`."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
+"""Coefficients of the Newton-Schulz polynomial, and the number of iterations."""
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return approximately U V^T for a matrix U S V^T, by Jordan's quintic Newton-Schulz iteration in its dtype."""
+    """Return approximately U V^T for a matrix with singular value decomposition U S V^T.
+
+    Uses Jordan's quintic Newton-Schulz iteration, in the dtype of the matrix.
+    """
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -50,7 +55,7 @@ def is_matrix(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """This rank's tensor-parallel shard of a parameter, at offset `first` in a flat tensor."""
+    """This rank's tensor-parallel shard of a parameter, which starts at offset `first` in the flat parameter group."""
 
     name: str
     parameter: Parameter
@@ -58,9 +63,10 @@ class Matrix:
 
 
 class Matrices:
-    """Orthogonalizes the momentum of the matrices in each tensor that the optimizer updates.
+    """Computes Muon's update of each fp32 tensor that the optimizer updates: this rank's shard of a parameter group.
 
-    `zero` is the optimizer that `deepspeed.initialize` returns under ZeRO 1 and 2.
+    `dtype` is that of the orthogonalization. `zero` is the optimizer that `deepspeed.initialize` returns under ZeRO 1
+    and 2.
     """
 
     def __init__(
@@ -78,35 +84,38 @@ class Matrices:
                 first += parameter.numel()
 
     def update(self, tensor: Tensor, direction: Tensor) -> Tensor:
-        """Return the update of `tensor`, given its momentum `direction`. All ranks call this together."""
-        part = direction.numel()
-        own, begin = direction.reshape(-1).to(self._dtype), self._ranks.rank() * part
-        whole = own.new_empty(part * self._ranks.size())
-        dist.all_gather_into_tensor(whole, own, group=self._ranks)
+        """Return the update of `tensor`, before the learning rate, for its momentum `direction`.
+
+        All ranks call this together.
+        """
+        numel = direction.numel()
+        local, begin = direction.reshape(-1).to(self._dtype), self._ranks.rank() * numel
+        whole = local.new_empty(numel * self._ranks.size())
+        dist.all_gather_into_tensor(whole, local, group=self._ranks)
         result = torch.zeros_like(direction).view(-1)
         for matrix in self._matrices[tensor]:
             end = matrix.first + matrix.parameter.numel()
-            low, high = max(matrix.first, begin), min(end, begin + part)
+            low, high = max(matrix.first, begin), min(end, begin + numel)
             if low < high:
-                found = self._orthogonal(matrix, whole[matrix.first : end].view(matrix.parameter.shape)).reshape(-1)
-                result[low - begin : high - begin] = found[low - matrix.first : high - matrix.first]
+                update = self._orthogonal(matrix, whole[matrix.first : end].view(matrix.parameter.shape)).reshape(-1)
+                result[low - begin : high - begin] = update[low - matrix.first : high - matrix.first]
         return result.view_as(direction)
 
-    def _orthogonal(self, matrix: Matrix, share: Tensor) -> Tensor:
-        """Return this rank's shard of the update, given its shard of the momentum."""
+    def _orthogonal(self, matrix: Matrix, momentum: Tensor) -> Tensor:
+        """Return this rank's tensor-parallel shard of a matrix's update, given its shard of the momentum."""
         layout, parameter = self._layout, matrix.parameter
         size, name = layout.tensor_parallel_size, matrix.name.removeprefix(WRAPPED)
-        shares = [share]
+        shards = [momentum]
         if size > 1 and getattr(parameter, "tensor_model_parallel", False):
-            shares = [torch.empty_like(share) for _ in range(size)]
-            dist.all_gather(shares, share.contiguous(), group=layout.groups.tp)
-        parts = from_megatron(name, unshard(shares, parameter), self._model)
-        parts = {key: 0.2 * math.sqrt(max(part.shape)) * orthogonalize(part) for key, part in parts.items()}
-        return shard(to_megatron(parts, name, self._model), parameter, layout.tensor_parallel_rank, size)
+            shards = [torch.empty_like(momentum) for _ in range(size)]
+            dist.all_gather(shards, momentum.contiguous(), group=layout.groups.tp)
+        momenta = from_megatron(name, unshard(shards, parameter), self._model)
+        updates = {key: 0.2 * math.sqrt(max(x.shape)) * orthogonalize(x) for key, x in momenta.items()}
+        return shard(to_megatron(updates, name, self._model), parameter, layout.tensor_parallel_rank, size)
 
 
 class AdamWAndMuon(torch.optim.AdamW):
-    """AdamW, with Muon for the parameter groups that have the key `muon`, which require `matrices`."""
+    """AdamW, and Muon for the parameter groups with the key `muon`. Muon requires that `matrices` is set."""
 
     matrices: Matrices | None = None
 

@@ -23,10 +23,10 @@ NAMES = ("state_norm", "update_norm")
 
 
 class GradientNorms(Hook):
-    """Norms of the gradients by parameter kind (embeddings, attention, ...) before clipping.
+    """Logs the norms of the gradients by parameter kind (embeddings, attention, ...), before clipping.
 
-    The root of the sum of their squares is the global norm. Each rank sums the squares of the gradients that its own
-    optimizer uses, so gradients are not communicated. Only logged steps compute the norms.
+    Each rank sums the squares in its partition of the gradients, so only these sums are communicated. The norms are
+    computed only in logged steps.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class GradientNorms(Hook):
         trainer.engine.before_update = None
         dist.all_reduce(self._squares)
         squares, counts = self._squares.tolist()
-        found = zip(KINDS, squares, counts)
-        return HookResult(scalars={f"grad_norm/{kind}": square**0.5 for kind, square, count in found if count})
+        of_kinds = zip(KINDS, squares, counts)
+        return HookResult(scalars={f"grad_norm/{kind}": square**0.5 for kind, square, count in of_kinds if count})
 
     def _measure(self, engine: Engine) -> None:
         self._squares = squares_by_kind(engine)
@@ -55,35 +55,37 @@ class GradientNorms(Hook):
 
 @torch.no_grad()
 def squares_by_kind(engine: Engine) -> Tensor:
-    """Return this rank's sums of squared gradients and its number of parameters by `KINDS`: (2, kinds) in fp64.
+    """Return two rows by parameter kind (2, len(KINDS)) in fp64: sums of squared gradients, and numbers of parameters.
 
-    Over all ranks, each element of a gradient is counted once. Call this before the optimizer's step.
+    This rank's values cover its partition of the gradients. In the sum over all ranks, each element is counted once.
+    Call this before the optimizer's step.
     """
     layout = engine.layout
-    found: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    gradients: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for name, parameter in engine.trained.items():
         replicated = not getattr(parameter, "tensor_model_parallel", False)
         if replicated and layout.tensor_parallel_rank > 0:
             continue  # tensor-parallel rank 0 counts it
-        if (part := local_gradient(parameter, engine.zero_stage)) is not None:
-            found[kind_of(name)].append(part)
+        if (gradient := local_gradient(parameter, engine.zero_stage)) is not None:
+            gradients[kind_of(name)].append(gradient)
     sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
-    for number, parts in enumerate(found.values()):
-        if parts:
-            norms = torch.stack(torch._foreach_norm(parts)).to(layout.device, torch.float64)
-            sums[0, number], sums[1, number] = norms.square().sum(), len(parts)
+    for number, of_kind in enumerate(gradients.values()):
+        if of_kind:
+            norms = torch.stack(torch._foreach_norm(of_kind)).to(layout.device, torch.float64)
+            sums[0, number], sums[1, number] = norms.square().sum(), len(of_kind)
     return sums
 
 
 class PositionNorms(Hook):
-    """Root mean squares of the position state's complex numbers and of their last update, if layers update the state.
+    """Logs the root mean squares of the position state's complex numbers and of their last update.
 
-    RoPE's state has 1 (with yarn, the attention factor) and its update 0, so both show how far TAPE is from RoPE. Every
-    logged step returns them by layer and as root mean squares over the layers.
+    For RoPE they are 1 (with yarn, the attention factor) and 0, so they show how far TAPE is from RoPE. Every logged
+    step returns them by layer, and as root mean squares over the layers. Nothing is logged if no layer updates the
+    state.
     """
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Enable the recording of norms if the step is logged."""
+        """Record the norms in this step if it is logged."""
         self._record(trainer, trainer.logs(step))
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
@@ -105,12 +107,12 @@ class PositionNorms(Hook):
 
 
 def _norms(model: LanguageModel | Pipeline) -> dict[int, Tensor] | None:
-    """Return `LayerPosition.norms` (3, G), summed over all ranks, by layer; None if no layer updates the state."""
+    """Return `LayerPosition.norms` (3, G) by layer, summed over all ranks; None if no layer updates the state."""
     layers = [layer for layer in range(model.model.num_layers) if model.encoding.updates(layer)]
     if not layers:
         return None
-    own = {update.layer: update.norms for update in model.position_updates()}
+    local = {update.layer: update.norms for update in model.position_updates()}
     zeros = torch.zeros(3, model.model.query_groups, device=next(model.parameters()).device)
-    totals = torch.stack([own.get(layer, zeros) for layer in layers])
+    totals = torch.stack([local.get(layer, zeros) for layer in layers])
     dist.all_reduce(totals)
     return dict(zip(layers, totals))

@@ -1,4 +1,4 @@
-"""Trace a few training steps, for chrome://tracing or ui.perfetto.dev."""
+"""Trace training steps with torch's profiler, for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ ON_SIGNAL = 2
 
 
 class Profiling(Hook):
-    """Profiles the steps of `train.profile`, and the next two steps after a signal, on its ranks."""
+    """Profiles the steps `train.profile.steps`, and the next `ON_SIGNAL` steps after a signal.
+
+    Each rank in `train.profile.ranks` writes a trace to the directory `profile` of the run.
+    """
 
     def __init__(self, settings: ProfileSettings):
         self._settings = settings
@@ -64,4 +67,4 @@ class Profiling(Hook):
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             logger.warning("warning: the profile of steps %d to %d cannot be written: %s", self._first, step, error)
         else:
-            logger.info("profiled steps %d to %d: %s", self._first, step, path)
+            logger.info("wrote the profile of steps %d to %d: %s", self._first, step, path)

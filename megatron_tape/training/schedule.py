@@ -1,4 +1,4 @@
-"""The learning rate schedule, as a pure function of the step; it has no state to save or restore."""
+"""The learning rate schedule, as a function of the step, so that there is no state to save."""
 
 import math
 
@@ -6,11 +6,15 @@ from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int) -> float:
-    """Return the learning rate of `step`, which counts from 1 to `total_steps`.
+    """Return the learning rate of `step`, which counts from 1.
 
-    The rate rises linearly to `optimizer.lr` at step `schedule.warmup_steps`. It then decays to `optimizer.min_lr` at
-    `total_steps`, by `schedule.kind`: along half a cosine, along a power of the remaining fraction (polynomial), or
-    linearly in the last `schedule.decay_steps` (wsd); or it remains constant. After `total_steps` it does not change.
+    The rate rises linearly from 0 to `optimizer.lr` at step `schedule.warmup_steps`. Then `schedule.kind` determines
+    how it decays to `optimizer.min_lr` at `total_steps`, after which it does not change:
+
+    - cosine: along half a period of a cosine.
+    - polynomial: as the remaining fraction of the steps to the power `schedule.power`.
+    - wsd: constant at first, then linearly in the last `schedule.decay_steps` (default: a tenth of all steps).
+    - constant: not at all.
     """
     assert step >= 1, "steps count from 1"
     if step <= schedule.warmup_steps:
@@ -21,15 +25,15 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
         start = max(schedule.warmup_steps, total_steps - length)
     else:
         start = schedule.warmup_steps
-    done = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
+    decayed = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
 
     if schedule.kind == "constant":
-        height = 1.0
+        factor = 1.0
     elif schedule.kind == "cosine":
-        height = 0.5 * (1.0 + math.cos(math.pi * done))
+        factor = 0.5 * (1.0 + math.cos(math.pi * decayed))
     elif schedule.kind == "polynomial":
-        height = (1.0 - done) ** schedule.power
+        factor = (1.0 - decayed) ** schedule.power
     else:
         assert schedule.kind == "wsd"
-        height = 1.0 - done
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * height
+        factor = 1.0 - decayed
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * factor

@@ -1,4 +1,4 @@
-"""Detect steps with a loss or gradient norm far above that of recent updates; see `train.spikes`."""
+"""Detect spikes: steps whose loss or gradient norm is far above those of recent updates (`train.spikes`)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 DEVIATIONS = 1.4826
 """Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
 SMALLEST = 1e-3
-"""Minimum of the standard deviation as a fraction of the median, so that a plateau has no spikes."""
+"""Minimum of the standard deviation as a fraction of the median, so that noise on a plateau is no spike."""
 VALUES, FOUND = "spike_values", "spikes_found"
-"""Keys in a checkpoint's `progress`: recent values, and the number of spikes so far."""
+"""Keys in a checkpoint's `progress`: recent losses and gradient norms, and the number of spikes so far."""
 
 
 class Rewind(Exception):
@@ -33,15 +33,18 @@ class Rewind(Exception):
 
 
 class Spikes:
-    """Losses and gradient norms of the last `window` updates."""
+    """Detects spikes from the losses and gradient norms of the last `train.spikes.window` updates."""
 
     def __init__(self, settings: SpikeSettings, values: list[list[float]] | None = None):
         self._settings = settings
         self.values = values or [[], []]
-        """Losses and gradient norms. Replaced rather than modified, since checkpoints refer to it."""
+        """Recent losses, and recent gradient norms. `add` replaces the lists, which a checkpoint may refer to."""
 
     def is_spike(self, loss: float, norm: float) -> bool:
-        """Return whether a step with this loss and gradient norm is a spike; values that are not finite are not."""
+        """Return whether a step with this loss and gradient norm is a spike; always False if they are NaN.
+
+        The threshold is that many robust standard deviations above the median (see `DEVIATIONS`).
+        """
         return any(self._above(values, value) for values, value in zip(self.values, (loss, norm)))
 
     def _above(self, values: list[float], value: float) -> bool:
@@ -49,7 +52,7 @@ class Spikes:
         if len(recent) < self._settings.window:
             return False
         middle = median(recent)
-        deviation = DEVIATIONS * median(abs(one - middle) for one in recent)
+        deviation = DEVIATIONS * median(abs(x - middle) for x in recent)
         return value > middle + self._settings.threshold * max(deviation, SMALLEST * abs(middle))
 
     def add(self, loss: float, norm: float) -> None:
@@ -61,16 +64,20 @@ class Spikes:
 def drop_history_if_stage_changed(
     progress: Mapping[str, Any], stages: Sequence[Stage], seen: int, samples: int
 ) -> dict[str, Any]:
-    """Return a run's progress, without the spike history if skipped data ends in another stage.
+    """Return a run's `progress`, without the recent losses if the run continues in another stage of the data.
 
-    The run has trained on `seen` samples and continues at `samples`. Losses on another stage's data are not comparable.
+    The checkpoint was saved after `seen` sequences, and the run continues after `samples` because it skips data. Losses
+    on the data of different stages are not comparable.
     """
     same = samples == seen or stage_at(stages, samples) == stage_at(stages, seen - 1)
     return {key: value for key, value in progress.items() if same or key != VALUES}
 
 
 class SpikeHook(Hook):
-    """Warns of spikes, lets the engine skip them, or raises `Rewind`. All ranks decide from the same values."""
+    """Detects spikes, and warns, skips the update, or raises `Rewind`, according to `train.spikes.action`.
+
+    All ranks have the same values, and so come to the same decision.
+    """
 
     def __init__(self, settings: SpikeSettings):
         self._settings = settings
@@ -82,7 +89,7 @@ class SpikeHook(Hook):
             if self._settings.action == "skip":
                 trainer.engine.set_skip_predicate(self._spikes.is_spike)
         if trainer.enters_stage:
-            self._spikes.values = [[], []]  # losses on other data are not comparable
+            self._spikes.values = [[], []]  # losses on the data of different stages are not comparable
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
         if result.finite:
@@ -98,7 +105,7 @@ class SpikeHook(Hook):
         return False
 
     def _found(self, trainer: Training, step: int, loss: float, norm: float) -> None:
-        """Record a spike. Raises Rewind if the run is to restart, or TrainingStopped after too many spikes."""
+        """Log and record a spike. Raises Rewind if the action is rewind, TrainingStopped after too many spikes."""
         action, number = self._settings.action, trainer.progress.get(FOUND, 0) + 1
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
@@ -111,8 +118,8 @@ class SpikeHook(Hook):
             return
         if number > self._settings.limit:
             raise TrainingStopped(
-                f"step {step} is spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}); "
-                "lower optimizer.lr, check the data, or raise train.spikes.limit"
+                f"step {step} is spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}), but "
+                f"train.spikes.limit is {self._settings.limit}; lower optimizer.lr, check the data, or raise the limit"
             )
         if action == "rewind":
             attempt = trainer.watch.attempt
@@ -120,4 +127,4 @@ class SpikeHook(Hook):
                 if trainer.layout.rank == 0:
                     attempt.record_skipped_data({"step": step, "samples": trainer.samples, "spikes": number})
             agreement.check(attempt.home, "cannot record which data is skipped")
-            raise Rewind(f"a spike at step {step} returns the run to its newest checkpoint")
+            raise Rewind(f"spike at step {step}: the run returns to its newest checkpoint")

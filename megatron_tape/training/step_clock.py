@@ -1,4 +1,4 @@
-"""Time the phases of a training step."""
+"""Measure the time that each phase of a training step takes, on the CPU or on a GPU."""
 
 import contextlib
 import itertools
@@ -12,16 +12,16 @@ import torch
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, SAVE = "data", "forward", "backward", "optimizer", "save"
 FORWARD_BACKWARD = "forward_backward"
-"""With pipeline stages, forward and backward passes alternate; this phase includes waiting for other stages."""
+"""Forward and backward passes with pipeline stages, where they alternate, and waiting for other stages."""
 COMMUNICATION = "communication"
 """Waiting for the averaging of gradients and for ZeRO 3's all-gathers."""
 
 
 class StepClock:
-    """Sums seconds by phase. Time in nested phases counts for the innermost phase.
+    """Sums the seconds of each phase. In nested phases, time counts only for the innermost one.
 
-    On a GPU, time is measured on its stream: an event is recorded at each change of phase, without synchronization
-    until `read`. A phase in which the GPU is idle, such as waiting for data, lasts until the next kernel starts.
+    On a GPU, an event is recorded in its stream whenever the phase changes, so that the GPU is synchronized only by
+    `read` and `add_up`. A phase in which the GPU is idle, such as waiting for data, lasts until the next kernel starts.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
@@ -29,15 +29,15 @@ class StepClock:
         self._clock = clock
         self._open: list[str] = []
         self._marks: list[tuple[Any, str | None]] = []
-        """Points in time (seconds, or events on a GPU), and the phase that starts there."""
+        """Points in time (seconds, or events on a GPU), and the phase that starts there or None."""
         self._spare: list[torch.cuda.Event] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the context as phase `name`."""
+        """Measure the time within the context as phase `name`."""
         if self._stream is not None and torch.cuda.current_stream() != self._stream:
-            yield  # overlapped with computation
+            yield  # work in another stream overlaps with computation
             return
         self._open.append(name)
         self._mark()
@@ -48,11 +48,11 @@ class StepClock:
             self._mark()
 
     def waiting(self) -> AbstractContextManager:
-        """Measure a context within a phase as waiting for other ranks; do nothing outside of phases."""
+        """Measure the time within the context as `COMMUNICATION`, but only inside of another phase."""
         return self.phase(COMMUNICATION) if self._open else contextlib.nullcontext()
 
     def each(self, name: str, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items, and measure the wait for each as phase `name`."""
+        """Yield the items, and measure the time to produce each of them as phase `name`."""
         iterator = iter(items)
         while True:
             with self.phase(name):
@@ -63,14 +63,17 @@ class StepClock:
             yield item
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call."""
+        """Return the seconds by phase since the last call. Call this between steps."""
         self.add_up()
-        found = dict(self._seconds)
+        seconds = dict(self._seconds)
         self._seconds.clear()
-        return found
+        return seconds
 
     def add_up(self, at_least: int = 0) -> None:
-        """Sum the recorded marks, if there are `at_least` so many. Synchronizes the GPU; call it between steps."""
+        """Add the times between the recorded changes of phase to the sums, and forget the changes.
+
+        Does nothing if there are fewer than `at_least` changes. Synchronizes the GPU; call this between steps.
+        """
         if self._open or len(self._marks) < max(2, at_least):
             return
         if self._stream is not None:

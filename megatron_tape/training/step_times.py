@@ -1,4 +1,4 @@
-"""Per-step timing metrics: seconds by phase, memory, the slowest rank, and warnings about slow ranks."""
+"""Metrics of time and memory per step, and warnings about slow ranks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPUTING = (FORWARD, BACKWARD, FORWARD_BACKWARD)
+"""The phases that make up a rank's computing time."""
 MOST_MARKS = 10_000
 """Maximum number of phase changes to store before they are summed."""
 WINDOW = 10
@@ -33,23 +34,25 @@ SLOW = 1.3
 
 
 class StepTimes(Hook):
-    """Timing metrics of every logged step, averaged over the steps since the previous one. Every run has this hook.
+    """Logs seconds per step, averaged over the steps since the last logged one. Every run has this hook.
 
-    `seconds/PHASE` are times of rank 0. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
-    the forward and backward times of the median and the slowest rank, `seconds/data_slowest` is the longest wait for
-    data, and `slowest_rank` is the slowest rank and its node. Rank 0 warns once about each slow rank.
+    `seconds/PHASE` are rank 0's times. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
+    the forward and backward times of the median rank and of the slowest one, `slowest_rank` names the latter and its
+    node, and `seconds/data_slowest` is the longest wait for data. Rank 0 warns once about each slow rank.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._names: Sequence[str] = ()
-        """The device of each rank."""
+        """The node and GPU of each rank."""
         self._warm = False
-        """Whether the first logged step is over. The steps up to it include warm-up and are not compared."""
+        """Whether the first logged step is over. Steps before it are slow on all ranks, and are not compared."""
         self._compared = 0
+        """Number of steps in `_computed`."""
         self._computed: list[float] = []
         """Computing time of each rank, summed over the compared steps."""
         self._reported: set[int] = set()
+        """The slow ranks that were logged."""
 
     def due(self, trainer: Training, step: int) -> bool:
         return False
@@ -62,28 +65,28 @@ class StepTimes(Hook):
             return HookResult()
         steps, self._steps = self._steps, 0
         seconds = {name: total / steps for name, total in clock.read().items()}
-        found = HookResult(scalars={f"seconds/{name}": value for name, value in seconds.items()})
+        metrics = HookResult(scalars={f"seconds/{name}": value for name, value in seconds.items()})
         if trainer.layout.device.type == "cuda":
-            found.scalars["memory/allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            found.scalars["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            metrics.scalars["memory/allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            metrics.scalars["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
             torch.cuda.reset_peak_memory_stats()
         if trainer.layout.world_size > 1:
-            self._compare(trainer.layout, steps, seconds, found)
-        return found
+            self._compare(trainer.layout, steps, seconds, metrics)
+        return metrics
 
-    def _compare(self, layout: ParallelLayout, steps: int, seconds: dict[str, float], found: HookResult) -> None:
-        """Add metrics of the slowest rank to `found`, and warn about slow ranks. All ranks call this together."""
+    def _compare(self, layout: ParallelLayout, steps: int, seconds: dict[str, float], metrics: HookResult) -> None:
+        """Add metrics of the slowest rank to `metrics`, and warn about slow ranks. All ranks call this together."""
         self._names = self._names or layout.gather(_device_name(layout.device))
-        own = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0)]
-        own = torch.tensor(own, dtype=torch.float64, device=layout.device)
-        of_ranks = own.new_empty(layout.world_size, len(own))
-        dist.all_gather_into_tensor(of_ranks.view(-1), own)
+        local = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0)]
+        local = torch.tensor(local, dtype=torch.float64, device=layout.device)
+        of_ranks = local.new_empty(layout.world_size, len(local))
+        dist.all_gather_into_tensor(of_ranks.view(-1), local)
         computing, waiting = of_ranks.T.tolist()
         slowest = max(range(len(computing)), key=computing.__getitem__)
-        found.scalars["seconds/compute_median"] = statistics.median_low(computing)
-        found.scalars["seconds/compute_slowest"] = computing[slowest]
-        found.scalars["seconds/data_slowest"] = max(waiting)
-        found.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
+        metrics.scalars["seconds/compute_median"] = statistics.median_low(computing)
+        metrics.scalars["seconds/compute_slowest"] = computing[slowest]
+        metrics.scalars["seconds/data_slowest"] = max(waiting)
+        metrics.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
         if self._warm and layout.rank == 0:
             self._report_slow(steps, computing)
         self._warm = True
@@ -111,7 +114,10 @@ def _device_name(device: torch.device) -> str:
 
 
 def utilization(flops_per_second: float, config: RunConfig, layout: ParallelLayout) -> dict[str, float]:
-    """Return `throughput/mfu`, the run's fraction of the GPUs' bf16 peak; empty if the peak is unknown."""
+    """Return `throughput/mfu`, the fraction of the GPUs' peak FLOPs in bf16 that the run achieves.
+
+    Empty if the peak is unknown, and on CPUs or in another precision.
+    """
     if layout.device.type != "cuda" or config.train.precision != "bf16":
         return {}
     peak = peak_flops(torch.cuda.get_device_name(layout.device))

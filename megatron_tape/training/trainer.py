@@ -1,4 +1,4 @@
-"""The training loop: train all or some parameters of a model, from the start or the newest checkpoint."""
+"""Run training: open the checkpoint, build the model, data and engine, and train to the last step."""
 
 import atexit
 import dataclasses
@@ -57,14 +57,14 @@ from megatron_tape.training.step_times import utilization
 logger = logging.getLogger(__name__)
 
 GARBAGE_INTERVAL = 100
-"""Steps between garbage collections, which all ranks perform at the same time."""
+"""Steps between garbage collections, which all ranks perform in the same step."""
 
 FindBase = Callable[[RunConfig, ParallelLayout, Watch], Path]
-"""Returns the checkpoint that provides a run's initial weights at step 0; all ranks call it together."""
+"""Returns the path of the checkpoint with a run's initial weights. All ranks call it together."""
 
 
 class Trainer:
-    """A training run. Every rank creates one, and all ranks call its methods together."""
+    """Trains the model of a run. All ranks create a trainer and call its methods together."""
 
     def __init__(
         self,
@@ -74,14 +74,15 @@ class Trainer:
         find_base: FindBase | None = None,
         more_hooks: Callable[[RunConfig], dict[str, Hook]] = lambda config: {},
     ):
-        """Initialize the process group, claim the run, and find its checkpoint or its initial weights.
+        """Initialize the process group, start an attempt at the run, and open its checkpoint or its initial weights.
 
         Args:
             config: the run's settings.
             watch: this process's watchdog.
-            trains: selects the parameters to train; by default those of `extension.trains`.
-            find_base: finds the initial weights if there is no checkpoint; by default, weights are initialized.
-            more_hooks: returns hooks to run in addition to those of `train.evaluations`.
+            trains: selects the parameters to train. Default: those of `extension.trains`.
+            find_base: finds the checkpoint with the initial weights, if the run has no checkpoint of its own. Default:
+                initialize the weights.
+            more_hooks: returns hooks by name to run in addition to those of `train.evaluations`.
 
         Raises:
             ConfigError: a setting does not match the checkpoint or the tokenizer.
@@ -115,12 +116,13 @@ class Trainer:
         self.spikes = 0
         if skipped is not None and skipped["samples"] > self.samples:
             self.samples, self.spikes = skipped["samples"], skipped["spikes"]
-            logger.info("%s: the data up to the spike at step %d is skipped", directory / SKIPPED, skipped["step"])
+            message = "skipping the data up to the spike at step %d, according to %s"
+            logger.info(message, skipped["step"], directory / SKIPPED)
         self.tokenizer: Tokenizer | None = None
         self._data: dict[str, str] = {}
 
     def _with_tokenizer(self) -> RunConfig:
-        """Return the settings with the tokenizer that the run started with, if a checkpoint contains it."""
+        """Return the settings with `data.tokenizer` set to the tokenizer in the checkpoint, if it contains one."""
         start = self.checkpoint or self.base
         return with_saved_tokenizer(self.config, None if start is None else start.path)
 
@@ -128,12 +130,12 @@ class Trainer:
         """Train to the last step.
 
         Returns:
-            None, or the reason why the run must be restarted: a spike returned it to its newest checkpoint, or it was
-            asked to stop. In the latter case, the state was saved after the current step if possible.
+            None, or the reason why the run must be started again: a spike returned it to its newest checkpoint, or a
+            signal asked it to stop, before which it saved a checkpoint if possible.
 
         Raises:
-            TrainingStopped: the loss or gradient remains infinite or NaN.
-            ConfigError: data.tokenizer differs from the checkpoint's tokenizer.
+            TrainingStopped: if the loss or gradient remains infinite or NaN, or there were too many spikes.
+            ConfigError: if `data.tokenizer` differs from the checkpoint's tokenizer.
         """
         if self.step >= self.config.train.steps:
             finished = "%s is at step %d and train.steps is %d: nothing to do; to continue, raise train.steps above %d"
@@ -143,7 +145,7 @@ class Trainer:
         if self.step > 0:
             for change in changes(self.checkpoint.state["config"], self.config):
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
-        # Exclude imported modules from later collections: scanning them takes longer than a step of a small model.
+        # Exclude imported modules from garbage collection: scanning them takes longer than a step of a small model.
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries warn about objects that are not collected at exit
@@ -151,10 +153,10 @@ class Trainer:
         self._data = fingerprints(self.config) if self.layout.rank == 0 else {}
         self._build()
         try:
-            gc.disable()  # ranks would collect at different times, while all others wait
+            gc.disable()  # ranks would collect in different steps, and the others would wait each time
             stopped = self._train()
             reason = None if stopped is None else f"{self.watch.stop or 'a signal to another rank'} {stopped}"
-        except Rewind as rewind:  # raised on every rank, as is TrainingStopped
+        except Rewind as rewind:  # like TrainingStopped, raised on all ranks
             self.saves.finish()
             reason = str(rewind)
         except TrainingStopped:
@@ -165,19 +167,22 @@ class Trainer:
             if self.writer is not None:
                 self.writer.close()
         self.engine.close()
-        if reason is not None and self.layout.rank == 0:  # before any rank exits and the launcher stops the others
+        # Once a rank exits, the launcher stops the others.
+        if reason is not None and self.layout.rank == 0:
             self.watch.record_end(INTERRUPTED, reason)
         self._leave_together()
         return reason
 
     @property
     def enters_stage(self) -> bool:
+        """Whether the next step is the first one of a new stage of `data.stages`."""
         last = self.samples + self.config.train.batch_size(self.samples) - 1
         return self.samples > 0 and stage_at(self.stages, last) != stage_at(self.stages, self.samples - 1)
 
     def _leave_together(self) -> None:
-        """Wait for the other ranks, which may still use connections that the end of this process closes."""
-        self.watch.done = True  # before the attempt's directory is removed, which would indicate a newer attempt
+        """Wait for all ranks, since exiting closes connections that others may still use, and end the attempt."""
+        # The watchdog must not mistake the removal of the attempt's directory for a newer attempt.
+        self.watch.done = True
         self.layout.any_rank(False)
         if self.layout.rank == 0:
             self.watch.attempt.leave()
@@ -192,20 +197,21 @@ class Trainer:
         return any(hook.due(self, step) for hook in self.hooks.values())
 
     def _build(self) -> None:
+        """Open the data, and build the model, the engine, the hooks and the metrics writer."""
         config, layout = self.config, self.layout
         self.watch.progress("indexing the data", self.step)
         eod = None if self.tokenizer is None else self.tokenizer.eod
         on_progress = partial(self.watch.progress, "indexing the data")
         self.batches = build_batches(self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress)
         self.stages = stages_of(config)
-        # Start the loader processes early: forking a larger process later would delay the first step.
+        # Fork the loader processes now, since forking takes longer once this process has more memory.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
         seed_everything(config.train.seed, layout)
         self.model = build_model(config, layout, self.watch)
         freeze_parameters(self.model, self.trains, config.train.recompute != "none")
-        own = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-        frozen = list(itertools.chain(*layout.gather_stages(own)))
+        local_frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        frozen = list(itertools.chain(*layout.gather_stages(local_frozen)))
         self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
         self.parameters = parameter_table(self.model, layout)
         self._fill_weights()
@@ -226,7 +232,7 @@ class Trainer:
             self.progress["card"] = card
         if self.spikes:
             self.progress[FOUND] = self.spikes
-        if layout.rank == 0:  # which writes it
+        if layout.rank == 0:  # only this rank writes `progress`
             self.progress["data"] = self._data
             record = recorded_tokenizer(config) if self.tokenizer is None else tokenizer_record(self.tokenizer)
             self.progress |= {} if record is None else {"tokenizer": record}
@@ -236,7 +242,7 @@ class Trainer:
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _fill_weights(self) -> None:
-        """Allocate the parameters and load them; initialize those that the loaded weights do not contain."""
+        """Allocate the parameters, load the weights, and initialize parameters that are not in the loaded weights."""
         config, layout = self.config, self.layout
         allocate(self.model, layout.device, zero_partition(config, layout))
         if self.checkpoint is not None:
@@ -246,8 +252,8 @@ class Trainer:
         if self.base is not None:
             self.watch.progress("loading the initial weights")
             new = restoring.load_base_weights(self.base, self.model, layout)
-            found = f"; {counted(len(new), 'new parameter')}, such as {new[0]}" if new else ""
-            logger.info("starting with the weights of %s%s", self.base.path, found)
+            added = f"; {counted(len(new), 'new parameter')}, such as {new[0]}" if new else ""
+            logger.info("starting with the weights of %s%s", self.base.path, added)
             if not new:
                 return
         self.watch.progress("initializing the weights")
@@ -259,6 +265,7 @@ class Trainer:
             logger.info("initialized the weights in %.0f s", seconds)
 
     def _open_writer(self) -> MetricsWriter:
+        """Open the metrics writer, log the configuration, and write `config.yaml`."""
         config, attempt = self.config, self.watch.attempt
         attempt.check_owner()
         directory, tensorboard = config.logging.directory, config.logging.tensorboard
@@ -280,12 +287,12 @@ class Trainer:
         writer.text("parameters", self.parameters, self.step)
         writer.text("layout", config.parallel.describe(self.layout.world_size), self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
-            # allow_changed applies to one attempt only.
+            # data.allow_changed must not apply to later attempts.
             file.write(to_yaml(dataclasses.replace(config, data=dataclasses.replace(config.data, allow_changed=False))))
         return writer
 
     def _train(self) -> str | None:
-        """Train to the last step; return None, or a phrase with the step at which the run was stopped."""
+        """Train to the last step. Return None, or a predicate with the step where a signal stopped the run."""
         config, layout, watch = self.config, self.layout, self.watch
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"
@@ -304,9 +311,9 @@ class Trainer:
             self.step, self.samples = step, self.samples + size
             watch.progress(TRAINING, step)
             self._count_bad_steps(result)
-            found = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
+            hook_results = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
             if self.logs(step):
-                self._log(result, rate, timed_samples * config.model.seq_length / seconds, found)
+                self._log(result, rate, timed_samples * config.model.seq_length / seconds, hook_results)
                 seconds, timed_samples = 0.0, 0
             with self.engine.clock.phase(SAVE):
                 self.saves.poll()
@@ -326,24 +333,28 @@ class Trainer:
         return None
 
     def _count_bad_steps(self, result: StepResult) -> None:
+        """Count consecutive steps that are not finite. Raises TrainingStopped at `train.max_bad_steps`."""
         bad = result.skipped and not result.finite
         bad_steps = self.progress["bad_steps"] + 1 if bad else 0
         self.progress = {**self.progress, "bad_steps": bad_steps}
         if not bad:
             return
         figures = (self.step, result.loss, result.grad_norm, bad_steps)
-        logger.warning("step %d skipped: loss %s, gradient norm %s (%d in a row)", *figures)
+        logger.warning("step %d is skipped: loss %s, gradient norm %s (%d such steps in a row)", *figures)
         if bad_steps >= self.config.train.max_bad_steps:
             raise TrainingStopped(
                 f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or gradient that is not "
-                "finite; lower optimizer.lr, raise schedule.warmup_steps, or check the data (train.max_bad_steps sets "
-                "this limit)"
+                "finite (train.max_bad_steps sets this limit); lower optimizer.lr, raise schedule.warmup_steps, or "
+                "check the data"
             )
 
-    def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, HookResult]]) -> None:
-        """Run the evaluations that are due at this step, and log the step's metrics and texts."""
+    def _log(self, result: StepResult, rate: float, speed: float, hook_results: list[tuple[str, HookResult]]) -> None:
+        """Run the evaluations that are due, and log their results and the step's metrics.
+
+        `speed` is in tokens per second.
+        """
         flops = speed * flops_per_token(self.config.model, self.config.extension)
-        own = {
+        scalars = {
             metrics.LOSS: result.loss,
             metrics.GRAD_NORM: result.grad_norm,
             metrics.LEARNING_RATE: rate,
@@ -353,13 +364,13 @@ class Trainer:
             **utilization(flops, self.config, self.layout),
         }
         if self.config.data.stages is not None:
-            own[metrics.DATA_STAGE] = stage_at(self.stages, self.samples - 1)
+            scalars[metrics.DATA_STAGE] = stage_at(self.stages, self.samples - 1)
         if result.z_loss is not None:
-            own[metrics.Z_LOSS] = result.z_loss
-        found = [("training", HookResult(scalars=own)), *found]
+            scalars[metrics.Z_LOSS] = result.z_loss
+        results = [("training", HookResult(scalars=scalars)), *hook_results]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
-        found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]
-        merged = merge_results(found)
+        results += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]
+        merged = merge_results(results)
         if self.writer is None:
             return
         self.writer.log(self.step, merged.scalars, merged.words)
@@ -368,7 +379,10 @@ class Trainer:
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
-    """Start an attempt if the launcher has not started one; all ranks call this together."""
+    """Start an attempt at the run and return it, for runs that a launcher does not start. All ranks call this together.
+
+    Raises ConfigError if `logging.directory` or `checkpoint.directory` cannot be used.
+    """
     outcome: list[Any] = [None, None]
     if layout.rank == 0:
         size = layout.world_size

@@ -1,6 +1,6 @@
-"""Gather tensors that ZeRO has partitioned, each on the one rank that needs it.
+"""Gather tensors that ZeRO has partitioned, each on the one rank that needs it (its owner).
 
-DeepSpeed's own functions all-reduce every whole tensor, with zeros for the elements that a rank does not have.
+DeepSpeed's own functions all-reduce every whole tensor, which sends more data and needs more memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,24 +15,25 @@ from torch import Tensor
 from torch.nn import Parameter
 
 BATCH_BYTES = 1 << 22
-"""Maximum size of the tensors that a rank receives at once, in bytes; a single tensor may be larger."""
+"""Maximum bytes of the tensors that a rank receives at once; a single tensor may be larger."""
 
 
 @dataclass(frozen=True)
 class Partitioning:
-    """The place of a parameter's `numel` elements, from `first` on, in a flat tensor with `part` elements per rank."""
+    """Where a parameter's elements are in a flat tensor, of which each rank has `per_rank` consecutive elements."""
 
     first: int
+    """Offset of the parameter's first element."""
     numel: int
-    part: int
+    per_rank: int
     padded: bool = False
-    """Whether the flat tensor contains only this parameter, padded so that all ranks have equal parts."""
+    """Whether the flat tensor contains only this parameter, and padding up to a multiple of the number of ranks."""
 
     def numel_on(self, rank: int) -> int:
-        """Return the number of elements that a rank sends; ranks hold consecutive parts."""
+        """Return the number of elements that a rank sends, padding included."""
         if self.padded:
-            return self.part
-        begin, end = max(self.first, rank * self.part), min(self.first + self.numel, (rank + 1) * self.part)
+            return self.per_rank
+        begin, end = max(self.first, rank * self.per_rank), min(self.first + self.numel, (rank + 1) * self.per_rank)
         return max(0, end - begin)
 
 
@@ -49,23 +50,23 @@ class Shard:
 
 
 def partitionings(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str, Partitioning]:
-    """Return how DeepSpeed's optimizer has partitioned each parameter, by its name in `parameters`."""
+    """Return how DeepSpeed's optimizer has partitioned each of `parameters`, by name."""
     if not isinstance(zero_optimizer, DeepSpeedZeroOptimizer):  # ZeRO 3
         return {name: Partitioning(0, p.ds_numel, p.partition_numel(), True) for name, p in parameters.items()}
-    names, found = {parameter: name for name, parameter in parameters.items()}, {}
+    names, by_name = {parameter: name for name, parameter in parameters.items()}, {}
     for group, size in zip(zero_optimizer.bit16_groups, zero_optimizer.partition_size):
         first = 0
         for parameter in group:
-            if parameter in names:  # and not the placeholder of an empty group
-                found[names[parameter]] = Partitioning(first, parameter.numel(), int(size))
+            if parameter in names:  # otherwise it is the placeholder of an empty group
+                by_name[names[parameter]] = Partitioning(first, parameter.numel(), int(size))
             first += parameter.numel()
-    return found
+    return by_name
 
 
 def local_elements(parameter: Parameter, key: str) -> Tensor:
-    """Return this rank's fp32 elements, flat, of a trained parameter's `weight`, Adam's `exp_avg` and so on.
+    """Return this rank's partition, flat and in fp32, of a trained parameter's `weight`, `exp_avg` and so on.
 
-    With ZeRO 3, they may or may not be padded with zeros.
+    With ZeRO 3, it may be padded with zeros.
     """
     if hasattr(parameter, "ds_id"):
         local = safe_get_local_fp32_param if key == "weight" else safe_get_local_optimizer_state
@@ -80,38 +81,38 @@ def gather_to_owners(
 
     All ranks of `group` call this together, with shards of the same tensors in the same order.
     """
-    me, ranks = group.rank(), range(group.size())
+    this_rank, ranks = group.rank(), range(group.size())
     for batch in _batches(shards):
-        sent: list[list[Tensor]] = [[] for _ in ranks]
+        to_send: list[list[Tensor]] = [[] for _ in ranks]
         for shard in batch:
-            if count := shard.partitioning.numel_on(me):
+            if count := shard.partitioning.numel_on(this_rank):
                 local = shard.local().flatten().to(device, torch.float32)
-                sent[shard.owner].append(F.pad(local, (0, count - len(local))))
-        mine = [shard for shard in batch if shard.owner == me]
-        counts = [[shard.partitioning.numel_on(rank) for shard in mine] for rank in ranks]
+                to_send[shard.owner].append(F.pad(local, (0, count - len(local))))
+        owned = [shard for shard in batch if shard.owner == this_rank]
+        counts = [[shard.partitioning.numel_on(rank) for shard in owned] for rank in ranks]
         received = torch.empty(sum(map(sum, counts)), device=device)
-        given = torch.cat([torch.empty(0, device=device), *(part for parts in sent for part in parts)])
-        sizes = [sum(map(len, parts)) for parts in sent]
-        dist.all_to_all_single(received, given, [sum(row) for row in counts], sizes, group=group)
-        yield from zip((shard.key for shard in mine), _assemble(mine, received, counts))
+        sent = torch.cat([torch.empty(0, device=device), *(tensor for tensors in to_send for tensor in tensors)])
+        sizes = [sum(map(len, tensors)) for tensors in to_send]
+        dist.all_to_all_single(received, sent, [sum(row) for row in counts], sizes, group=group)
+        yield from zip((shard.key for shard in owned), _assemble(owned, received, counts))
 
 
-def _assemble(mine: list[Shard], received: Tensor, counts: list[list[int]]) -> Iterator[Tensor]:
-    """Yield the whole tensor of each shard in `mine`; `counts[rank]` is the number of elements of each from a rank."""
-    if mine and mine[0].partitioning.padded:
+def _assemble(owned: list[Shard], received: Tensor, counts: list[list[int]]) -> Iterator[Tensor]:
+    """Yield the whole tensor of each owned shard. `counts[rank][i]` elements of shard i came from `rank`."""
+    if owned and owned[0].partitioning.padded:
         table = received.view(len(counts), -1)
-        for shard, columns in zip(mine, table.split([shard.partitioning.part for shard in mine], dim=1)):
+        for shard, columns in zip(owned, table.split([shard.partitioning.per_rank for shard in owned], dim=1)):
             yield columns.reshape(-1)[: shard.partitioning.numel].view(shard.shape)
         return
-    pieces: list[list[Tensor]] = [[] for _ in mine]
+    pieces: list[list[Tensor]] = [[] for _ in owned]
     begin = 0
     for row in counts:
-        for piece, count in zip(pieces, row):
-            if count:  # only few of thousands of ranks have elements
-                piece.append(received[begin : begin + count])
+        for of_shard, count in zip(pieces, row):
+            if count:  # with thousands of ranks, only a few have elements of a tensor
+                of_shard.append(received[begin : begin + count])
             begin += count
-    for shard, piece in zip(mine, pieces):
-        yield torch.cat(piece).view(shard.shape)
+    for shard, of_shard in zip(owned, pieces):
+        yield torch.cat(of_shard).view(shard.shape)
 
 
 def _batches(shards: list[Shard]) -> list[list[Shard]]:

@@ -197,7 +197,7 @@ def test_a_full_disk_costs_one_checkpoint_but_not_the_run(cluster, start, whole)
         filler.unlink()
         finish(cluster, job)
         check_equal(start.run, whole, attempts=1, gap=True)
-        assert "the next attempt is at the next interval" in cluster.log(job)
+        assert "saving is tried again at the next checkpoint.interval" in cluster.log(job)
     finally:
         cluster.control("stop", check=False)
         subprocess.run(["umount", "--lazy", disk], check=True)
