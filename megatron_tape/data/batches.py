@@ -1,6 +1,6 @@
-"""Batches of packed tokens from Megatron's indexed datasets, or of samples from another source.
+"""Load the micro-batches of a run from Megatron's indexed datasets or from a `SampleSource`.
 
-Their order depends only on the seed.
+The order of the samples depends only on the settings and the seed. B is the micro-batch size, S the sequence length.
 """
 
 import bisect
@@ -30,33 +30,39 @@ from megatron_tape.parallel.layout import ParallelLayout
 logger = logging.getLogger(__name__)
 
 NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-"""Signals that schedulers and terminals send to all processes of a run, but only the training process handles."""
+"""Signals that schedulers and terminals send to all processes of a run. Only the training process handles them."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The run's batches. Sample i of the training data is the same for every parallel layout."""
+    """Iterate over this rank's micro-batches of training and validation data.
+
+    A micro-batch is a dict of tensors (B, S) on the rank's device: `tokens` and `labels`, int64. With
+    `data.reset_attention_mask`, it also has `documents` (see `documents_from_tokens`); with a `SampleSource`,
+    `loss_weights`, float32. Training sample i is the same under every parallel layout.
+    """
 
     train: Dataset
     validation: Dataset | None
     config: RunConfig
     layout: ParallelLayout
     eod: int | None
+    """Id of the end-of-document token."""
     samples: range
-    """The training samples of the remaining steps."""
+    """Indices of the training samples of the remaining steps."""
     steps: int
     """Number of remaining steps."""
 
     def training(self) -> Iterator[dict[str, Tensor]]:
         """Return this rank's micro-batches of all remaining steps, in order.
 
-        This starts the `data.num_workers` loader processes.
+        Starts `data.num_workers` loader processes.
         """
         sizes = self.config.train.batch_sizes(self.samples.start, self.steps)
         return self._load(self.train, self.samples, self.config.data.num_workers, sizes)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
-        """Return this rank's micro-batches of the validation data, which are the same at every evaluation."""
+        """Return this rank's micro-batches of the validation data. They are the same at every evaluation."""
         # Load in the training process: the same few sequences are used every time and remain in the page cache. Workers
         # would either be forked while NCCL threads are running, or be idle between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
@@ -65,7 +71,10 @@ class Batches:
     def _load(
         self, dataset: Dataset, samples: range, num_workers: int, sizes: Iterator[int]
     ) -> Iterator[dict[str, Tensor]]:
-        """Load `samples`. `sizes` are the numbers of consecutive samples over which a masked loss is averaged."""
+        """Yield this rank's micro-batches of `samples`, indices into `dataset`.
+
+        `sizes` are those of consecutive global batches. Over each batch, the loss of a `SampleSource` is averaged.
+        """
         train, tokens = self.config.train, self.layout.tokens
         masked = isinstance(dataset, SampleSource)
         if not masked:
@@ -83,9 +92,10 @@ class Batches:
         return self._weighted(batches, sizes) if masked else batches
 
     def _weighted(self, batches: Iterator[dict[str, Tensor]], sizes: Iterator[int]) -> Iterator[dict[str, Tensor]]:
-        """Replace the `loss_mask` of micro-batches by `loss_weights`, for each group of `sizes` sequences.
+        """Replace the `loss_mask` of each micro-batch by `loss_weights`; `sizes` are the sizes of the global batches.
 
-        With these weights, the mean loss over all ranks' micro-batches is the mean over all tokens in their masks.
+        The loss of a micro-batch is the weighted sum of its tokens' losses. Averaged over all micro-batches of a global
+        batch, it is the mean loss of the tokens that the masks select.
         """
         for size in sizes:
             count = size // (self.config.train.micro_batch_size * self.layout.tokens.data_shards)
@@ -108,18 +118,18 @@ class Batches:
             del batches  # stops the loader processes at once, even if this frame is still referenced
 
     def _check(self, batch: dict[str, Tensor]) -> None:
-        """Raise ConfigError if a token is outside the model's vocabulary, which would cause a CUDA error on a GPU."""
+        """Raise ConfigError if a token id is not below model.vocab_size. On a GPU, it would cause a CUDA error."""
         largest, vocab_size = max(int(batch[key].max()) for key in ("tokens", "labels")), self.config.model.vocab_size
         if largest >= vocab_size:
             raise ConfigError(
                 (f"data.{self.config.data.source}", "model.vocab_size"),
-                f"contains the token {largest}, but model.vocab_size is {vocab_size}",
-                "raise it, or use data made with the model's tokenizer",
+                f"contains the token id {largest}, but model.vocab_size is {vocab_size}",
+                "raise model.vocab_size, or use data made with the model's tokenizer",
             )
 
 
 class _InStages(Dataset):
-    """The samples of the stages' datasets, each from the start of its stage."""
+    """The training samples of a run with stages. Those from `stages[n].start` on are in `datasets[n]`, from index 0."""
 
     def __init__(self, datasets: list[Dataset], stages: list[Stage]):
         self._datasets, self._stages = datasets, stages
@@ -130,7 +140,7 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """Collated samples, or the UserError that one raises, since the loader would return only its traceback."""
+    """Collated samples, or the UserError that one raises: `DataLoader` would turn it into another type of error."""
 
     def __init__(self, samples: Dataset):
         self._samples = samples
@@ -143,7 +153,7 @@ class _MicroBatches(Dataset):
 
 
 class _Samples(Dataset):
-    """The fields of `GPTDataset` samples that the model uses and, if `eod` is given, `documents`."""
+    """Reduce the samples of a `GPTDataset` to `tokens` and `labels`; add `documents` unless `eod` is None."""
 
     def __init__(self, samples: Dataset, eod: int | None):
         self._samples, self._eod = samples, eod
@@ -157,13 +167,16 @@ class _Samples(Dataset):
 
 
 def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Number the documents of packed token ids (..., S); an end-of-document token is the last token of its document."""
+    """Return the number of each token's document within its sequence: token ids (..., S) -> (..., S), int64, from 0.
+
+    The token `eod` is the last token of its document.
+    """
     ends = tokens == eod
     return ends.cumsum(-1) - ends.long()
 
 
 def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
-    """Return `loader`'s batches. The signals NOT_FOR_WORKERS are blocked in its workers."""
+    """Return an iterator over `loader`, whose workers are started with NOT_FOR_WORKERS blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # inherited by the workers forked here
     try:
         return iter(loader)
@@ -172,11 +185,11 @@ def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def _obey_only_the_parent(worker: int) -> None:
-    """Exit this loader process if its parent sends one of the blocked signals; ignore those of other processes.
+    """Exit this loader process when its parent sends a signal of NOT_FOR_WORKERS; ignore those from other processes.
 
     Slurm and torchrun send signals to every process of a step. If a signal killed a worker, torch would raise an error
-    in the training process before it could save. multiprocessing stops its workers with SIGTERM when Python exits. If
-    the training process was killed, torch's worker detects that its parent has changed.
+    in the training process before it could save. The parent, in contrast, sends SIGTERM to its workers when Python
+    exits. If the parent is killed, torch's worker loop notices this and exits.
     """
     parent = os.getppid()
 
@@ -196,23 +209,23 @@ def build_batches(
     consumed: int = 0,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Batches:
-    """Open the run's sample source, or its datasets with indices that are built or read from the cache.
+    """Open the run's training and validation data and return its batches.
 
-    All ranks call this together. A dataset of a blend that is too small for a split is excluded from that split; the
-    others keep their proportions.
+    All ranks call this together. If the cache lacks the index of the datasets, rank 0 builds it. A dataset of a blend
+    that is too small for a split is excluded from that split; the other datasets keep their proportions.
 
     Args:
         config: the run's settings.
         layout: the parallel layout.
-        eod: the end-of-document id; required with `data.reset_attention_mask`.
+        eod: the id of the end-of-document token; required with `data.reset_attention_mask`.
         step: the number of completed steps.
-        consumed: the number of samples that the run has consumed or skipped.
-        on_progress: called while an index is being built.
+        consumed: the number of training samples that the run has consumed or skipped.
+        on_progress: called repeatedly while the index is being built.
 
     Raises:
         ConfigError: a required split does not contain a whole sequence, or the index cannot be stored.
     """
-    assert eod is not None or not config.data.reset_attention_mask, "data.inputs refuses other tokenizers"
+    assert eod is not None or not config.data.reset_attention_mask, "data.reset_attention_mask requires eod"
     train = config.train
     remaining = train.steps - step
     samples = range(consumed, train.samples_after(remaining, consumed))
@@ -228,22 +241,22 @@ def build_batches(
     started = time.monotonic()
     stages, plans, cache = stages_of(config), [], config.data.resolved_cache_directory
     problem = f"starts its last stage after {stages[-1].start:,} sequences, but this run ends after {samples.stop:,}"
-    fix = "raise its share or train.steps: the batch size has changed since the run started"
+    fix = "raise the share of that stage or train.steps; the batch size has changed since the run started"
     refuse(stages[-1].start >= samples.stop, ("data.stages", "train.steps"), problem, fix)
     for stage in stages:
         with stage.rename_error_subjects():
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
 
     sizes = [end - stage.start for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples.stop])]
-    for_validation = train.eval_steps * train.global_batch_size if evaluates else 0
+    validation_size = train.eval_steps * train.global_batch_size if evaluates else 0
     order = config.model.seq_length, config.data.split, config.data.long_documents, train.seed
-    directory = os.path.join(cache, digest_of(*order, sizes, for_validation, plans))
+    directory = os.path.join(cache, digest_of(*order, sizes, validation_size, plans))
 
     def open_all(directory: str, build: bool) -> list[list[Dataset]]:
         opened: dict = {}
         return [
-            open_datasets(*part, directory, build, opened)
-            for part in zip((stage.config for stage in stages), plans, sizes)
+            open_datasets(stage.config, plan, size, directory, build, opened)
+            for stage, plan, size in zip(stages, plans, sizes)
         ]
 
     build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), on_progress)
@@ -253,5 +266,5 @@ def build_batches(
         for stage in stages[max(1, stage_at(stages, consumed)) :]:
             after = bisect.bisect_left(range(remaining), stage.start, key=lambda n: train.samples_after(n, consumed))
             logger.info("from step %s on, the training data is %s", f"{step + after + 1:,}", stage.config.data.prefix)
-    train_data = _InStages([first, *(found[0] for found in later)], stages) if later else first
+    train_data = _InStages([first, *(datasets[0] for datasets in later)], stages) if later else first
     return Batches(train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining)

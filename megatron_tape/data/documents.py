@@ -1,4 +1,8 @@
-"""Find the input files of documents and parse their texts. Each bad document is reported with its place and reason."""
+"""Find the input files of a corpus and parse the text of each document.
+
+A document that cannot be used, a bad document, is reported with its place and the reason. The place is its file and its
+line or row, such as `corpus.jsonl:12`.
+"""
 
 import argparse
 import contextlib
@@ -36,10 +40,11 @@ LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot hold"
 
 @dataclass
 class Problems:
-    """Number of bad documents by reason, and the first few examples of each."""
+    """Number of bad documents by reason, and the places of the first few."""
 
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    """The first places by reason, at most three each."""
 
     def add(self, reason: str, *places: str, count: int = 1) -> None:
         self.counts[reason] += count
@@ -56,14 +61,14 @@ class Problems:
         return next(((places[0], reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
-        """Yield one sentence per reason."""
+        """Yield one sentence per reason, with the number and the first places of the skipped documents."""
         for reason, count in self.counts.most_common():
             more = ", ..." if count > len(self.examples[reason]) else ""
             yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
 
 
 def find_inputs(patterns: list[str]) -> list[str]:
-    """Return the files that match paths and glob patterns, in the order of the patterns, sorted within each.
+    """Return the files that match paths and glob patterns: in the order of `patterns`, and sorted by name within each.
 
     Duplicates are skipped. Raises FileError if a pattern matches no file or a file has an unknown format.
     """
@@ -73,24 +78,25 @@ def find_inputs(patterns: list[str]) -> list[str]:
         matches = [match for match in matches if not os.path.isdir(match)]
         if not matches:
             advice = f"try '{pattern.rstrip('/')}/*.jsonl'" if os.path.isdir(pattern) else "check the path"
-            raise FileError(pattern, "names no file (--input)", advice)
+            raise FileError(pattern, "matches no file (--input)", advice)
         for path in matches:
             files.setdefault(os.path.realpath(path), path)
     for path in files.values():
         if not is_text_file(path):
-            raise FileError(path, "has an unknown format", "name it .jsonl, .json, .txt (also .gz, .zst) or .parquet")
+            fix = "rename it to .jsonl, .json, .txt (optionally with .gz or .zst appended) or .parquet"
+            raise FileError(path, "has an unknown format", fix)
     return list(files.values())
 
 
 def document_bytes_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that limits the size of a document, and thus memory."""
+    """Add the option --max-document-bytes, which limits the size of a document and thus the memory to tokenize it."""
     parser.add_argument(
         "--max-document-bytes",
         type=command_line.whole_number,
         default=DOCUMENT_BYTES,
         metavar="N",
-        help="a JSON line, row or .txt that is larger when decompressed is a bad document; tokenizing takes up to 150 "
-        "bytes of memory per byte in every worker (default: %(default)s)",
+        help="maximum size of a document (a decompressed JSON line, row or .txt file) in bytes; larger ones are bad "
+        "documents. Tokenizing takes up to 150 times as much memory in every worker (default: %(default)s)",
     )
 
 
@@ -100,12 +106,12 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
     An empty text is bad unless `keep_empty` is true. Blank lines are skipped.
     """
     problems, texts, numbers = Problems(), [], []
-    lines = isinstance(chunk.payload, bytes)
-    rows: Any = _split_lines(chunk.payload) if lines else chunk.payload
-    for number, raw in enumerate(rows, start=chunk.first):
-        if lines and not raw.strip():
+    is_json = isinstance(chunk.payload, bytes)
+    documents: Any = _split_lines(chunk.payload) if is_json else chunk.payload
+    for number, raw in enumerate(documents, start=chunk.first):
+        if is_json and not raw.strip():
             continue
-        text, reason = _parse_line(raw, text_key) if lines else _parse_text(raw)
+        text, reason = _parse_line(raw, text_key) if is_json else _parse_text(raw)
         if reason is None or (keep_empty and reason == _EMPTY):
             texts.append(text)
             numbers.append(number)
@@ -115,9 +121,9 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
 
 
 def check_text_key(path: str, text_key: str) -> None:
-    """Raise FileError, with the keys that exist, if the first record of a file has no text key.
+    """Raise FileError if the first line of a JSON file lacks the key `text_key`, or a parquet file such a column.
 
-    Does not check anything else, and skips files that can be read only once, such as pipes.
+    The message lists the existing keys. Files that can be read only once, such as pipes, are not checked.
     """
     if not os.path.isfile(path):
         return
@@ -139,7 +145,9 @@ def check_text_key(path: str, text_key: str) -> None:
 def read_texts(
     paths: list[str], text_key: str, keep_empty: bool = False, document_bytes: int = DOCUMENT_BYTES
 ) -> Iterator[tuple[str, int]]:
-    """Yield each text and the number of input bytes read so far. Raises FileError at the first bad document.
+    """Yield the text of each document and the number of input bytes read so far.
+
+    Raises FileError at the first bad document.
 
     A text is bad if it has more than `document_bytes`, or if it is empty and `keep_empty` is false.
     """
@@ -178,7 +186,7 @@ def parse_json(line: bytes) -> Any:
 
 
 def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
-    """Return the text of a JSON line, or an empty text and the reason."""
+    """Return the text of a JSON line and None, or an empty text and the reason why the line is bad."""
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -198,6 +206,7 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
 
 
 def _parse_text(raw: bytes | None | TooLarge) -> tuple[str, str | None]:
+    """Like `_parse_line`, for the raw text of a parquet row or a text file."""
     if raw is None:
         return "", "no text (null)"
     if isinstance(raw, TooLarge):

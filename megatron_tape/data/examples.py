@@ -1,6 +1,6 @@
-"""Read examples of an input and its target from JSON lines, as in SCROLLS, and truncate them to a model's context.
+"""Read examples, pairs of an input and a target text, from JSON lines as in SCROLLS, and encode them as token ids.
 
-Training and evaluation truncate in the same way. Does not import torch.
+Training and evaluation truncate them in the same way to fit a model's context. Does not import torch.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _CHARACTERS_PER_TOKEN = 8
 
 @dataclass(frozen=True)
 class Example:
-    """One line of a file of examples."""
+    """An input text and a target text, from one line of a file."""
 
     place: str
-    """File and line, for messages."""
+    """File and line, such as `train.jsonl:12`, for messages."""
     key: str | None
-    """The `id`, if any. Lines with the same id are one example with several targets."""
+    """The line's `id`, or None. Lines with the same id are one example with several targets."""
     input: str
     target: str
 
 
 def read_examples(path: str, split: str) -> Iterator[Example]:
-    """Yield the examples of a file of JSON lines, or of a split in one of the Hub's zips of SCROLLS.
+    """Yield the examples of a file of JSON lines, or those of `split` in a zip of SCROLLS from the Hugging Face Hub.
 
-    A line has `input`, `output` or `target`, and optionally `id`. Raises FileError with the file and the line.
+    Each line has `input`, either `output` or `target`, and optionally `id`. Blank lines are skipped. Raises FileError
+    with the file and the line.
     """
     try:
         for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
@@ -46,12 +47,12 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
     except (UserError, MemoryError):
         raise
     except Exception as error:  # zipfile and its decompressors raise a dozen kinds for damaged archives
-        raise FileError(path, f"cannot be read ({error})", "fetch it again, or give another") from None
+        raise FileError(path, f"cannot be read ({error})", "download it again, or choose another file") from None
 
 
 def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     if not path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
-        fix = "give .jsonl or .json (also .gz, .zst), or a zip of SCROLLS"
+        fix = "choose a .jsonl or .json file (optionally with .gz or .zst appended), or a zip of SCROLLS"
         raise UnreadableFile(path, "has an unknown format", fix)
     for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
@@ -67,7 +68,8 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if Path(name).name == f"{split}.jsonl" and "__MACOSX" not in name]
         if len(names) != 1:
-            raise UnreadableFile(path, f"is a zip that does not hold {split}.jsonl once", "choose another split")
+            problem = f"is a zip with {len(names)} files called {split}.jsonl instead of one"
+            raise UnreadableFile(path, problem, "choose another split")
         with archive.open(names[0]) as file:
             number = 0
             while line := file.readline(DOCUMENT_BYTES + 2):
@@ -79,7 +81,7 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_example(place: str, line: bytes) -> Example:
-    """Parse a line as an example. Raises FileError with its place if it is not one."""
+    """Parse a JSON line as an example. Raises FileError about `place`, its file and line, if it is invalid."""
     fix = "repair or remove it"
     try:
         record = parse_json(line)
@@ -91,8 +93,8 @@ def parse_example(place: str, line: bytes) -> Example:
     for key in ("input", target_key):
         value: Any = record.get(key)
         if not isinstance(value, str):
-            targets = "give a file with input, and output or target, in every line (the test split of SCROLLS has none)"
-            raise FileError(place, f"has no text as its {key}", targets)
+            keys = "choose a file with input, and output or target, in every line (SCROLLS' test split has no targets)"
+            raise FileError(place, f"has no text under the key {key}", keys)
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -115,16 +117,16 @@ class EncodedExample:
 class ExampleEncoder:
     """Encode examples: a prompt of at most `length` - `target_tokens` tokens and a target of at most `target_tokens`.
 
-    The prompt is the template with the input. The end of an input that is too long is cut off, as in SCROLLS' own
-    baselines, because questions are at the beginning.
+    The prompt is the template, with the input in place of `{input}`. An input that is too long is cut off at the end,
+    as in SCROLLS' own baselines, because its question comes first.
     """
 
     def __init__(
         self, encode: Callable[[str], Sequence[int]], bos: Sequence[int], template: str, length: int, target_tokens: int
     ):
-        """Set up the template. `encode` adds no special tokens; `bos` are the ids that begin a sequence.
+        """Encode the template. `encode` must add no special tokens; `bos` are the ids that precede every prompt.
 
-        Raises ConfigError if the template leaves no room for an input.
+        `length` is the context in tokens. Raises ConfigError if the template and a target leave no room for an input.
         """
         before, _, self._after_text = template.partition(INPUT)
         self._encode, self._target_tokens = encode, target_tokens
@@ -133,15 +135,15 @@ class ExampleEncoder:
         refuse(
             self._room < 1,
             ("target_tokens", "template"),
-            f"is {target_tokens}, and with {len(self._before) + len(self._after)} tokens of the template a context of "
-            f"{length} tokens has no room for an input",
-            "use fewer target_tokens or a longer context",
+            f"is {target_tokens}; together with {len(self._before) + len(self._after)} tokens of the template, this "
+            f"leaves no room for an input in the context of {length} tokens",
+            "lower target_tokens, shorten the template, or use a longer context",
         )
 
     def __call__(self, input: str, target: str) -> EncodedExample:
-        """Encode an example."""
+        """Return the token ids of an example's prompt and target."""
         shown, input_truncated = first_tokens(self._encode, input, self._room)
-        # Tokens depend on the text before them.
+        # Encode the target together with the template's end, because tokens depend on the text before them.
         answer_text = f"{self._after_text} {target.strip()}" if self._after_text else target.strip()
         whole = self._encode(answer_text)
         answer = list(whole[len(self._after) :])
@@ -150,29 +152,29 @@ class ExampleEncoder:
 
 
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
-    """Return the encoder of a run's examples. The caller appends the end-of-document token.
+    """Return the encoder for `data.examples`. The caller must append the end-of-document token to targets.
 
-    Raises ConfigError if the tokenizer lacks a token, or the context has no room for an input.
+    Raises ConfigError if the tokenizer lacks a required token, or the context has no room for an input.
     """
-    settings, used = config.data.examples, config.data.tokenizer
+    settings, path = config.data.examples, config.data.tokenizer
     refuse(
         tokenizer.eod is None,
         ("data.tokenizer", "data.examples"),
-        f"is {used}, which has no end-of-document token, at which the answers of data.examples end",
-        "choose another tokenizer",
+        f"is {path}, which has no end-of-document token to append to the targets of data.examples",
+        "choose a tokenizer that has one",
     )
     refuse(
         settings.bos and tokenizer.bos is None,
         ("data.examples.bos", "data.tokenizer"),
-        f"is true, but data.tokenizer {used} has no token that begins a text",
-        "set it to false",
+        f"is true, but data.tokenizer {path} has no beginning-of-sequence token",
+        "set data.examples.bos to false, or choose another tokenizer",
     )
     bos = [tokenizer.bos] if settings.bos else []
     return ExampleEncoder(tokenizer.encode, bos, settings.template, config.model.seq_length, settings.target_tokens)
 
 
 def first_tokens(encode: Callable[[str], Sequence[int]], text: str, count: int) -> tuple[list[int], bool]:
-    """Return the first `count` tokens of a text and whether it has more, without encoding all of a long text."""
+    """Return the first `count` token ids of a text and whether it has more, without encoding all of a long text."""
     characters = count * _CHARACTERS_PER_TOKEN
     while True:
         ids = encode(text[:characters])

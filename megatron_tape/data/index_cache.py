@@ -1,9 +1,10 @@
-"""The index of a run's data: arrays that rank 0 computes once, and that all ranks map into memory.
+"""Cache the index of a run's data: the arrays that define the order of its samples.
 
-The arrays of a run are in one directory of the cache, named by a digest of everything the index depends on. Megatron's
-datasets write directly to their cache, where a killed job leaves truncated arrays. Here, they write to a temporary
-directory, which is renamed when it is complete. Pickles are not loaded, so write access to the cache does not allow
-code execution.
+Rank 0 builds the arrays once, and all ranks map them into memory. They are in one subdirectory of
+`data.cache_directory`, named by a digest of everything that the index depends on. Megatron's datasets would write them
+directly to this subdirectory, and a killed job would leave truncated arrays. Here, they write to a temporary directory,
+which is renamed when it is complete. Pickles are never loaded, so write access to the cache does not allow code
+execution.
 """
 
 import contextlib
@@ -39,32 +40,36 @@ _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
 _LOADING = Lock()
-"""Python 3.11 may raise SystemError if threads, here Megatron's, parse the headers of arrays at the same time."""
+"""Held while the header of an array is parsed. Megatron loads arrays in several threads, in which Python 3.11 may raise
+SystemError if they parse headers at the same time."""
 _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a cache that cannot store the index."""
+"""`errno` of errors that a retry does not fix: the cache has no space, no permissions or no directory for the index."""
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a digest of everything an index depends on: dataclasses and JSON values."""
+    """Return a digest (32 hexadecimal digits) of dataclasses and JSON values: everything that an index depends on."""
     return hashlib.sha256(json.dumps(parts, default=dataclasses.asdict).encode()).hexdigest()[:32]
 
 
 def cached(
-    directory: str, kind: str, parts: Sequence[str], key: Any, make: Callable[[], dict[str, np.ndarray]]
+    directory: str, kind: str, names: Sequence[str], key: Any, make: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Return arrays of an index, mapped into memory. If they are not in the directory, `make` computes them.
+    """Return the arrays `names` of an index, mapped into memory. If `directory` lacks them, `make` computes them.
 
-    `key` is everything they depend on, as an argument of `digest_of`.
+    `key` is everything that the arrays depend on, for `digest_of`. A file is named by this digest, `kind` (such as
+    "Mixed") and the array's name.
     """
-    paths = {part: Path(directory, f"{digest_of(key)}-{kind}-{part}.npy") for part in parts}
+    paths = {name: Path(directory, f"{digest_of(key)}-{kind}-{name}.npy") for name in names}
     if not any(path.exists() for path in paths.values()):
-        for part, array in make().items():
-            np.save(paths[part], array, allow_pickle=False)
-    return {part: load_array(path) for part, path in paths.items()}
+        for name, array in make().items():
+            np.save(paths[name], array, allow_pickle=False)
+    return {name: load_array(path) for name, path in paths.items()}
 
 
 def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
-    """Map an array of the cache into memory. The other arguments are those of `numpy.load`; pickles are never loaded.
+    """Map an array of integers from the cache into memory, read-only.
+
+    `allow_pickle` and `mmap_mode` are ignored. They are accepted because Megatron calls this instead of `numpy.load`.
 
     Raises FileError if the file is missing or does not contain integers, OSError if the file system fails.
     """
@@ -85,23 +90,25 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
     except Exception as error:  # damaged headers raise errors of many types
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     if problem is not None:
-        fix = f"remove the directory {os.path.dirname(path)}; the index of the data is then built again"
+        fix = f"remove the directory {os.path.dirname(path)}; the next start rebuilds the index"
         raise FileError(str(path), f"cannot be used ({problem})", fix)
     return array
 
 
 def build_on_rank_0(directory: str, build: Callable[[str], None], on_progress: Callable[[], None]) -> None:
-    """Build the index on rank 0 if `directory` in the cache is missing; all ranks call this together.
+    """Build the index on rank 0 unless its directory in the cache, `directory`, exists. All ranks call this together.
 
-    Rank 0 calls `build(temporary)` and renames the temporary directory to `directory`. While files grow there or rank 0
-    computes, every rank calls `on_progress`, so that an index that takes hours does not count as a hang.
+    Rank 0 calls `build(temporary)` and renames the temporary directory to `directory`. While the files grow or rank 0
+    uses CPU time, every rank calls `on_progress`, so that an index that takes hours does not count as a hang.
 
-    Raises ConfigError, on all ranks, if the cache cannot store the index.
+    Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError of `build`; or
+    MemoryError or RuntimeError if the index cannot be built for another reason.
     """
     future, staging = Future(), []
     if is_rank_0 := dist.get_rank() == 0:
         arguments = future, staging, Path(directory), build
         Thread(target=_finish, args=arguments, name="index", daemon=True).start()
+    # The state of rank 0: whether it has finished, bytes written, CPU time in seconds, and the error to raise.
     state, logged, error = (False, 0, math.inf, None), time.monotonic(), None
     try:
         while not state[0]:
@@ -129,15 +136,18 @@ def build_on_rank_0(directory: str, build: Callable[[str], None], on_progress: C
 
 def _finish(future: Future, staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
     try:
-        _build_aside(staging, directory, build)
+        _build_in_staging(staging, directory, build)
     except BaseException as error:
         future.set_exception(error)
     else:
         future.set_result(None)
 
 
-def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
-    """Build the index in a temporary directory, which is added to `staging`, unless `directory` exists."""
+def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
+    """Build the index in a temporary directory, which is appended to `staging`, and rename it to `directory`.
+
+    If `directory` exists, only check its arrays.
+    """
     cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
     if directory.exists():
@@ -146,10 +156,10 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
         return
     if not os.access(cache, os.W_OK):
         raise PermissionError(errno.EACCES, "the index is missing, and the directory is not writable", str(cache))
-    for left in cache.glob(f"{_STAGING}*"):
+    for other in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(left)
+            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(other)
     temporary = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.uname().nodename}-", dir=cache))
     staging.append(temporary)
     try:
@@ -169,21 +179,21 @@ def _build_aside(staging: list[Path], directory: Path, build: Callable[[str], No
 
 
 def _bytes_in(directories: list[Path]) -> int:
-    found = 0
+    size = 0
     with contextlib.suppress(OSError):  # files may be renamed meanwhile
         for path in (path for directory in directories for path in directory.rglob("*.npy")):
-            found += path.stat().st_size
-    return found
+            size += path.stat().st_size
+    return size
 
 
 def _refusal(error: BaseException, cache: str) -> Exception:
-    """Return the error to raise on all ranks: a ConfigError only for permanent errors, so that others are retried."""
+    """Return the error to raise on all ranks: a ConfigError for permanent errors; the launcher retries after others."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     if isinstance(cause, OSError) and cause.errno in _PERMANENT:
         problem = f"is {cache}, where the index of the data cannot be stored ({cause.strerror})"
-        return ConfigError("data.cache_directory", problem, "make room there, or choose another")
-    kind = f"{type(cause).__name__}: {cause}"
+        return ConfigError("data.cache_directory", problem, "free space there, make it writable, or choose another")
     if isinstance(error, UserError):
         return error
     lacks_memory = isinstance(cause, MemoryError)
-    return (MemoryError if lacks_memory else RuntimeError)(f"rank 0 could not index the data ({kind})")
+    problem = f"rank 0 could not index the data ({type(cause).__name__}: {cause})"
+    return (MemoryError if lacks_memory else RuntimeError)(problem)

@@ -190,7 +190,7 @@ def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_
     built = dataclasses.replace(built, config=replace_settings(built.config, {"model.vocab_size": 32}))
     with pytest.raises(ConfigError) as refusal:
         list(built.training())
-    assert str(refusal.value).startswith("data.prefix contains the token ") and "\n" not in str(refusal.value)
+    assert str(refusal.value).startswith("data.prefix contains the token id ") and "\n" not in str(refusal.value)
     assert not multiprocessing.active_children()
 
 
@@ -206,7 +206,7 @@ def test_an_index_that_vanishes_while_loader_processes_read_it_is_one_sentence(f
     (directory,) = (tmp_path / "cache").iterdir()
     for path in directory.glob("*train-shuffle_index.npy"):
         path.unlink()
-    with pytest.raises(FileError, match=f"remove the directory {directory}; the index of the data is then built again"):
+    with pytest.raises(FileError, match=f"remove the directory {directory}; the next start rebuilds the index"):
         next(built.training())
 
 

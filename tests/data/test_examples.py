@@ -43,7 +43,7 @@ def test_json_lines_and_zips_give_the_same_examples(tmp_path):
     "line, problem",
     [
         ("{", "cannot be used: invalid JSON"),
-        ('{"input": "a", "output": null}', "has no text as its output"),
+        ('{"input": "a", "output": null}', "has no text under the key output"),
         ('{"input": "a", "target": "\\ud800"}', "has a lone surrogate in its target"),
     ],
 )
@@ -66,7 +66,7 @@ def test_files_that_are_no_examples_are_refused(tmp_path):
     (tmp_path / "damaged.zip").write_bytes(content)
     (tmp_path / "qa.csv").write_text("a,b\n")
     for name, word in (
-        ("qa.zip", "does not hold validation.jsonl once"),
+        ("qa.zip", "with 0 files called validation.jsonl instead of one"),
         ("cut.zip", "unknown format"),
         ("damaged.zip", "while decompressing"),
         ("qa.csv", "unknown format"),

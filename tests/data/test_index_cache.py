@@ -90,7 +90,7 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_is_one_sentence(tokens, kin
 
     with monkeypatch.context() as patched:
         patched.setattr(np, "save", full)
-        with pytest.raises(ConfigError, match=r"data.cache_directory is .*cache, where .*No space left.*; make room"):
+        with pytest.raises(ConfigError, match=r"data.cache_directory is .*cache, where .*No space left.*; free space"):
             tokens(kind)
     assert list(tokens.cache.iterdir()) == []
     assert len(tokens(kind)) == 48

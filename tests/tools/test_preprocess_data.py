@@ -270,7 +270,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for message, arguments in {
-        "names no file": [tmp_path / "none*.jsonl"],
+        "matches no file": [tmp_path / "none*.jsonl"],
         "folder/*.jsonl": [tmp_path / "folder"],
         "unknown format": [tmp_path / "a.csv"],
         "has no documents": [tmp_path / "empty.jsonl"],
