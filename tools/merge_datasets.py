@@ -57,13 +57,13 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
             )
         progress = command_line.Progress(size)
 
-        def copied() -> None:
+        def on_progress() -> None:
             done = writer.tokens * dtype.itemsize
             progress.update(done, lambda seconds: f"{done / 1e6:,.1f} MB, {done / 1e6 / seconds:,.1f} MB/s")
 
         try:
             for dataset in datasets:
-                writer.add_dataset(dataset, copied)
+                writer.add_dataset(dataset, on_progress)
         finally:
             progress.end()
         with command_line.step("writing the index"):

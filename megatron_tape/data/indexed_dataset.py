@@ -6,7 +6,7 @@
     uint64   number of sequences n                     uint64 number of document indices m
     int32[n] sequence lengths in tokens
     int64[n] sequence pointers: byte offsets into P.bin
-    int64[m] document indices: document d consists of sequences [d] to [d + 1]
+    int64[m] document indices: document d is the sequences from index [d] to index [d + 1], exclusive
     int8[n]  sequence modes, in multimodal datasets only
 
 Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so document indices are 0..n.
@@ -34,35 +34,36 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 BLOCK = 1 << 18
+"""Number of index entries that are processed at a time."""
 _COPIED_BYTES = 1 << 24
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the system's maximum: each mapped file of a dataset takes a descriptor."""
+    """Raise the soft limit of open files to the hard limit, since each mapped file of a dataset takes a descriptor."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type of ids in Megatron-core's datasets: uint16 for a vocabulary below 65,500, otherwise int32."""
+    """Return Megatron-core's dtype of stored token ids: uint16 for a vocabulary below 65,500, otherwise int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """Return the paths of the token file and the index file."""
+    """Return the paths of a dataset's token file, P.bin, and index file, P.idx."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def check_output_prefix(option: str, prefix: str) -> None:
-    """Raise ConfigError if files named `prefix` plus an ending would be hidden, as with `directory/`."""
+    """Raise ConfigError for `option` if `prefix` has no file name, as in `directory/`: P.idx would be a hidden file."""
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         fix = os.path.join(prefix, "NAME")
-        raise ConfigError(option, f"is {prefix!r}, a directory", f"give it a name for the dataset, such as {fix}")
+        raise ConfigError(option, f"is {prefix!r}, a directory", f"add a name for the dataset, such as {fix}")
 
 
 def origin_path(prefix: str | Path) -> Path:
-    """Return the path of the record of how the dataset was made."""
+    """Return the path of P.origin, the record of how a dataset was made."""
     return Path(f"{prefix}.origin")
 
 
@@ -75,7 +76,7 @@ class IndexedDatasetWriter:
     Raises FileError if the dataset exists and `overwrite` is false, or if another process is writing it; OSError if its
     directory cannot be written. With `overwrite`, an old dataset stays until `finish`.
 
-    `documents` and `tokens` count the documents and ids that `add` and `add_dataset` appended.
+    `documents` and `tokens` are the numbers of documents and tokens that have been appended.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False):
@@ -109,7 +110,7 @@ class IndexedDatasetWriter:
         """Append documents: their ids back to back as bytes of `dtype`, and their lengths (int32) in tokens."""
         lengths = np.ascontiguousarray(lengths, dtype="<i4")
         total = int(lengths.sum(dtype=np.int64))
-        assert not self._datasets, "a writer takes whole datasets or documents"
+        assert not self._datasets, "a writer takes whole datasets or documents, not both"
         assert len(tokens) == total * self.dtype.itemsize, "the lengths do not add up to the tokens"
         self._bin.file.write(tokens)
         self._idx.file.write(lengths.data)
@@ -117,24 +118,24 @@ class IndexedDatasetWriter:
         self.documents += len(lengths)
         self.tokens += total
 
-    def add_dataset(self, dataset: "IndexedDatasetReader", copied: Callable[[], None] = lambda: None) -> None:
-        """Append all documents of a dataset of the same `dtype` in bounded memory. `copied` is called after each block.
+    def add_dataset(self, dataset: "IndexedDatasetReader", on_progress: Callable[[], None] = lambda: None) -> None:
+        """Append all documents of a dataset of the same `dtype`. Call `on_progress` after each block of 16 MiB.
 
         A writer takes whole datasets or documents, not both. Raises FileError if the dataset's token file is too
         short.
         """
-        assert dataset.dtype == self.dtype, "a dataset holds tokens of one type"
-        assert self._datasets or not self.documents, "a writer takes whole datasets or documents"
-        left = dataset.bin_size
+        assert dataset.dtype == self.dtype, "the datasets must have the same dtype"
+        assert self._datasets or not self.documents, "a writer takes whole datasets or documents, not both"
+        remaining = dataset.bin_size
         with open(dataset.bin_path, "rb") as file:
-            while left:
-                block = file.read(min(_COPIED_BYTES, left))
+            while remaining:
+                block = file.read(min(_COPIED_BYTES, remaining))
                 if not block:
-                    raise FileError(str(dataset.bin_path), "became shorter while it was being read", "write it again")
+                    raise FileError(str(dataset.bin_path), "became shorter while it was read", "preprocess it again")
                 self._bin.file.write(block)
-                left -= len(block)
+                remaining -= len(block)
                 self.tokens += len(block) // self.dtype.itemsize
-                copied()
+                on_progress()
         for start in range(0, len(dataset.lengths), BLOCK):
             self._idx.file.write(dataset.lengths[start : start + BLOCK].data)
         self._datasets.append(dataset)
@@ -142,10 +143,10 @@ class IndexedDatasetWriter:
         self.documents += len(dataset)
 
     def finish(self, origin: Mapping[str, Any] | None = None) -> None:
-        """Complete the index, sync all files to disk and give them their names.
+        """Complete the index, sync all files to disk and rename them to their final names.
 
-        `origin`, with fingerprints of the other files, becomes P.origin (JSON). The index appears last: if it exists,
-        so do the others.
+        `origin` is written to P.origin as JSON, together with fingerprints of the other two files. The index is renamed
+        last: if it exists, the dataset is complete.
         """
         self._write_pointers()
         for block in self._document_indices():
@@ -171,7 +172,7 @@ class IndexedDatasetWriter:
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:
-        """Yield blocks of the document indices: 0..n for documents from `add`, or those of the appended datasets."""
+        """Yield blocks of the document indices: 0..n after `add`, or those of the appended datasets, shifted."""
         if not self._datasets:
             for start in range(0, self.documents + 1, BLOCK):
                 yield np.arange(start, min(start + BLOCK, self.documents + 1))
@@ -197,11 +198,11 @@ class IndexedDatasetWriter:
 
 
 class IndexedDatasetReader:
-    """A dataset on disk, memory-mapped.
+    """A memory-mapped dataset. `len()` returns its number of documents.
 
-    Its length is the number of documents. `lengths`, `pointers` and `document_indices` are the arrays of the index.
-    `multimodal` is true if the index also has sequence modes. Raises FileError if a file is missing or the index cannot
-    be read; `problems` finds all other damage.
+    `lengths`, `pointers` and `document_indices` are the arrays of the index (see the module's docstring). `multimodal`
+    is true if the index also has sequence modes. Raises FileError if a file is missing or the index cannot be read;
+    `problems` finds all other damage.
     """
 
     def __init__(self, prefix: str | Path):
@@ -223,8 +224,8 @@ class IndexedDatasetReader:
         size = _HEADER.size + 12 * sequences + 8 * entries
         if idx_size not in (size, size + sequences):
             raise self._damaged(
-                f"has {idx_size} bytes where {sequences} sequences and {entries} document indices take {size}: it was "
-                "cut off or damaged"
+                f"has {idx_size} bytes, but {sequences} sequences and {entries} document indices take {size}: it is "
+                "truncated or damaged"
             )
         self.multimodal = idx_size != size
         index = np.memmap(self.idx_path, mode="r")
@@ -234,7 +235,7 @@ class IndexedDatasetReader:
         self.document_indices = index[ends[2] : ends[3]].view("<i8")
 
     def _damaged(self, problem: str) -> FileError:
-        return FileError(str(self.idx_path), problem, "write the dataset again")
+        return FileError(str(self.idx_path), problem, "preprocess the dataset again")
 
     def __len__(self) -> int:
         return max(len(self.document_indices) - 1, 0)
@@ -246,6 +247,7 @@ class IndexedDatasetReader:
         return np.memmap(self.bin_path, self.dtype, "r", shape=(count,)) if count else np.empty(0, self.dtype)
 
     def document(self, index: int) -> np.ndarray:
+        """Return the token ids of a document."""
         first, stop = self.document_indices[index], self.document_indices[index + 1]
         start = int(self.pointers[first]) // self.dtype.itemsize if stop > first else 0
         return self.tokens[start : start + int(self.lengths[first:stop].sum(dtype=np.int64))]
@@ -260,16 +262,19 @@ class IndexedDatasetReader:
         return lengths
 
     def wrong_size(self) -> str | None:
-        """Return a sentence if the token file does not end with the last sequence. Reads only the last entries."""
-        counted = 0
+        """Return a sentence if the token file has another size than the index implies, or None.
+
+        Reads only the last entries of the index.
+        """
+        expected = 0
         if len(self.lengths):
-            counted = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if counted == self.bin_size:
+            expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if expected == self.bin_size:
             return None
-        return f"{self.bin_path} has {self.bin_size} bytes where the index counts {counted}"
+        return f"{self.bin_path} has {self.bin_size} bytes, but according to its index {expected}"
 
     def problems(self, vocab_size: int | None = None) -> Iterator[str]:
-        """Yield a sentence per problem. With `vocab_size`, also find ids outside the vocabulary.
+        """Yield a sentence for each kind of damage. With `vocab_size`, also check that all ids are below it.
 
         Memory does not grow with the number of documents.
         """
@@ -285,15 +290,16 @@ class IndexedDatasetReader:
                 misplaced = start + int(wrong[0]) if len(wrong) else None
             offset += int(sizes.sum())
         if offset != self.bin_size:
-            yield f"{self.bin_path} has {self.bin_size} bytes where the index counts {offset}"
+            yield f"{self.bin_path} has {self.bin_size} bytes, but according to its index {offset}"
         if misplaced is not None:
-            yield f"the pointer of sequence {misplaced} is {self.pointers[misplaced]}, not where its predecessor ends"
-        if not self._document_indices_rise():
-            yield f"the document indices do not rise from 0 to the {len(self.lengths)} sequences"
+            pointer = self.pointers[misplaced]
+            yield f"the pointer of sequence {misplaced} is {pointer}, but the previous sequence does not end there"
+        if not self._document_indices_increase():
+            yield f"the document indices do not increase from 0 to the number of sequences, {len(self.lengths)}"
         if vocab_size is not None:
             yield from self._unknown_ids(vocab_size)
 
-    def _document_indices_rise(self) -> bool:
+    def _document_indices_increase(self) -> bool:
         indices = self.document_indices
         if not len(indices) or indices[0] != 0 or indices[-1] != len(self.lengths):
             return False
@@ -305,5 +311,5 @@ class IndexedDatasetReader:
             block = self.tokens[start : start + 16 * BLOCK]
             wrong = np.flatnonzero((block < 0) | (block >= vocab_size))
             if len(wrong):
-                yield f"token {start + wrong[0]} is {block[wrong[0]]}, outside the vocabulary of {vocab_size}"
+                yield f"token {start + wrong[0]} has the id {block[wrong[0]]}, but the tokenizer has {vocab_size} ids"
                 return

@@ -27,7 +27,7 @@ _SAMPLED = 256
 
 
 def check_data_files(config: RunConfig) -> None:
-    """Raise ConfigError if a file that the run needs does not exist or its data cache is not writable.
+    """Raise ConfigError if a data file of the run does not exist, or its `data.cache_directory` is not writable.
 
     Raises OSError if the file system fails.
     """
@@ -44,9 +44,9 @@ def check_data_files(config: RunConfig) -> None:
         key = f"data.examples.{name}"
         with convert_path_errors(key, path):
             missing = not Path(path).is_file()
-        refuse(missing, key, f"is {path}, but there is no such file", "correct it")
-        fix = "give uncompressed JSON lines, .jsonl or .json (unzip those of SCROLLS first)"
-        refuse(not path.endswith((".jsonl", ".json")), key, f"is {path}", fix)
+        refuse(missing, key, f"is {path}, but there is no such file", "correct the path")
+        fix = "choose uncompressed JSON lines (unzip those of SCROLLS first)"
+        refuse(not path.endswith((".jsonl", ".json")), key, f"is {path}, which does not end in .jsonl or .json", fix)
 
 
 def _check_prefixes(config: RunConfig) -> None:
@@ -60,7 +60,10 @@ def _check_prefixes(config: RunConfig) -> None:
 
 
 def check_writable(key: str, directory: str | None, existing_is_enough: bool = False) -> None:
-    """Raise ConfigError for the setting `key` if its directory cannot be created or written."""
+    """Raise ConfigError for the setting `key` if its directory cannot be created or is not writable.
+
+    With `existing_is_enough`, an existing directory need not be writable.
+    """
     with convert_path_errors(key, directory):
         parts = [Path(directory), *Path(directory).parents] if directory else []
         existing = next((path for path in parts if path.exists()), None)
@@ -79,14 +82,14 @@ def convert_path_errors(key: str, path: str | None) -> Iterator[None]:
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP):
             raise
         problem = f"is {format_value(path)}, which cannot be read ({error.strerror})"
-        raise ConfigError(key, problem, "correct it") from None
+        raise ConfigError(key, problem, "correct the path") from None
 
 
 def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> None:
-    """Raise ConfigError if a dataset is damaged, or lacks the document ends, lengths or size that the run requires.
+    """Raise ConfigError if a dataset or an examples file cannot be used by the run.
 
-    Also raises it if data was made with a tokenizer other than the run's: `data.tokenizer`, or that of a checkpoint
-    (`saved`).
+    A dataset must be undamaged and large enough for each split, and made with the run's tokenizer: `data.tokenizer`, or
+    that of a checkpoint (`saved`). With `data.reset_attention_mask`, documents must end in its end-of-document token.
     """
     raise_file_limit()
     tokenizer = load_run_tokenizer(config)
@@ -108,7 +111,7 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
         except (ValueError, OSError) as error:
             problem = str(error)
         refuse(problem is not None, "data.prefix", f"contains {prefix}, which is incomplete or damaged: {problem}")
-        refuse(len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents")
+        refuse(len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents", "remove it")
         number = None
         if config.data.reset_attention_mask:
             problem = f"is {config.data.tokenizer}, which has no end-of-document token to separate documents"
@@ -129,7 +132,7 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
 
 
 def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: TokenizerRecord | None) -> None:
-    """Raise ConfigError if a dataset was made with another tokenizer than the run's."""
+    """Raise ConfigError if a dataset was made with a tokenizer other than the run's."""
     record = saved if tokenizer is None else tokenizer_record(tokenizer)
     name = "the model's" if tokenizer is None else f"data.tokenizer {config.data.tokenizer}"
     different = difference(record, saved, "that of the model's training data") if saved else None
@@ -139,31 +142,31 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
     for stage in stages_of(config):
         with stage.rename_error_subjects():
             try:
-                # Without a record, compare them with the datasets of previous stages.
+                # If the run's tokenizer is unknown, compare the datasets with those of previous stages.
                 origins |= check_tokenizer([*origins, *blend(stage.config.data.prefix)[0]], record, name)
             except FileError as error:
                 problem = f"contains {error.subject}, which {error.problem}"
                 raise ConfigError(("data.prefix", "data.tokenizer"), problem, error.fix) from None
     if record is not None or any(origins.values()):
-        if warning := unknown_tokenizers(origins, name if record is not None else "the same as of the others"):
+        if warning := unknown_tokenizers(origins, name if record is not None else "the same as for the others"):
             command_line.log(warning)
 
 
 def _without_end(dataset: IndexedDatasetReader, eod: int) -> int | None:
-    """Return the index of a document that does not end in `eod`, among the first, the last and some random ones."""
-    tried = np.random.default_rng(0).integers(0, len(dataset), _SAMPLED).tolist()
-    documents = ((number, dataset.document(number)) for number in sorted({0, len(dataset) - 1, *tried}))
+    """Return the index of a document without `eod` at its end, or None. Checks the first, the last and random ones."""
+    sampled = np.random.default_rng(0).integers(0, len(dataset), _SAMPLED).tolist()
+    documents = ((number, dataset.document(number)) for number in sorted({0, len(dataset) - 1, *sampled}))
     return next((number for number, tokens in documents if len(tokens) and tokens[-1] != eod), None)
 
 
 def recorded_tokenizer(config: RunConfig) -> TokenizerRecord | None:
-    """Return the record of the tokenizer that made the data, for a run without `data.tokenizer`."""
+    """Return the tokenizer recorded in the origin of a run's first dataset that has one, or None."""
     origins = filter(None, map(read_origin, prefixes_of(stages_of(config))))
     return next((origin["tokenizer"] for origin in origins), None)
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """Return fingerprints of a run's data files, by their paths or prefixes in the settings."""
+    """Return the fingerprints of a run's data files, by the path or prefix in the settings."""
     if config.data.examples is not None:
         examples = config.data.examples
         return {path: fingerprint(path) for path in (examples.path, examples.validation) if path is not None}
@@ -171,31 +174,32 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
 
 def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Path) -> None:
-    """Raise ConfigError if data files have changed since the checkpoint `saved` their fingerprints.
+    """Raise ConfigError if data files have changed since `checkpoint` was saved; with `data.allow_changed`, only warn.
 
-    With `data.allow_changed`, only warn.
+    `saved` is the result of `fingerprints` at that time.
     """
     if not saved:
         return
-    before = {os.path.abspath(name): found for name, found in saved.items()}
+    before = {os.path.abspath(name): value for name, value in saved.items()}
     now = fingerprints(config)
-    changed = [name for name, found in now.items() if before.get(os.path.abspath(name), found) != found]
+    changed = [name for name, value in now.items() if before.get(os.path.abspath(name), value) != value]
     if not changed:
         return
     problem = f"has changed since {checkpoint} was saved: {', '.join(changed)}"
     if config.data.allow_changed:
         command_line.log(f"warning: the data {problem}")
         return
-    of_prefix = config.data.source != "prefix" or set(changed) & set(blend(config.data.prefix)[0])
-    key = f"data.{config.data.source}" if of_prefix else "data.stages"
+    in_source = config.data.source != "prefix" or set(changed) & set(blend(config.data.prefix)[0])
+    key = f"data.{config.data.source}" if in_source else "data.stages"
     fix = "restore the files, start a new run, or continue with the new files with --data.allow_changed true"
     raise ConfigError((key, "data.allow_changed"), problem, fix)
 
 
 def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
-    """Return the indices of the datasets with a whole sequence for a split, and a problem for each of the others.
+    """Return the indices of the datasets with at least one sequence in a split, and the problems of the others.
 
-    `split` is training or validation. Raises ConfigError if all are too small, FileError if one cannot be read.
+    `split` is training or validation. A problem continues a sentence about data.split. Raises ConfigError if all
+    datasets are too small, FileError if one cannot be read.
     """
     prefixes, seq_length = blend(config.data.prefix)[0], config.model.seq_length
     train, validation, _ = split_shares(config.data.split)
@@ -209,17 +213,18 @@ def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
             kept.append(number)
         else:
             problems.append(
-                f"is {config.data.split}, which gives the {split} split {tokens:,} tokens of {prefix}, less than one "
+                f"is {config.data.split}, so the {split} split has {tokens:,} tokens of {prefix}, too few for one "
                 f"sequence of model.seq_length {seq_length}"
             )
-    others = "" if len(prefixes) == 1 else f", and none of the {len(prefixes)} datasets gives more"
+    others = "" if len(prefixes) == 1 else ", and no other dataset has enough"
     keys = ("data.split", "data.prefix", "model.seq_length")
-    refuse(not kept, keys, f"{problems and problems[-1]}{others}", "raise its number in data.split, or use more data")
+    fix = f"raise the number of the {split} split in data.split, or use more data"
+    refuse(not kept, keys, f"{problems and problems[-1]}{others}", fix)
     return kept, problems
 
 
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Read all examples; raise ConfigError for the first invalid line, or if no samples can be made from them."""
+    """Raise ConfigError if a file of examples is empty or has an invalid line, or if the context is too short."""
     example_encoder(config, tokenizer)
     settings = config.data.examples
     for name, path in (("path", settings.path), ("validation", settings.validation)):
@@ -229,4 +234,4 @@ def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
             problem = None if sum(1 for _ in read_examples(path, "")) else "contains no examples"
         except FileError as error:
             problem = f"cannot be used: {error}"
-        refuse(problem is not None, f"data.examples.{name}", f"is {path}, which {problem}", "give another file")
+        refuse(problem is not None, f"data.examples.{name}", f"is {path}, which {problem}", "choose another file")

@@ -1,6 +1,6 @@
-"""Find the documents that `data.long_documents` draws from. Does not import torch.
+"""Divide the training documents into long and other ones, for `data.long_documents`. Does not import torch.
 
-A document is a sequence of the indexed dataset, the unit that Megatron-core shuffles.
+Here, a document is a sequence of the indexed dataset, the unit that Megatron-core shuffles.
 """
 
 from dataclasses import dataclass
@@ -19,19 +19,21 @@ Language Models", 2023)."""
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """The long documents of a dataset, or its other documents, as one part of a mix. Only ratios of weights matter."""
+    """All long documents of a dataset, or all its other documents."""
 
     prefix: str
     weight: float
+    """Weight relative to the parts of other datasets in the same pool."""
     tokens: int
+    """Number of tokens in these documents."""
 
 
 @dataclass(frozen=True)
 class DocumentPools:
-    """The parts of a mix: `long` gets the fraction `share`, `others` the rest.
+    """The training documents in two pools. A run draws `data.long_documents.share` of its tokens from the pool `long`.
 
-    Within both, datasets have the weights of `data.prefix`, or weights by tokens if it has none. Parts with less than
-    one sequence are excluded. `others` is empty if the share is 1.
+    Within each pool, datasets have the weights of `data.prefix` or, by default, weights proportional to their tokens in
+    the pool. Parts with less than one sequence are excluded. `others` is empty if the share is 1.
     """
 
     long: list[DatasetPart]
@@ -39,7 +41,7 @@ class DocumentPools:
 
 
 def find_pools(config: RunConfig) -> DocumentPools:
-    """Divide the training documents by length. Raises ConfigError if a required pool has less than one sequence."""
+    """Return both pools of documents. Raises ConfigError if a required pool has less than one sequence."""
     seq_length, minimum = config.model.seq_length, config.data.long_documents.minimum
     share = config.data.long_documents.share
     prefixes, weights = blend(config.data.prefix)
@@ -60,18 +62,19 @@ def find_pools(config: RunConfig) -> DocumentPools:
                 weight = float(tokens) if weights is None else weights[index]
                 pool.append(DatasetPart(prefix, weight, tokens))
         if not pool:
-            dataset = "the largest dataset" if len(prefixes) > 1 else prefixes[0]
+            dataset = "the dataset with most of them" if len(prefixes) > 1 else prefixes[0]
             raise ConfigError(
                 (f"data.long_documents.{key}", "data.prefix", "model.seq_length"),
                 f"is {getattr(config.data.long_documents, key)}, but the training documents of {relation} {minimum} "
-                f"tokens in {dataset} have {largest:,} tokens, too few for a sequence of model.seq_length {seq_length}",
+                f"tokens in {dataset} have {largest:,} tokens in total, too few for a sequence of "
+                f"model.seq_length {seq_length}",
                 fix,
             )
     return pools
 
 
 def epochs_by_dataset(parts: list[DatasetPart], tokens: int) -> dict[str, float]:
-    """Return the number of epochs over each part, by prefix, for a run that draws `tokens` tokens from all parts."""
+    """Return the epochs over each part of a pool, by prefix, for a run that draws `tokens` tokens from the pool."""
     total = sum(part.weight for part in parts)
     return {part.prefix: tokens * part.weight / total / part.tokens for part in parts}
 

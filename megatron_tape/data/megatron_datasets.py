@@ -1,7 +1,9 @@
-"""The datasets of a run: Megatron's, indexed once by rank 0, and mixes with long documents.
+"""Open a run's training and validation datasets: Megatron's `GPTDataset`, and mixes with long documents.
 
-Rank 0 plans what to draw from each dataset, which requires their whole indices. If the cache lacks the index, rank 0
-opens the datasets with `build` in a temporary directory of `index_cache`. All ranks then open them from the cache.
+Rank 0 reads the datasets' .idx files and plans which datasets each split draws from (`plan_for_all`). If the cache
+lacks the run's index, which defines the order of its samples, rank 0 calls `open_datasets` with `build` in a temporary
+directory of `index_cache`. All ranks then call it without `build`, and map the index from the cache into memory. S is
+`model.seq_length`.
 """
 
 import contextlib
@@ -48,37 +50,38 @@ megatron_patches.load_cached_indices_with(load_array)
 
 @dataclass(frozen=True)
 class Plan:
-    """The datasets that all ranks draw samples from."""
+    """The datasets that each split draws samples from, the same on all ranks."""
 
     identity: dict[str, list[int]]
-    """Size and modification time (ns) of each file of the datasets, as seen by rank 0; changed data has a new index."""
+    """Size in bytes and modification time in ns of each dataset file, by path. Changed files require a new index."""
     whole: Blend
+    """All datasets of `data.prefix`."""
     splits: list[Blend | None]
     """The blend of each required split, training first; None if `pools` replace it."""
     pools: DocumentPools | None
-    """The parts of the training data with `data.long_documents`."""
+    """The long and the other training documents with `data.long_documents`, otherwise None."""
 
 
 def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
-    """Return rank 0's plan on all ranks, which call this together. Only rank 0 reads the indices.
+    """Return rank 0's plan on all ranks, which call this together. Only rank 0 reads the .idx files.
 
-    A dataset of a blend that is too small for a split is excluded from it, with a warning. Raises ConfigError, on all
-    ranks, if a required split does not contain a whole sequence, or a dataset cannot be read.
+    The plan includes the validation split if `evaluates` is true. A dataset of a blend that is too small for a split is
+    excluded from it, with a warning. Raises ConfigError, on all ranks, if a required split does not contain a whole
+    sequence, or a dataset cannot be read.
     """
-    found: list[Plan | ConfigError | None] = [None]
+    plan: list[Plan | ConfigError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            found[0] = _plan(config, evaluates)
+            plan[0] = _plan(config, evaluates)
         except ConfigError as error:
-            found[0] = error
+            plan[0] = error
         except (OSError, ValueError) as error:
-            found[0] = ConfigError(
-                "data.prefix", f"contains datasets that cannot be read any more ({error})", "check their files"
-            )
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], ConfigError):
-        raise found[0]
-    return found[0]
+            problem = f"contains datasets that can no longer be read ({error})"
+            plan[0] = ConfigError("data.prefix", problem, "check their files")
+    dist.broadcast_object_list(plan, src=0)
+    if isinstance(plan[0], ConfigError):
+        raise plan[0]
+    return plan[0]
 
 
 def _plan(config: RunConfig, evaluates: bool) -> Plan:
@@ -93,7 +96,7 @@ def _plan(config: RunConfig, evaluates: bool) -> Plan:
         else:
             kept, problems = large_enough(config, name)
             for problem in problems:
-                logger.warning("warning: data.split %s; it is left out of the %s data", problem, name)
+                logger.warning("warning: data.split %s; the dataset is excluded from the %s data", problem, name)
             splits.append(([prefixes[i] for i in kept], None if weights is None else [weights[i] for i in kept]))
     pools = None if config.data.long_documents is None else find_pools(config)
     return Plan(_identify(prefixes), (prefixes, weights), splits, pools)
@@ -101,11 +104,11 @@ def _plan(config: RunConfig, evaluates: bool) -> Plan:
 
 def _identify(prefixes: list[str]) -> dict[str, list[int]]:
     status = {str(path): path.stat() for prefix in prefixes for path in dataset_paths(prefix)}
-    return {path: [found.st_size, found.st_mtime_ns] for path, found in status.items()}
+    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in status.items()}
 
 
 class NoTokenizer:
-    """The attributes of a tokenizer that `GPTDataset` requires, although it only reads token ids here."""
+    """A stand-in for the tokenizer that `GPTDataset` requires, although it only reads token ids here."""
 
     unique_identifiers: dict = {}
     eod, pad, vocab_size = -2, -1, None
@@ -113,29 +116,32 @@ class NoTokenizer:
 
 @dataclass
 class DatasetSettings(GPTDatasetConfig):
-    """Settings of Megatron's datasets. `documents_below` is the length limit of `ShorterDocuments`.
+    """Settings of Megatron's datasets. `documents_below` is the length limit of `ShorterDocuments` in tokens.
 
-    All splits and stages with the same `opened` share its indexed datasets, by prefix.
+    `opened` holds the opened indexed datasets by prefix. All splits and stages of a run share it.
     """
 
     documents_below: int | None = None
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def open(self, prefix: str) -> IndexedDataset:
-        """Return the indexed dataset of this prefix."""
+        """Return the indexed dataset `prefix`, which is opened only once."""
         if prefix not in self.opened:
             dataset = self.opened[prefix] = IndexedDataset(prefix)
-            # The tokens are mapped. Megatron would keep this second descriptor open, too many for a blend of hundreds.
+            # Tokens are read from a memory map. Another open descriptor is too much for a blend of hundreds.
             dataset.bin_reader._bin_file_reader.close()
         return self.opened[prefix]
 
 
 class AllDocuments(GPTDataset):
-    """A `GPTDataset` whose length is the requested one; Megatron would read a whole index to find a longer one."""
+    """A `GPTDataset` whose length is the requested number of samples until its index is loaded.
+
+    Megatron would read the lengths of all documents to return the larger number of samples in its whole epochs.
+    """
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: DatasetSettings) -> IndexedDataset:
-        """Return the indexed dataset, which all splits share."""
+        """Return the indexed dataset at `dataset_path`, which all splits share."""
         return config.open(dataset_path)
 
     def __len__(self) -> int:
@@ -143,7 +149,7 @@ class AllDocuments(GPTDataset):
 
 
 class ShorterDocuments(AllDocuments):
-    """A dataset of the documents with less than `documents_below` tokens."""
+    """A `GPTDataset` of the documents with less than `config.documents_below` tokens."""
 
     def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config):
         if indexed_indices is not None:  # None if the index is cached
@@ -154,10 +160,10 @@ class ShorterDocuments(AllDocuments):
 
 
 class Mixed(Dataset):
-    """`size` samples of several datasets in fixed proportions, distributed evenly by Megatron's blending rule.
+    """`size` samples of several datasets in the proportions `weights`, interleaved evenly by Megatron's blending rule.
 
-    The dataset of each sample is mapped from the cache `directory`. `counts` is the number of samples of each dataset.
-    Append to `datasets` in the order of `weights`.
+    The caller must append the datasets to `datasets` in the order of `weights`. `counts` is the number of samples drawn
+    from each. The dataset and the index of each sample are arrays in the cache, in `directory`.
     """
 
     def __init__(self, directory: str, weights: Sequence[float], size: int):
@@ -180,26 +186,29 @@ class Mixed(Dataset):
 
 
 def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int, build: bool) -> Dataset:
-    """Return at least `size` samples of one split: 0 for training, 1 for validation.
+    """Return a dataset with at least `size` samples of one split: 0 for training, 1 for validation.
 
-    With `build`, missing indices are built. Otherwise all ranks call this together; indices are mapped, not read.
+    With `build`, rank 0 calls this alone, and missing indices are built. Otherwise all ranks call it together, and
+    indices are mapped into memory when they are first used.
     """
     threads = min(_THREADS, len(settings.blend[0]), len(os.sched_getaffinity(0)))
-    alone = replace(settings, num_dataset_builder_threads=threads)  # type: ignore[call-arg]
-    alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
-    sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
-    # Set here because Megatron's constructor rejects these together with a split, which cached indices already follow.
-    alone.fast_cache_load = alone.defer_npy_index_mmap = not build
+    one_split = replace(settings, num_dataset_builder_threads=threads)  # type: ignore[call-arg]
+    one_split.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
+    sizes = [size if i == split else 0 for i in range(len(one_split.split_matrix))]
+    # Set after construction: Megatron's constructor rejects these options together with `split`, even though the cached
+    # indices follow it.
+    one_split.fast_cache_load = one_split.defer_npy_index_mmap = not build
     with megatron_patches.barriers_disabled() if build else contextlib.nullcontext():
-        return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
+        return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, one_split).build()[split]
 
 
 def mix_with_long_documents(
     config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int, build: bool
 ) -> Mixed:
-    """Return `size` training samples of `settings.blend`, a fraction of them from long documents.
+    """Return `size` training samples, of which long documents provide the fraction `data.long_documents.share`.
 
-    All ranks pass the same `pools`. With `build`, missing indices are built; otherwise rank 0 logs the epochs.
+    All ranks pass the same `pools`. `build` is that of `open_split`; without it, rank 0 logs the number of epochs over
+    the long and the other documents of each dataset.
     """
     minimum, share = config.data.long_documents.minimum, config.data.long_documents.share
     cache, seq_length = settings.path_to_cache, config.model.seq_length
@@ -215,22 +224,22 @@ def mix_with_long_documents(
         long.datasets.append(DocumentWindows(settings.open(part.prefix), cut, seq_length, config.train.seed))
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
-        of_others = [part.weight for part in pools.others] if len(pools.others) > 1 else None
-        blend_of_others = ([part.prefix for part in pools.others], of_others)
-        shorter = replace(settings, blend=blend_of_others, documents_below=minimum)  # type: ignore[call-arg]
+        weights = [part.weight for part in pools.others] if len(pools.others) > 1 else None
+        other_blend = ([part.prefix for part in pools.others], weights)
+        shorter = replace(settings, blend=other_blend, documents_below=minimum)  # type: ignore[call-arg]
         mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
     if not build and dist.get_rank() == 0:
         for kind, parts, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
-            for prefix, times in epochs_by_dataset(parts, count * seq_length).items():
-                level, start = (logging.WARNING, "warning: ") if times > MANY_EPOCHS else (logging.INFO, "")
-                logger.log(level, "%sthe run trains %.2f epochs on the %s documents of %s", start, times, kind, prefix)
+            for prefix, epochs in epochs_by_dataset(parts, count * seq_length).items():
+                level, start = (logging.WARNING, "warning: ") if epochs > MANY_EPOCHS else (logging.INFO, "")
+                logger.log(level, "%sthe run trains %.2f epochs on the %s documents of %s", start, epochs, kind, prefix)
     return mix
 
 
 def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, opened: dict) -> list[Dataset]:
-    """Open the datasets of each split; the training split has `size` samples. With `build`, missing indices are built.
+    """Return one dataset per split of `plan`; that of the training split has `size` samples.
 
-    `opened` contains the indexed datasets that stages share (see `DatasetSettings`).
+    `cache` is the directory of the index, `build` that of `open_split`, and `opened` that of `DatasetSettings`.
     """
     settings = DatasetSettings(
         random_seed=config.train.seed,
@@ -246,8 +255,8 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
         opened=opened,
     )
     datasets = []
-    # Open each split separately, since each has its own datasets. Unused splits and datasets that are too small are
-    # excluded, because Megatron loops forever when it indexes a split without documents.
+    # Open each split separately, since the plan may exclude different datasets from each. Megatron would loop forever
+    # while indexing a split without documents.
     for i, split_blend in enumerate(plan.splits):
         if split_blend is None:
             datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
@@ -259,11 +268,12 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
 
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:
-    """Divide `documents` (D,), indices into `lengths`, into windows; return arrays (D,), int64.
+    """Divide D documents into windows of S tokens and their last label. Return arrays (D,), int64, by name.
 
-    `ends_of_whole` is the cumulative number of whole windows, including those of the document itself. `left` is the
-    number of remaining tokens. Windows of a document are consecutive from its start, and the token after each window,
-    its last label, belongs to the document too. A single remaining token is only a label and is not counted.
+    `documents` (D,) are indices into `lengths` (N,), the numbers of tokens of all documents of a dataset. The windows
+    of a document are consecutive from its start, and the last label of a whole window belongs to the same document.
+    `ends_of_whole` is the cumulative number of whole windows, up to and including those of each document. `left` is the
+    number of tokens after the whole windows; a single one, which is the last label, is not counted.
     """
     lengths = lengths[documents].astype(np.int64)
     whole = np.maximum(lengths - 1, 0) // seq_length
@@ -273,13 +283,13 @@ def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -
 
 
 class DocumentWindows(Dataset):
-    """Endless epochs over documents of a dataset, each shuffled differently.
+    """Training samples from the documents of a dataset, in endless epochs that are shuffled differently.
 
-    Megatron's `GPTDataset` splits its stream of documents at arbitrary places, so a document of one and a half windows
-    rarely fills a window. Here, each document provides as many whole windows as possible, from its start. The
-    remaining tokens of all documents are shuffled, concatenated and split into windows as in `GPTDataset`. An epoch
-    contains each token once, except for the last incomplete window. `cut` is the result of `cut_documents` for
-    documents with more than `seq_length` tokens in total.
+    A sample is a window: `tokens` and `labels` (S,), int64. Megatron's `GPTDataset` splits its stream of documents at
+    arbitrary positions, so a document of one and a half windows rarely fills a window. Here, each document provides as
+    many whole windows as possible, from its start. The remainders of all documents are shuffled, concatenated and split
+    into windows as in `GPTDataset`. An epoch contains each token once, except for the last incomplete window. `cut` is
+    the result of `cut_documents` for documents with more than S tokens in total.
     """
 
     def __init__(self, dataset: IndexedDataset, cut: dict[str, np.ndarray], seq_length: int, seed: int):
@@ -294,7 +304,7 @@ class DocumentWindows(Dataset):
             self._begin(epoch)
         index = int(self._samples[index])
         whole = index < self._ends_of_whole[-1]
-        text = self._whole_window(index) if whole else self._window_of_rests(index - int(self._ends_of_whole[-1]))
+        text = self._whole_window(index) if whole else self._remainder_window(index - int(self._ends_of_whole[-1]))
         text = torch.from_numpy(text.astype(np.int64))
         return {"tokens": text[:-1], "labels": text[1:]}
 
@@ -303,31 +313,29 @@ class DocumentWindows(Dataset):
         random = np.random.RandomState([self._seed, epoch])
         self._samples = random.permutation(self.samples_per_epoch)
         self._order = random.permutation(np.flatnonzero(self._left))
-        self._ends_of_rests = np.cumsum(self._left[self._order])
+        self._ends_of_remainders = np.cumsum(self._left[self._order])
         self._epoch = epoch
 
-    def _first_whole(self, place: int) -> int:
-        """Return the index of a document's first whole window."""
-        return int(self._ends_of_whole[place - 1]) if place else 0
+    def _first_whole(self, document: int) -> int:
+        """Return the index of the first whole window of `documents[document]`."""
+        return int(self._ends_of_whole[document - 1]) if document else 0
 
     def _whole_window(self, index: int) -> np.ndarray:
-        place = int(np.searchsorted(self._ends_of_whole, index, side="right"))
-        window = index - self._first_whole(place)
-        return self._dataset.get(
-            int(self._documents[place]), offset=window * self._seq_length, length=self._seq_length + 1
-        )
+        document = int(np.searchsorted(self._ends_of_whole, index, side="right"))
+        offset = (index - self._first_whole(document)) * self._seq_length
+        return self._dataset.get(int(self._documents[document]), offset=offset, length=self._seq_length + 1)
 
-    def _window_of_rests(self, index: int) -> np.ndarray:
+    def _remainder_window(self, index: int) -> np.ndarray:
         start = index * self._seq_length
         missing, parts = self._seq_length + 1, []
-        number = int(np.searchsorted(self._ends_of_rests, start, side="right"))
+        number = int(np.searchsorted(self._ends_of_remainders, start, side="right"))
         while missing:
-            place = int(self._order[number])
-            left, begun = int(self._left[place]), int(self._ends_of_rests[number]) - int(self._left[place])
-            skipped = max(0, start - begun)
+            document = int(self._order[number])
+            left = int(self._left[document])
+            skipped = max(0, start - (int(self._ends_of_remainders[number]) - left))
             length = min(missing, left - skipped)
-            offset = (int(self._ends_of_whole[place]) - self._first_whole(place)) * self._seq_length + skipped
-            parts.append(self._dataset.get(int(self._documents[place]), offset=offset, length=length))
+            offset = (int(self._ends_of_whole[document]) - self._first_whole(document)) * self._seq_length + skipped
+            parts.append(self._dataset.get(int(self._documents[document]), offset=offset, length=length))
             missing -= length
             number += 1
         return np.concatenate(parts)

@@ -26,7 +26,7 @@ class Origin(TypedDict):
     files: dict[str, str]
     """Fingerprints of the dataset's files by suffix."""
     inputs: NotRequired[list[str]]
-    """The input files of one of several parts."""
+    """The input files of a part, written by `tools/preprocess_data.py --part`."""
 
 
 def read_origin(prefix: str | Path) -> Origin | None:
@@ -50,9 +50,9 @@ def fingerprints_of(prefix: str | Path) -> dict[str, str]:
 
 
 def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str) -> dict[str, Origin | None]:
-    """Return the datasets' origins. Raises FileError if one was made with another tokenizer than `tokenizer`.
+    """Return the datasets' origins by prefix. Raises FileError if one was made with a tokenizer other than `tokenizer`.
 
-    `name` describes the tokenizer in messages. Without `tokenizer`, the datasets are compared with each other. The
+    `name` describes `tokenizer` in messages. If `tokenizer` is None, the datasets are compared with each other. The
     end-of-document token is compared only for datasets whose documents end in it.
     """
     origins = {prefix: read_origin(prefix) for prefix in prefixes}
@@ -63,13 +63,13 @@ def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, 
             other = (found[0][1]["tokenizer"], f"that of {found[0][0]}") if tokenizer is None else (tokenizer, name)
             if different := difference(origin["tokenizer"], *other, with_eod):
                 problem = f"was made with a tokenizer that {different}"
-                fix = "preprocess it again with that tokenizer, or use its own tokenizer"
+                fix = "preprocess the dataset again, or use the tokenizer that it was made with"
                 raise FileError(prefix, problem, fix)
     return origins
 
 
 def unknown_tokenizers(origins: Mapping[str, Origin | None], name: str) -> str | None:
-    """Return a warning about datasets without an origin, whose tokenizer should be `name`, or None."""
+    """Return a warning about the datasets without an origin, or None; `name` describes the expected tokenizer."""
     unknown = [prefix for prefix, origin in origins.items() if origin is None]
     if not unknown:
         return None
@@ -79,9 +79,9 @@ def unknown_tokenizers(origins: Mapping[str, Origin | None], name: str) -> str |
 
 
 def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
-    """Return the origin of merged datasets with the same tokenizer, or None if an origin is unknown."""
-    found = list(origins)
-    if not found or None in found:
+    """Return the origin of the merge of datasets with the same tokenizer, or None if one has no origin."""
+    known = list(origins)
+    if not known or None in known:
         return None
-    first = next((origin for origin in found if origin["append_eod"]), found[0])
-    return {"tokenizer": first["tokenizer"], "append_eod": all(origin["append_eod"] for origin in found)}
+    first = next((origin for origin in known if origin["append_eod"]), known[0])
+    return {"tokenizer": first["tokenizer"], "append_eod": all(origin["append_eod"] for origin in known)}

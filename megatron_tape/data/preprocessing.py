@@ -26,7 +26,8 @@ from megatron_tape.data.tokenizer import Tokenizer, tokenizer_record
 from megatron_tape.errors import refuse
 
 CHUNKS_IN_FLIGHT = 3
-MOST_WORKERS = 1024
+"""Maximum number of chunks per worker that are queued, being encoded, or finished."""
+MAX_WORKERS = 1024
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The tokens of a chunk's good documents as bytes, their lengths (int32), and the problems of the bad ones.
+    """The result of tokenizing a chunk.
 
-    `text_bytes` is the number of UTF-8 bytes of text, `position` the number of input bytes read so far.
+    `tokens` are the token ids of its good documents, as bytes of the dataset's dtype, and `lengths` (int32) their
+    lengths in tokens; `problems` are those of its bad documents. `text_bytes` is the number of UTF-8 bytes of text,
+    `position` the number of input bytes read so far.
     """
 
     tokens: bytes
@@ -65,7 +68,7 @@ class EncodedChunk:
 
 
 def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
-    """Parse and tokenize a chunk."""
+    """Parse and tokenize the documents of a chunk."""
     texts, numbers, problems = parse_chunk(chunk, encoding.text_key)
     end = np.array([encoding.tokenizer.eod] if encoding.append_eod else [], dtype=np.int32)
     parts, lengths = [np.empty(0, np.int32)], []
@@ -85,12 +88,12 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
 
 
 def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
-    """Encode the documents of files in `workers` processes, and yield the chunks in order.
+    """Tokenize the documents of files in `workers` processes, and yield the chunks in order.
 
-    A file that cannot be read to its end yields a chunk without documents that holds the problem. Raises
-    ChildProcessError if a worker dies, and UserError if there are too many workers.
+    If a file cannot be read to its end, a chunk without documents reports the problem. Raises ChildProcessError if a
+    worker dies, and ConfigError if there are too many workers.
     """
-    refuse(workers > MOST_WORKERS, "--workers", f"is {workers:,}", f"give at most {MOST_WORKERS:,}")
+    refuse(workers > MAX_WORKERS, "--workers", f"is {workers:,}", f"use at most {MAX_WORKERS:,}")
     raise_file_limit()
     executor = ProcessPoolExecutor(
         workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoding,)
@@ -101,7 +104,7 @@ def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes
         pending: deque[Future | UnreadableFile] = deque()
         for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
             pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
-            # The end of a document that is too large may be far away, or never come, as in a pipe.
+            # Report a document that is too large at once: its end may be far away, or never come, as in a pipe.
             allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1
             while len(pending) > allowed:
                 yield _result(pending.popleft())
@@ -132,7 +135,7 @@ def _start_worker(encoding: Encoding) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # There is already one process per core.
+    # The tokenizers library must not start threads, since there is already one process per core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

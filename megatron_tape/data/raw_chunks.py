@@ -1,6 +1,6 @@
 """Split files of JSON lines, parquet and text into chunks of raw documents, in bounded memory.
 
-Splitting is cheap. `documents.parse_chunk` is expensive, and may run in another process.
+Splitting is cheap. Parsing (`documents.parse_chunk`) is expensive, and may run in other processes.
 """
 
 import codecs
@@ -14,9 +14,9 @@ from typing import IO, Any
 from megatron_tape.errors import FileError
 
 DOCUMENT_BYTES = 12_000_000
-"""Default maximum size of a document in bytes. Tokenizing takes up to 150 bytes of memory for each."""
+"""Default maximum size of a document in bytes. Tokenizing takes up to 150 times as much memory."""
 _COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 14}
-"""Compressed bytes per call of the decompressor. The output of gzip is limited; that of zstd is at most 512 MiB."""
+"""Compressed bytes per call of the decompressor. A call returns at most 1 MiB for gzip, and 512 MiB for zstd."""
 _BLOCK = 1 << 20
 _ROWS = 64
 """Rows of a parquet file that are decoded together."""
@@ -27,12 +27,12 @@ class UnreadableFile(FileError):
 
 
 class NoTextColumn(UnreadableFile):
-    """A parquet file without a column of strings under the text key."""
+    """A parquet file that has no column of strings with the name `text_key`."""
 
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A document of more than `limit` bytes, whose content is not kept."""
+    """Replaces a document of more than `limit` bytes."""
 
     limit: int
 
@@ -42,8 +42,9 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive unparsed documents of a file: whole lines as bytes, or a list of raw texts and TooLarge.
+    """Consecutive unparsed documents of a file.
 
+    `payload` is whole JSON lines as bytes, or a list of UTF-8 texts; None is a null, and TooLarge replaces a document.
     `first` is the number, from 1, of the first line or row. `unit` is "line", "row", or "" for a file that is a single
     document. `position` is the number of input bytes read so far, before decompression.
     """
@@ -60,7 +61,7 @@ class Chunk:
         return len(self.payload) == 1 and isinstance(self.payload[0], TooLarge)
 
     def place(self, number: int) -> str:
-        """Return the place of line or row `number` for messages."""
+        """Return the file and the line or row `number`, for messages."""
         if self.unit == "line":
             return f"{self.path}:{number}"
         return f"{self.path} row {number}" if self.unit == "row" else self.path
@@ -72,7 +73,7 @@ def is_text_file(path: str) -> bool:
 
 
 def text_format(path: str) -> str:
-    """Return the extension of a file, without that of the compression."""
+    """Return the extension of a file, ignoring that of its compression: ".txt" for "a.txt.gz"."""
     for compression in (".gz", ".zst"):
         path = path.removesuffix(compression)
     return Path(path).suffix
@@ -83,8 +84,8 @@ def read_chunks(
 ) -> Iterator[Chunk | UnreadableFile]:
     """Yield the documents of files in order, in chunks of about `chunk_bytes`.
 
-    TooLarge replaces a document of more than `document_bytes`, the size of its decompressed line, row or file. A file
-    that ends early or cannot be decompressed yields its whole lines, then an UnreadableFile.
+    TooLarge replaces a document whose decompressed line, row or file has more than `document_bytes`. A file that ends
+    early or cannot be decompressed yields its whole lines, then an UnreadableFile.
     """
     position = 0
     chunk_bytes = min(chunk_bytes, max(document_bytes, 1 << 16))
@@ -112,14 +113,14 @@ class _Counted:
 
 
 def _read_file(path: str, text_key: str, chunk_bytes: int, document_bytes: int, position: int) -> Iterator[Chunk]:
-    kind = text_format(path)
-    if kind == ".parquet":
+    extension = text_format(path)
+    if extension == ".parquet":
         yield from _read_parquet(path, text_key, chunk_bytes, document_bytes, position)
         return
     with open(path, "rb") as opened:
         file = _Counted(opened)
         blocks = _decompress(file, path, chunk_bytes)
-        if kind == ".txt":
+        if extension == ".txt":
             text = _whole_text(blocks, document_bytes)
             yield Chunk(path, "", 1, [text], position + file.count)
             return
@@ -162,7 +163,7 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
             unfinished = not stream.eof
             data = stream.unused_data if stream.eof else stream.unconsumed_tail
     if unfinished:
-        raise UnreadableFile(path, "ends early: its compressed data is cut off")
+        raise UnreadableFile(path, "ends early: its compressed data is truncated")
 
 
 def _decompressor(path: str) -> tuple:
@@ -192,30 +193,30 @@ def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int)
 
     If the stream is cut off, its unfinished line is dropped.
     """
-    rest = b""  # lines that do not fill a chunk yet, and an unfinished line
+    buffer = b""  # lines that do not fill a chunk yet, and an unfinished line
     is_too_large = False  # whether the unfinished line is too long
     try:
         for block in blocks:
             if is_too_large:
                 _, found, block = block.partition(b"\n")
                 is_too_large = not found
-            rest += block
-            end = rest.rfind(b"\n") + 1
-            exceeds = len(rest) - end > document_bytes
-            if end and (exceeds or len(rest) >= chunk_bytes):
-                yield from _bounded(rest[:end], document_bytes)
-                rest = rest[end:]
+            buffer += block
+            end = buffer.rfind(b"\n") + 1
+            exceeds = len(buffer) - end > document_bytes
+            if end and (exceeds or len(buffer) >= chunk_bytes):
+                yield from _bounded(buffer[:end], document_bytes)
+                buffer = buffer[end:]
             if exceeds:
                 yield TooLarge(document_bytes)
-                rest, is_too_large = b"", True
+                buffer, is_too_large = b"", True
     except UnreadableFile:
-        yield from _bounded(rest[: rest.rfind(b"\n") + 1], document_bytes)
+        yield from _bounded(buffer[: buffer.rfind(b"\n") + 1], document_bytes)
         raise
-    yield from _bounded(rest, document_bytes)
+    yield from _bounded(buffer, document_bytes)
 
 
 def _bounded(lines: bytes, document_bytes: int) -> Iterator[bytes | TooLarge]:
-    """Yield whole lines. TooLarge replaces a line of more than `document_bytes`."""
+    """Yield `lines` unchanged, except that TooLarge replaces each line of more than `document_bytes`."""
     start = position = 0
     while len(lines) - position > document_bytes:
         end = lines.find(b"\n", position)
@@ -241,7 +242,7 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
             texts: list[bytes | None | TooLarge] = []
             size = 0
             for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
-                # Bytes, so that invalid UTF-8 in one row is an error of that row only.
+                # Read bytes, so that invalid UTF-8 in a row makes only that row bad.
                 for value in batch.column(text_key).cast(pyarrow.large_binary()):
                     raw = value.as_buffer()
                     large = raw is not None and raw.size > document_bytes
@@ -270,4 +271,4 @@ def _check_column(path: str, schema: Any, text_key: str) -> None:
     column = schema.field(text_key).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
     if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise NoTextColumn(path, f"holds {column} in its column {text_key!r}, not strings", fix)
+        raise NoTextColumn(path, f"has a column {text_key!r} of type {column} instead of string", fix)

@@ -1,8 +1,8 @@
-"""Sources of training samples other than indexed datasets, with a loss mask.
+"""Training samples with a loss mask, from sources other than indexed datasets. S is `model.seq_length`.
 
 To add a source, subclass `SampleSource`, add a setting to `config.data.DataConfig` and its name to `SAMPLE_SOURCES`,
-validate it in `checks.combinations`, and build the source in `sample_source`. `Batches` distributes samples in the same
-order under every parallel layout, and converts masks to weights so that the loss is the mean over a global batch.
+validate it in `checks.combinations`, and create the source in `sample_source`. `Batches` distributes samples in the
+same order under every parallel layout. It converts loss masks to weights for the mean loss over a global batch.
 """
 
 import numpy as np
@@ -23,16 +23,16 @@ class SampleSource(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return sample `index` >= 0: `tokens` and `labels` (S,), int64, and `loss_mask` (S,), bool.
 
-        The mask selects the labels that enter the loss. `padded_sample` makes all three from a sequence.
+        The mask selects the labels that enter the loss. `padded_sample` returns all three for a sequence.
         """
         raise NotImplementedError
 
 
 def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Return the sample of a sequence (N,), N <= S + 1, whose tokens `in_loss` (N,), bool, enter the loss.
+    """Return the sample of a sequence of token ids (N,), N <= S + 1; `in_loss` (N,), bool, selects those in the loss.
 
-    The first token is not predicted. The sequence is padded with zeros to `seq_length` (S); they do not enter the loss,
-    and causal attention hides them from the sequence.
+    The first token is never predicted. The sequence is padded with zeros to S + 1 tokens. The padding does not enter
+    the loss, and because of causal attention no token attends to it.
     """
     sequence = torch.zeros(seq_length + 1, dtype=torch.int64)
     mask = torch.zeros(seq_length + 1, dtype=torch.bool)
@@ -42,9 +42,10 @@ def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> d
 
 
 class GeneratedSamples(SampleSource):
-    """Sequences of `data.generator`. Training and validation use independent random streams."""
+    """Sequences of the synthetic task `data.generator`. Training and validation use independent random streams."""
 
     def __init__(self, config: RunConfig, purpose: int):
+        """Create a source for `purpose`: TRAINING or VALIDATION."""
         self._generator = config.data.generator
         self._seed, self._purpose = config.train.seed, purpose
         self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"
@@ -55,10 +56,10 @@ class GeneratedSamples(SampleSource):
 
 
 class ExampleSamples(SampleSource):
-    """The lines of a file of `data.examples`. Training examples are shuffled anew in every epoch."""
+    """One sample per line of the file in `data.examples`. Training examples are shuffled anew in every epoch."""
 
     def __init__(self, config: RunConfig, validation: bool):
-        """Index the lines of the file. Raises FileError if it is empty."""
+        """Read the offsets of the file's lines. Raises FileError if it has no examples."""
         settings, tokenizer = config.data.examples, load_run_tokenizer(config)
         self._path = settings.validation if validation else settings.path
         self._encode, self._end = example_encoder(config, tokenizer), tokenizer.eod
@@ -71,7 +72,7 @@ class ExampleSamples(SampleSource):
                 if line.strip():
                     lines.append(number)
         if not lines:
-            raise FileError(self._path, "contains no examples", "give another file as data.examples")
+            raise FileError(self._path, "contains no examples", "choose another file for data.examples")
         self._starts, self._lines = np.array(starts), np.array(lines)
         self._epoch, self._order = -1, np.empty(0, int)
 
@@ -95,7 +96,7 @@ class ExampleSamples(SampleSource):
 
 
 def sample_source(config: RunConfig, validation: bool) -> SampleSource:
-    """Return the configured source of `SAMPLE_SOURCES`, for training or validation."""
+    """Return the source of a run with `data.generator` or `data.examples`, for training or validation."""
     if config.data.source == "examples":
         return ExampleSamples(config, validation)
     return GeneratedSamples(config, VALIDATION if validation else TRAINING)

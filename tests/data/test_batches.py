@@ -60,7 +60,7 @@ def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, 
     """The small one's 4 documents give about 100 training tokens, and none to validate on."""
     built = build({f"{folder}/a": 0.3, f"{folder}/small": 0.6, f"{folder}/b": 0.1})
     (warning,) = warnings_in(caplog)
-    assert f"0 tokens of {folder}/small" in warning and "left out of the validation data" in warning
+    assert f"0 tokens of {folder}/small" in warning and "excluded from the validation data" in warning
     assert [len(built.train.datasets), len(built.validation.datasets)] == [3, 2]
     assert built.train.weights == pytest.approx([0.3, 0.6, 0.1])
     assert built.validation.weights == pytest.approx([0.75, 0.25])
@@ -68,14 +68,14 @@ def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, 
     caplog.clear()
     built = build([f"{folder}/small", f"{folder}/a"], seq_length=256)
     assert [warning.split(";")[1] for warning in warnings_in(caplog)] == [
-        " it is left out of the training data",
-        " it is left out of the validation data",
+        " the dataset is excluded from the training data",
+        " the dataset is excluded from the validation data",
     ]
     assert next(built.training())["tokens"].shape == (1, 256)
 
 
 def test_only_a_split_without_any_whole_sequence_is_refused(folder, build):
-    with pytest.raises(ConfigError, match=r"validation split .* none of the 2 datasets gives more"):
+    with pytest.raises(ConfigError, match=r"validation split .* and no other dataset has enough"):
         build([f"{folder}/small", f"{folder}/a"], seq_length=512)
 
 
@@ -161,7 +161,7 @@ def test_a_dataset_that_vanishes_after_its_checks_ends_every_rank_in_one_sentenc
     sent = []
     monkeypatch.setattr(megatron_datasets.dist, "broadcast_object_list", lambda values, src: sent.append(values[0]))
     gone = dataclasses.replace(config, data=dataclasses.replace(config.data, prefix=f"{folder}/gone"))
-    with pytest.raises(ConfigError, match="cannot be read any more"):
+    with pytest.raises(ConfigError, match="can no longer be read"):
         megatron_datasets.plan_for_all(gone, False)
     assert isinstance(sent[0], ConfigError)
 

@@ -79,6 +79,6 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(make, tmp_path):
             check_datasets(make(**changes))
         assert error.value.key == said
     (tmp_path / "qasper.zip").write_bytes(b"PK")
-    for name, said in (("none.jsonl", "no such file"), ("qasper.zip", "give uncompressed JSON lines")):
+    for name, said in (("none.jsonl", "no such file"), ("qasper.zip", "choose uncompressed JSON lines")):
         with pytest.raises(ConfigError, match=said):
             check_data_files(make(path=str(tmp_path / name)))

@@ -87,5 +87,5 @@ def test_a_dataset_that_was_cut_off_is_refused(tmp_path):
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None)
     check_datasets(config)
     os.truncate(tmp_path / "a.bin", 100)
-    with pytest.raises(ConfigError, match="incomplete or damaged: .*a.bin has 100 bytes where the index counts"):
+    with pytest.raises(ConfigError, match="incomplete or damaged: .*a.bin has 100 bytes, but according to its index"):
         check_datasets(config)

@@ -182,7 +182,7 @@ def test_every_string_type_of_parquet_is_read(preprocess, texts, tmp_path, expec
     "table, problem",
     [
         (pa.table({"body": ["a"]}), "has no column 'text', only ['body']"),
-        (pa.table({"text": pa.array([b"a"])}), "holds binary in its column 'text', not strings"),
+        (pa.table({"text": pa.array([b"a"])}), "has a column 'text' of type binary instead of string"),
     ],
 )
 def test_parquet_without_a_text_column_is_refused(tmp_path, table, problem):
@@ -275,11 +275,11 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         "unknown format": [tmp_path / "a.csv"],
         "has no documents": [tmp_path / "empty.jsonl"],
         "argument --workers: 0 is below 1": [corpus, "--workers", 0],
-        "--workers is 100,000; give at most 1,024": [corpus, "--workers", 100_000],
+        "--workers is 100,000; use at most 1,024": [corpus, "--workers", 100_000],
         "is not a SentencePiece model": [corpus, "--tokenizer", corpus],
         "does not exist; give": [corpus, "--tokenizer", "none.model"],
         "has no end-of-document token": [corpus, "--append-eod", "--tokenizer", tmp_path / "tokenizer.json"],
-        "a directory; give it a name for the dataset, such as folder/NAME": [corpus, "--output-prefix", "folder/"],
+        "a directory; add a name for the dataset, such as folder/NAME": [corpus, "--output-prefix", "folder/"],
     }.items():
         lines = preprocess(*arguments, code=2).stderr.splitlines()
         assert lines[-1].startswith("error: ") and message in lines[-1]
