@@ -1,9 +1,9 @@
-"""Causal attention with a position state, in several backends behind one function.
+"""Causal attention with a position state; `attend` calls one of the backends in `ops/backends`.
 
-Queries and keys are rotated by the state z. On request, the attention map p averages z as well as the value: p @ [v |
-z]. Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value
-groups, D head dimension. As in Megatron, the sequence axis comes first. `backends/naive.py` is the plain form to
-compare with.
+Queries and keys are rotated by the position state z. For TAPE, the attention weights p average z along with the values
+v: p @ [v | z]. The reference is `backends/naive.py`.
+Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
+head dimension. As in Megatron, the sequence axis comes first.
 """
 
 import importlib
@@ -31,47 +31,46 @@ def attention(
     backend: str = "torch",
     **more: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call `attend` on `AttentionInputs` with these fields; `more` are its other fields.
+    """Return `attend` of the `AttentionInputs` with these fields; `more` holds its other fields by name.
 
     Exported TAPE models call this function if this package is installed.
     """
-    given = {"z_TBGD": z_TBGD, "average_state": average_state, "packing": packing, **more}
-    return attend(AttentionInputs(q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, **given), backend)
+    fields = {"z_TBGD": z_TBGD, "average_state": average_state, "packing": packing, **more}
+    return attend(AttentionInputs(q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, **fields), backend)
 
 
 def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k by z, if given, and average v, and z with `average_state`, by softmax(q k^T / sqrt(D) + ...).
+    """Return the averages o = p v of the values and u = p z of the position state, both (S, B, H, D).
 
-    Returns o and u, both (S, B, H, D); u is None without `average_state`. z has v's dtype. `backend` is one of
-    `BACKENDS`; `choose_backend` resolves auto.
+    The attention weights p are the softmax of q k^T / sqrt(D), as changed by the bias, gates or rescoring of `x`.
+    Unless `x.rotate` is False or z is None, q and k are rotated by z first. u is None unless `x.average_state`. z must
+    have the dtype of v. `backend` is a key of `BACKENDS`; resolve "auto" with `choose_backend`.
 
-    With a cache (T > S, for example in decoding), the caller rotates q by its own state, and each new key once before
-    it enters the cache (`ops.rotation.rotate_groups`); `rotate` is then False.
+    With a cache (T > S, for example in decoding), set `x.rotate` to False: the caller then rotates the queries, and
+    each key once, before it enters the cache (`ops.rotation.rotate_groups`).
 
-    Raises ValueError if shapes or dtypes do not match, if `rotate` is true with a cache, if there is no state to
+    Raises ValueError if shapes or dtypes do not match, if `x.rotate` is True with a cache, if there is no state to
     average, or if the backend does not support the inputs.
     """
     if backend not in BACKENDS:
-        raise ValueError(
-            f"backend is {backend!r}, not one of {', '.join(BACKENDS)}; use choose_backend to resolve auto"
-        )
-    _check_state(x, backend)
+        raise ValueError(f"backend is {backend!r}, not one of {', '.join(BACKENDS)}; resolve auto with choose_backend")
+    _check_state(x)
     _check_shapes(x)
     if why := lacks(backend, _needs(x)):
-        raise ValueError(f"backend is {backend}, which {why}")
+        raise ValueError(f"backend is {backend}, which {why}; choose another")
     if backend == "triton" and not x.q_SBHD.is_cuda:
         if why := unsupported("triton", x.q_SBHD.device, x.q_SBHD.dtype, x.q_SBHD.shape[-1]):
-            raise ValueError(f"backend is triton, which {why}")
+            raise ValueError(f"backend is triton, which {why}; choose another")
     module = importlib.import_module(f"megatron_tape.ops.backends.{_MODULES[backend]}")
     o, *u = module.attend(_prepared(x))
     return o, u[0] if u else None
 
 
 def _prepared(x: AttentionInputs) -> AttentionInputs:
-    """Apply the factors, add the gates to the bias, and convert the bias and rescoring to fp32."""
+    """Return `x` with its factors applied to q and k, its gates added to its bias, and bias and rescoring in fp32."""
     q, k, bias = x.q_SBHD, x.k_TBGD, x.bias
     if x.factor_TB1D is not None and x.rotate:
-        # Each backend's rotation multiplies by the same complex number, so this may come first.
+        # Backends rotate afterwards. The order is free, since both parts of a complex number have the same factor.
         q, k = q * x.factor_TB1D, k / x.factor_TB1D
     if x.log_gate_TBH is not None:
         bias = gates_as_bias(x.log_gate_TBH, bias)
@@ -88,47 +87,50 @@ def _needs(x: AttentionInputs) -> Set[str]:
         BIAS: x.bias is not None and x.bias.score is None,
         GATE: x.log_gate_TBH is not None,
     }
-    return {need for need, wanted in needs.items() if wanted} | (set() if x.rescore is None else {x.rescore.need})
+    return {need for need, required in needs.items() if required} | (set() if x.rescore is None else {x.rescore.need})
 
 
-def _check_state(x: AttentionInputs, backend: str) -> None:
+def _check_state(x: AttentionInputs) -> None:
     z, v = x.z_TBGD, x.v_TBGD
     if x.average_state and z is None:
-        raise ValueError("there is no position state to average")
+        raise ValueError("average_state is True, but z_TBGD is None: there is no position state to average")
     if z is not None and z.dtype != v.dtype:
-        raise ValueError(f"{backend} cannot combine states of {z.dtype} with values of {v.dtype}")
+        raise ValueError(f"the position state has dtype {z.dtype}; convert it to that of the values, {v.dtype}")
 
 
 def _check_shapes(x: AttentionInputs) -> None:
-    """Reject shapes for which a kernel would read out of bounds, and a second rotation of cached keys."""
+    """Raise ValueError for shapes with which a kernel would read out of bounds, or if cached keys would be rotated."""
     q, k, v, z = x.q_SBHD, x.k_TBGD, x.v_TBGD, x.z_TBGD
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
-            f"queries and keys have {q.dim()} and {k.dim()} axes, not 4: sequence, batch, heads, head dimension"
+            f"queries have {q.dim()} axes and keys {k.dim()}; both need 4: sequence, batch, heads, head dimension"
         )
     (S, B, H, D), (T, G) = q.shape, k.shape[::2]
     queries, keys = f"queries {tuple(q.shape)}", f"keys {tuple(k.shape)}"
     if k.shape != (T, B, G, D) or H % G:
-        raise ValueError(f"{queries} do not fit {keys}: (S, B, H, D) and (T, B, G, D), where G divides H")
+        raise ValueError(f"{queries} do not fit {keys}: expected (S, B, H, D) and (T, B, G, D), where G divides H")
     if S > T:
-        raise ValueError(f"{queries} have {keys}: each query's own token must be among the keys")
+        raise ValueError(f"there are {S} queries but only {T} keys: each query's own token must be among the keys")
     if v.shape != k.shape:
-        raise ValueError(f"{keys} have values {tuple(v.shape)}, not of the same shape")
+        raise ValueError(f"values have shape {tuple(v.shape)}; expected that of the keys, {tuple(k.shape)}")
     if z is not None and (z.shape[::3] != (T, D) or z.shape[1] not in (1, B) or z.shape[2] not in (1, G)):
-        raise ValueError(f"{keys} have states {tuple(z.shape)}, not {(T, B, G, D)}; {B} or {G} may be 1 instead")
+        raise ValueError(
+            f"the position state z_TBGD has shape {tuple(z.shape)}; expected (T, B or 1, G or 1, D), where {keys} are "
+            "(T, B, G, D)"
+        )
     if z is not None and D % 2:
-        raise ValueError(f"heads of {D} cannot be split into pairs to rotate; their dimension must be even")
+        raise ValueError(f"the head dimension is {D}, which cannot be split into pairs to rotate; it must be even")
     if x.packing is not None and x.packing.bounds_2BT.shape != (2, B, T):
-        raise ValueError(f"{keys} have document bounds {tuple(x.packing.bounds_2BT.shape)}, not {(2, B, T)}")
+        raise ValueError(f"document bounds have shape {tuple(x.packing.bounds_2BT.shape)}; expected {(2, B, T)}")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"queries, keys and values are of types {q.dtype}, {k.dtype} and {v.dtype}, not of one")
+        raise ValueError(f"queries, keys and values have dtypes {q.dtype}, {k.dtype}, {v.dtype}; convert them to one")
     if S < T and x.rotate and not (z is None and x.factor_TB1D is None):
         raise ValueError(
-            f"{S} queries have {T} keys: cached keys were rotated when they arrived; rotate the new ones with "
-            "ops.rotation.rotate_groups and pass rotate=False"
+            f"rotate is True for {S} queries and {T} keys, but cached keys are already rotated; rotate new queries and "
+            "keys with ops.rotation.rotate_groups and pass rotate=False"
         )
     factors = x.factor_TB1D
     if factors is not None and x.rotate and factors.shape not in [(T, batch, 1, D) for batch in (1, B)]:
-        raise ValueError(f"{keys} have factors {tuple(factors.shape)}, not (T, B or 1, 1, D)")
+        raise ValueError(f"factor_TB1D has shape {tuple(factors.shape)}; expected {(T, B, 1, D)} or {(T, 1, 1, D)}")
     if x.log_gate_TBH is not None and x.log_gate_TBH.shape != (T, B, H):
-        raise ValueError(f"gates {tuple(x.log_gate_TBH.shape)} need a value for each of {T} keys and each query head")
+        raise ValueError(f"log_gate_TBH has shape {tuple(x.log_gate_TBH.shape)}; expected (T, B, H) = {(T, B, H)}")

@@ -1,4 +1,4 @@
-"""The inputs of an attention backend.
+"""The inputs of the attention backends in `ops/backends`.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
 head dimension.
@@ -19,24 +19,23 @@ from megatron_tape.ops.rotation import rotate_groups
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs(Positions):
-    """Queries, keys and values, in addition to the fields of `Positions`."""
+    """The inputs of attention in one layer: queries, keys and values, and the inherited fields of `Positions`."""
 
     q_SBHD: Tensor
     k_TBGD: Tensor
     v_TBGD: Tensor
     packing: Packing | None = None
-    """Keeps packed documents from attending to each other."""
+    """Bounds of packed documents, which do not attend to each other; None if each sequence is one document."""
     rotate: bool = True
     """Whether attention rotates q and k by z; false if they are already rotated."""
     run: Callable[..., tuple[Tensor, ...]] = run_directly
     """`run(function, *tensors)` returns `function(*tensors)`; with selective activation checkpointing it records and
-    replays the call (`ops.activation_checkpointing`). The naive backend, and tiled for whole rows of scores, ignore
-    it."""
+    replays the call (`ops.activation_checkpointing`). The naive backend ignores it, as does tiled with `rescore`."""
 
     def rotated(self, fused: bool = True) -> tuple[Tensor, Tensor]:
-        """Return q and k, rotated if `rotate` is true. The triton backend does not call this.
+        """Return q (S, B, H, D) and k (T, B, G, D), rotated by z unless z is None or `rotate` is False.
 
-        `fused` uses the Triton kernel on devices that support it.
+        With `fused`, the Triton kernel rotates on devices that support it; otherwise plain torch does.
         """
         q, k, z = self.q_SBHD, self.k_TBGD, self.z_TBGD
         if z is None or not self.rotate:
@@ -48,7 +47,7 @@ class AttentionInputs(Positions):
         return rotate_groups(q, z), rotate_groups(k, z)
 
     def with_one_value(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `rotated` q and k, and one tensor of values: v, or [v | z] with `average_state`."""
+        """Return `rotated` q and k, and the value: v (T, B, G, D), or [v | z] (T, B, G, 2D) with `average_state`."""
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
         if self.rotate and rotates_fused(self.q_SBHD):
@@ -58,5 +57,5 @@ class AttentionInputs(Positions):
         return *self.rotated(), torch.cat(self.values(), dim=-1)
 
     def values(self) -> list[Tensor]:
-        """Return the tensors that the attention weights average: v, and z with `average_state`."""
+        """Return the tensors (T, B, G, D) that the attention weights average: v and, with `average_state`, z."""
         return [self.v_TBGD, self.z_TBGD.expand_as(self.v_TBGD)] if self.average_state else [self.v_TBGD]

@@ -10,45 +10,46 @@ import torch
 from torch import Tensor
 
 NEAR = 256
-"""Largest number of queries in a tile whose bias may omit a per-query constant, which softmax cancels. In larger tiles
-these constants differ so much that scores would lose precision."""
+"""Maximum number of queries in a tile that may omit constants per query from its bias, since softmax cancels them. In
+larger tiles, biases without these constants would be so large that scores lose precision."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias given by `tile(rows, columns, *tensors)`, which is added to the scores of these queries and keys.
+    """A bias of attention scores, computed by `tile(rows, columns, *tensors)` for a tile of queries and keys.
 
-    `rows` and `columns` are slices of the T tokens; the result is (B or 1, H or 1, rows or 1, columns or 1) and must be
-    finite even for masked pairs. It is differentiable in `tensors`, which must include everything that needs a
-    gradient. Attention passes them at least in float32, since the gradient of a table is a sum over all pairs.
+    `rows` (of queries) and `columns` (of keys) are slices of the T tokens. A tile is (B or 1, H or 1, rows or 1,
+    columns or 1). It must be finite even for masked pairs, and differentiable in `tensors`, which must include every
+    tensor that needs a gradient. Attention passes `tensors` in at least float32, since the gradient of a table is a sum
+    over all pairs of query and key.
     """
 
     tile: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
     score: Callable[..., Tensor] | None = None
-    """`score(b, h, q, k, *tensors)`, optional, returns the bias of one sequence, head, query and key, given as 0-d
-    integer tensors. FlexAttention compiles it, so it may only form 0-d tensors."""
+    """Optional; `score(b, h, q, k, *tensors)` returns the bias of one pair. The indices of sequence, head, query and
+    key are 0-d integer tensors. FlexAttention compiles the function, so all of its intermediate results must be 0-d."""
     left_out: Callable[..., Tensor] | None = None
-    """`left_out(rows, *tensors)`, optional, returns the per-query constants (B or 1, H or 1, rows) omitted by tiles of
-    at most `NEAR` queries. They change no output. In the backward pass they absorb the sum of a query's score
-    gradients, which is not exactly zero for rounded outputs and would otherwise reach the tensors of other tokens."""
+    """Optional; `left_out(rows, *tensors)` returns the constants per query, (B or 1, H or 1, rows), that tiles of at
+    most `NEAR` queries omit. They do not change attention's outputs. In the backward pass, they absorb the sum of a
+    query's score gradients, which is not exactly zero for rounded outputs and would otherwise reach other tokens."""
 
     def in_float32(self) -> "Bias":
-        """Return the same bias with tensors of at least float32."""
+        """Return a copy whose tensors are in at least float32."""
         wider = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors)
         return replace(self, tensors=wider)
 
     def without_tensors(self) -> "Bias":
-        """Return the functions without the tensors, for objects that outlive the tensors."""
+        """Return a copy that keeps the functions but no tensors, for objects that outlive the tensors."""
         return replace(self, tensors=())
 
     def of_heads(self, heads: slice) -> "Bias":
-        """Return the bias of a slice of the heads."""
+        """Return the bias of the query heads in the slice `heads`."""
         whole = self.without_tensors()
 
         def tile(rows: slice, columns: slice, *tensors: Tensor) -> Tensor:
-            found = whole.tile(rows, columns, *tensors)
-            return found if found.shape[1] == 1 else found[:, heads]
+            every = whole.tile(rows, columns, *tensors)
+            return every if every.shape[1] == 1 else every[:, heads]
 
         def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
             return whole.score(b, h + heads.start, q, k, *tensors)
@@ -59,18 +60,18 @@ class Bias:
         return Bias(tile, self.tensors, score if self.score else None, left_out if self.left_out else None)
 
     def of(self, rows: slice, columns: slice) -> Tensor:
-        """Return a differentiable tile."""
+        """Return the tile of these queries and keys, through which gradients reach `tensors`."""
         return self.tile(rows, columns, *self.tensors)
 
 
 def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
-    """Turn forget gates f into a bias: query s and key t get the sum of log f over t < j <= s.
+    """Return forget gates f as a bias: the sum of log f_j over t < j <= s for query s and key t.
 
-    Forgetting Transformer (Lin et al., 2025), equation 5. The logarithms must be finite. They are summed in float64 to
-    preserve differences of neighbors in long sequences; the result is at least in float32. Tiles of at most `NEAR`
-    queries omit a constant per query. `bias`, if given, is added.
+    This is equation 5 of the Forgetting Transformer (Lin et al., 2025). `log_gate_TBH` must be finite. It is summed in
+    float64, so that differences between nearby tokens stay accurate in long sequences; the returned bias is in at least
+    float32. Tiles of at most `NEAR` queries omit a constant per query (`Bias.left_out`). `bias` is added unless None.
     """
-    # Differences of one cumulative sum, in which everything before a document cancels.
+    # The bias is a difference of two cumulative sums, in which all tokens before the document cancel.
     dtype = torch.promote_types(log_gate_TBH.dtype, torch.float32)
     sums_BHT = log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
     # Each sum is split into two float32 numbers, because kernels do not compute in float64.

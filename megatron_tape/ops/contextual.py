@@ -1,7 +1,7 @@
 """The scores of contextual position encoding (CoPE, Golovneva et al., 2024), with a manual backward pass.
 
-Most of the time is spent on gathers and on scatters of their gradients, so both handle two numbers at once.
-Axes: B batch, H query heads, r queries of a block, t keys up to the last of these, P the largest position.
+Gathers, and scatters of their gradients, take most of the time, so both process two numbers at once.
+Axes: B batch, H query heads, r queries of a block, t keys up to the last of these, p = P + 1 positions from 0 to P.
 """
 
 import torch
@@ -10,23 +10,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _QUERIES, _KEYS = 32, 64
-"""Rows and columns of a tile of scores that fits into a CPU's cache. GPUs, which would synchronize after each tile,
-compute all rows at once."""
+"""Queries and keys of a tile of scores that fits into a CPU's cache. On GPUs a tile has all r queries, because the host
+waits for the device after each tile."""
 
 
 def add_contextual_positions(scores_BHrt: Tensor, of_positions_BHrp: Tensor, seen: Tensor) -> Tensor:
-    """Add to the score of each key the value of its position, interpolated between the P + 1 values of its query.
+    """Return the scores plus the values of the keys' positions, (B, H, r, t).
 
-    The position of key t is the sum of the sigmoids of the scores of the `seen` (B or 1, 1, r, t) keys from t to the
-    query, clamped to P. The last r keys belong to the queries' own tokens. Scores of later keys are returned unchanged.
+    `of_positions_BHrp` holds the values of positions 0 to P for each query. Positions are fractional, and values are
+    interpolated between the two nearest integers. The position of key t is the sum of the sigmoids of the scores from
+    key t to the query's own token, clamped to P; keys where `seen` (B or 1, 1, r, t) is False do not count. The last r
+    keys are the queries' own tokens. Scores of keys after a query are meaningless, but finite.
     """
     return _ContextualPositions.apply(scores_BHrt, of_positions_BHrp, seen, torch.is_grad_enabled())
 
 
 class _ContextualPositions(torch.autograd.Function):
-    """Compute positions tile by tile from the nearest key to the farthest, in which direction they grow.
+    """Computes positions tile by tile, from the nearest key to the farthest, as positions grow with distance.
 
-    Once each query of a tile has reached the largest position or has no more keys, all earlier keys have the largest.
+    Once all queries of a tile have reached the largest position or have no keys left, the remaining keys need no gates:
+    all of them have the largest position.
     """
 
     @staticmethod
@@ -52,12 +55,12 @@ class _ContextualPositions(torch.autograd.Function):
                 counted, stop = position[..., :1].clone(), keys.start
                 whole = position.floor().clamp_(max=largest)
                 index = whole.long()
-                number, way = torch.view_as_real(pairs[..., rows, :].gather(-1, index)).unbind(-1)
-                part, way = position.sub_(whole), way.contiguous()
-                added[..., rows, keys] = torch.addcmul(number, way, part).add_(near)
+                value, slope = torch.view_as_real(pairs[..., rows, :].gather(-1, index)).unbind(-1)
+                fraction, slope = position.sub_(whole), slope.contiguous()
+                added[..., rows, keys] = torch.addcmul(value, slope, fraction).add_(near)
                 if learns:
                     tiles.append((rows, keys))
-                    saved += gates, part, index, way
+                    saved += gates, fraction, index, slope
                 finished = bool(((counted >= largest) | ~seen[..., rows, :stop].any(-1, keepdim=True)).all())
             far = slice(0, stop)
             torch.add(scores[..., rows, far], of_positions[..., rows, -1:], out=added[..., rows, far])
@@ -74,18 +77,18 @@ class _ContextualPositions(torch.autograd.Function):
         saved = ctx.saved_tensors
         done = None
         for i, (rows, keys) in reversed(list(enumerate(ctx.tiles))):
-            gates, part, index, way = saved[4 * i : 4 * i + 4]
-            if rows != done:  # the farthest tile of its queries
+            gates, fraction, index, slope = saved[4 * i : 4 * i + 4]
+            if rows != done:  # the farthest tile of these queries
                 done, dposition = rows, 0.0
                 dfar[..., rows] = dadded[..., rows, : keys.start].sum(-1)
             d = dadded[..., rows, keys]
-            dpairs[..., rows, :].scatter_add_(-1, index, torch.complex(d, part.mul(d)))
+            dpairs[..., rows, :].scatter_add_(-1, index, torch.complex(d, fraction.mul(d)))
             # A gate contributes to the positions of its key and of all farther keys.
-            dgates = way.mul(d).cumsum(-1).add_(dposition)
+            dgates = slope.mul(d).cumsum(-1).add_(dposition)
             dposition = dgates[..., -1:]
             dscores[..., rows, keys] += torch.ops.aten.sigmoid_backward(dgates, gates)
-        dof_positions, dways = dpairs.real.contiguous(), dpairs.imag[..., :-1]
-        dof_positions[..., :-1] -= dways
-        dof_positions[..., 1:] += dways
+        dof_positions, dslopes = dpairs.real.contiguous(), dpairs.imag[..., :-1]
+        dof_positions[..., :-1] -= dslopes
+        dof_positions[..., 1:] += dslopes
         dof_positions[..., -1] += dfar
         return dscores, dof_positions, None, None

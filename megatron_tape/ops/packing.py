@@ -15,19 +15,22 @@ from torch import Tensor
 def document_bounds(documents_BT: Tensor) -> Tensor:
     """Return int32 (2, B, T): for each token, the start of its document and the start of the next document.
 
-    `documents_BT` numbers the documents of each packed sequence in ascending order. Padding before a sequence counts as
-    a document, so an attention mask of zeros followed by ones can be passed. Raises ValueError for another order, which
-    is checked only on CPUs.
+    `documents_BT` holds the number of each token's document, ascending along a sequence. Padding before a sequence
+    counts as a document, so an attention mask of zeros followed by ones can be passed. Raises ValueError if the numbers
+    decrease, which is checked only on CPUs.
     """
     documents_BT = documents_BT.contiguous().long()
     if documents_BT.device.type == "cpu" and (documents_BT.diff() < 0).any():
-        raise ValueError("documents must be numbered in ascending order; padding comes before a sequence, not after it")
+        raise ValueError("documents_BT decreases within a row; number documents in ascending order and pad on the left")
     starts = torch.searchsorted(documents_BT, documents_BT)
     return torch.stack([starts, torch.searchsorted(documents_BT, documents_BT, right=True)]).int()
 
 
 def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device) -> Tensor:
-    """Return the boolean mask (B or 1, 1, S, T), True if the key is not later than the query and in its document."""
+    """Return the boolean mask (B or 1, 1, S, T), True for the keys of a query's document up to the query itself.
+
+    `bounds_2BT` is the result of `document_bounds`; None stands for one document per sequence.
+    """
     keys = torch.arange(T, device=device)
     mask = (keys <= keys[T - S :, None])[None, None]
     return mask if bounds_2BT is None else mask & (keys >= bounds_2BT[0, :, None, T - S :, None])
@@ -44,6 +47,7 @@ class Packing:
     """The documents of a batch of packed sequences, with a cache of derived masks that all layers share."""
 
     bounds_2BT: Tensor
+    """The result of `document_bounds`."""
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -58,22 +62,22 @@ class Packing:
         return self._cache[key]
 
     def mask(self, S: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask (B, 1, S, T) to add to the scores of the last S tokens."""
+        """Return the `additive_mask` (B, 1, S, T) of the last S tokens."""
         bounds = self.bounds_2BT
         return self.cached((S, dtype), lambda: additive_mask(S, bounds.shape[2], bounds, bounds.device, dtype))
 
     def first_seen(self, S: int) -> list[int]:
-        """Return, for each of the last S tokens, the first key that it may attend to in any sequence.
+        """Return, for each of the last S tokens, the first key that it may attend to in any sequence of the batch.
 
-        The host synchronizes with the device once.
+        The first call synchronizes the host with the device.
         """
         return self.cached(("first", S), lambda: self.bounds_2BT[0, :, -S:].amin(0).tolist())
 
     def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
-        """Return the cumulative document lengths (int32) of queries and keys, and the longest length of each.
+        """Return flash-attn's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the documents.
 
-        The queries are the last S tokens of each sequence; sequences are concatenated. The host synchronizes with the
-        device once.
+        The sequences of the batch are concatenated; the queries are the last S tokens of each. The first call
+        synchronizes the host with the device.
         """
         return self.cached(("lengths", S), lambda: self._lengths(S))
 

@@ -1,4 +1,4 @@
-"""Check kernels on their device: compare errors relative to float64 with the rounding errors of plain torch."""
+"""Check kernels on a device: errors relative to float64 may be at most twice those of plain torch in the same dtype."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 """Relative error that is always allowed, since plain torch may be exact by chance for small tensors."""
 
 ROWS = 16
-"""Rows of the first axis that are compared as a block, in addition to the whole tensor."""
+"""Rows (of the first axis) per block. Each block is compared separately, in addition to the whole tensor."""
 
 LENGTH = 272
-"""Tokens in the checks of `backend_fails`: several tiles of each kernel and a partial one."""
+"""Sequence length in checks of attention: several tiles of each kernel and a partial one."""
 LENGTHS = (LENGTH, 192)
-"""Tokens in the checks of other libraries, including a length of 64 modulo 128, for which a cuDNN kernel returned NaN
-(pytorch issue 196678)."""
+"""Sequence lengths in checks of the backends in `LIBRARIES`. 192 is 64 modulo 128; at such lengths a cuDNN kernel
+returned NaN (pytorch issue 196678)."""
 
 PACKED = " of packed documents"
 """Suffix of the names of checks with packed documents."""
@@ -40,7 +40,7 @@ Function = Callable[..., Outputs]
 
 @dataclass(frozen=True)
 class Deviation:
-    """Relative error of a tensor against float64, and that of plain torch in the same precision."""
+    """Relative error of one of a kernel's outputs or gradients, and the `rounding` error of plain torch."""
 
     tensor: int
     """Index in the list of outputs followed by gradients."""
@@ -57,19 +57,20 @@ class Deviation:
 
     def __str__(self) -> str:
         where = "" if self.rows is None else f", rows {self.rows[0]} to {self.rows[1]}"
-        return f"tensor {self.tensor}{where} is off by {self.error:.1e}, plain torch by {self.rounding:.1e}"
+        allowed = f"allowed: {self.allowed:.1e}, plain torch: {self.rounding:.1e}"
+        return f"tensor {self.tensor}{where} is off by {self.error:.1e} ({allowed})"
 
 
 def deviations(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> Iterator[Deviation]:
-    """Compare `ours` with `plain` in float64; an error may be twice the rounding of `plain` in `dtype`.
+    """Yield the deviations of `ours` from `plain` in float64, compared with those of `plain` in `dtype`.
 
-    Both functions map `inputs` to tensors or None. All outputs and the gradients of all inputs, for random gradients of
-    the outputs, are compared: whole and in blocks of `ROWS` rows, since an error in a few rows would vanish in the norm
-    of the whole tensor.
+    Both functions map `inputs` to tensors or None. All outputs are compared and, for random gradients of the outputs,
+    the gradients of all inputs. Each tensor is compared as a whole and in blocks of `ROWS` rows, since an error in a
+    few rows would vanish in the norm of the whole tensor.
     """
 
-    def run(function: Function, kind: torch.dtype | None) -> list[Tensor]:
-        leaves = [x.detach().to(kind or x.dtype).requires_grad_() for x in inputs]
+    def run(function: Function, in_dtype: torch.dtype | None) -> list[Tensor]:
+        leaves = [x.detach().to(in_dtype or x.dtype).requires_grad_() for x in inputs]
         outputs = [x for x in function(*leaves) if x is not None]
         generator = torch.Generator(outputs[0].device).manual_seed(1)
         directions = [torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x) for x in outputs]
@@ -83,45 +84,45 @@ def deviations(ours: Function, plain: Function, inputs: list[Tensor], dtype: tor
         for first in (None, *range(0, length, ROWS)):
             block = None if first is None else (first, min(first + ROWS, length) - 1)
             our, theirs, truth = (x if block is None else x[block[0] : block[1] + 1] for x in tensors)
-            # A gradient that consists of nothing but rounding errors has no meaningful size.
+            # At least the norm of ones, since the size of a gradient of mere rounding errors is meaningless.
             size = truth.norm().clamp(min=truth.numel() ** 0.5)
             error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
             yield Deviation(index, block, error, rounding, 2 * rounding + FLOOR[dtype])
 
 
 def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> str | None:
-    """Return the first inexact one of the `deviations` as a sentence, or None."""
-    return next((str(found) for found in deviations(ours, plain, inputs, dtype) if not found.exact), None)
+    """Return a sentence about the first of the `deviations` that is not exact, or None if all are."""
+    return next((str(each) for each in deviations(ours, plain, inputs, dtype) if not each.exact), None)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes that determine which kernels a model compiles: those of the whole model, and the parallel sizes."""
+    """What determines the kernels that a model compiles: its sizes (heads and groups of all ranks) and options."""
 
     heads: int
     groups: int
     head_dim: int
     averages: bool
-    """Whether the position state is averaged and updated."""
+    """Whether the position state is averaged and updated (TAPE)."""
     inner: int = 0
     """Width of the position MLP."""
     full_mixing: bool = True
     fp32_state: bool = True
     tensor_parallel_size: int = 1
     reflects: bool = False
-    """Whether scores use the reflections of the tokens between query and key."""
+    """Whether scores use the reflections of the tokens between query and key (PaTH)."""
     context_parallel_size: int = 1
 
     @property
     def local(self) -> tuple[int, int]:
-        """Heads and groups of one rank inside attention."""
+        """Query heads and key/value groups of one rank inside attention."""
         heads, groups = (n // self.tensor_parallel_size for n in (self.heads, self.groups))
         ranks = self.context_parallel_size
         return heads // ranks, math.lcm(groups, ranks) // ranks
 
 
 class Check(NamedTuple):
-    """Two functions that must agree, and their inputs."""
+    """A kernel, its reference in plain torch, and the inputs for which they must agree."""
 
     ours: Function
     plain: Function
@@ -143,7 +144,7 @@ def kernel_checks(
 def attention_checks(
     backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
 ) -> dict[str, Check]:
-    """Return comparisons with the naive backend by name, on two sequences of `length` tokens, packed and not."""
+    """Return checks of `backend` against naive by name, on two sequences of `length` tokens, packed and not packed."""
     draw, averages, dim, (H, G) = _drawing(dtype, device), shapes.averages, shapes.head_dim, shapes.local
     *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
     checks = {}
@@ -160,7 +161,7 @@ def attention_checks(
 
 
 def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, tokens: int = 48) -> dict[str, Check]:
-    """Return the check of the fused position update, if the model uses it."""
+    """Return the check of the fused position update by name, or nothing if the model cannot use it."""
     draw, heads, groups, dim, P = _drawing(dtype, device), shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
     if not (shapes.averages and fits_fused(groups, heads)):
         return {}
@@ -172,17 +173,16 @@ def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, toke
 
 
 def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, Check]:
-    """Return the checks of flex and fla by name: gates and, for flex, a learned bias.
+    """Return the checks of `backend`, flex or fla, by name.
 
-    For a model with reflections, they are reflections with and without gates. The model's own encoding is compared with
-    its reference in the tests, not here.
+    They cover reflections with and without gates if `shapes.reflects`, otherwise gates and, for flex, a learned bias.
     """
     draw, (H, G), dim = _drawing(dtype, device), shapes.local, shapes.head_dim
     qkv, logits = [draw(LENGTH, 2, n, dim) for n in (H, G, G)], draw(LENGTH, 2, H)
     if shapes.reflects:
         tensors = [*qkv, draw(LENGTH, 2, G, dim), draw(LENGTH, 2, G)]
-        kinds = {" through reflections": tensors, " through reflections with gates": [*tensors, logits]}
-        checks = [_of_attention(name, _with_reflections, backend, "naive", x) for name, x in kinds.items()]
+        inputs = {" through reflections": tensors, " through reflections with gates": [*tensors, logits]}
+        checks = [_of_attention(name, _with_reflections, backend, "naive", x) for name, x in inputs.items()]
     else:
         checks = [_of_attention(" with gates", _with_gates, backend, "naive", [*qkv, logits])]
         if POINTWISE in BACKENDS[backend].can:
@@ -198,13 +198,13 @@ def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
 def _of_attention(
     name: str, attend: Callable[..., Outputs], backend: str, plain: str, inputs: list[Tensor]
 ) -> dict[str, Check]:
-    """Return the checks of `attend(backend, packing, *inputs)` without and with packed documents."""
+    """Return checks of `attend(backend, packing, *inputs)` against backend `plain`, without and with packing."""
     length, device = len(inputs[0]), inputs[0].device
     starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
     packings = {"": None, PACKED: Packing.of(torch.arange(length, device=device) >= starts)}
     return {
-        f"attention{name}{how}": Check(partial(attend, backend, packing), partial(attend, plain, packing), inputs)
-        for how, packing in packings.items()
+        f"attention{name}{suffix}": Check(partial(attend, backend, packing), partial(attend, plain, packing), inputs)
+        for suffix, packing in packings.items()
     }
 
 
@@ -218,7 +218,7 @@ def _gates(logits: Tensor) -> Tensor:
 
 
 def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    """Run attention with a learned table of biases by distance and head."""
+    """Return attention with a learned table (40, H) of biases by distance and head."""
     q, k, v, learned = tensors
 
     def tile(rows: slice, columns: slice, table: Tensor) -> Tensor:
@@ -232,21 +232,21 @@ def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outpu
 
 
 def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    """Run attention with reflections given by w and the logits of beta, and with gates if their logits are given.
+    """Return attention with reflections; `tensors` are q, k, v, w, the logits of beta and, optionally, of gates.
 
     The naive backend rounds its precomputed tensors to the keys' dtype, as a kernel does.
     """
     q, k, v, w, betas, *logits = tensors
-    found = through_reflections(lambda w, betas: (normalize(w, dim=-1), 2 * betas.sigmoid()), (w, betas))
+    reflections = through_reflections(lambda w, betas: (normalize(w, dim=-1), 2 * betas.sigmoid()), (w, betas))
     if backend == "naive":
-        exact = found.prepare
-        found = replace(found, prepare=lambda q, k, *given: tuple(x.to(k.dtype) for x in exact(q, k, *given)))
+        exact = reflections.prepare
+        reflections = replace(reflections, prepare=lambda q, k, *xs: tuple(x.to(k.dtype) for x in exact(q, k, *xs)))
     gates = _gates(logits[0]) if logits else None
-    return attention(q, k, v, None, False, packing, backend, rescore=found, log_gate_TBH=gates)
+    return attention(q, k, v, None, False, packing, backend, rescore=reflections, log_gate_TBH=gates)
 
 
 def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor) -> Outputs:
-    """Update a state; with `fp32_state` its values are not representable in the other tensors' narrower dtype."""
+    """Return the updated state. With `fp32_state`, z is in fp32, with values that a 16-bit dtype cannot represent."""
     return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]
 
 
@@ -255,8 +255,8 @@ def backend_fails(
 ) -> str | None:
     """Return why `backend` fails on `device` for a model of `shapes`, as the predicate of a sentence, or None.
 
-    Compiles and runs its kernels and compares them with plain torch. For kernels of other libraries, packed documents
-    are only checked if `packed` is true.
+    This compiles and runs the backend's kernels and compares them with plain torch. For the backends in `LIBRARIES`,
+    packed documents are checked only if `packed` is True.
     """
     if backend in ("flex", "fla"):
         checks = [score_checks(backend, shapes, dtype, device)]
@@ -272,7 +272,7 @@ def backend_fails(
 
 
 def first_failure(checks: Mapping[str, Check], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the first inexact or failing kernel cannot be used, as the predicate of a sentence, or None."""
+    """Return why the first kernel that fails its check cannot be used, as the predicate of a sentence, or None."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     for name, check in checks.items():
         try:
@@ -287,7 +287,7 @@ def first_failure(checks: Mapping[str, Check], dtype: torch.dtype, device: torch
 
 
 def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Compare Liger's kernels with plain torch, for an unsharded vocabulary and for the second of two shards.
+    """Return the check of Liger's kernels, for an unsharded vocabulary and for the second of two shards.
 
     `vocabulary` is the size of this rank's shard, for which the kernels are compiled.
     """
@@ -298,17 +298,17 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
-        found = [
-            linear_cross_entropy(hidden, weight, given, weights, fused=fused, first=first, z_loss=0.1)[0]
-            for given, first in ((labels % vocabulary, 0), (labels, vocabulary))
+        of_shards = [
+            linear_cross_entropy(hidden, weight, targets, weights, fused=fused, first=first, z_loss=0.1)[0]
+            for targets, first in ((labels % vocabulary, 0), (labels, vocabulary))
         ]
-        return [torch.stack(found)]
+        return [torch.stack(of_shards)]
 
     return Check(partial(losses, True), partial(losses, False), inputs)
 
 
 def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Compare the fused SwiGLU with plain torch; `width` is the size of this rank's shard of the MLP."""
+    """Return the check of the fused SwiGLU; `width` is the size of this rank's shard of the MLP."""
 
     def run(fused: bool, both: Tensor) -> list[Tensor]:
         return [swiglu(both, fused)]

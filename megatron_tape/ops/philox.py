@@ -1,9 +1,9 @@
 """Random matrices whose parts can be generated independently: an element depends only on a key, its row and column.
 
-Philox4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) in torch's integers; four columns share the
-counter (column // 4, row, 0, 0). Normal numbers use the Box-Muller transform. Its logarithm, sine and cosine use only
-additions, multiplications, divisions and square roots, whose results IEEE 754 defines exactly, so that all devices and
-all parts agree bit for bit; torch's own functions differ between devices.
+This is Philox4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) on int64 tensors. The counter (column //
+4, row, 0, 0) generates four adjacent columns of a row. Normal numbers use the Box-Muller transform. Its logarithm, sine
+and cosine use only additions, multiplications, divisions and square roots, whose results IEEE 754 defines exactly. All
+devices therefore agree bit for bit, which they do not for torch's own functions.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ Key = tuple[int, int]
 
 
 def key_of(*parts: object) -> Key:
-    """Hash `parts`, such as a seed and a parameter's name, to a key."""
+    """Return the key of `parts`, such as a seed and a parameter's name: a hash of their `repr`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four 32-bit words, as int64, for each counter of four 32-bit words; the shapes broadcast."""
+    """Return four random 32-bit words for each counter of four 32-bit words, all as int64; the shapes broadcast."""
     c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
     k0, k1 = key
     for _ in range(ROUNDS):
-        # Products overflow into the sign bit. Words are truncated to 32 bits before they are multiplied.
+        # Products may overflow into the sign bit; words are truncated to 32 bits before they are multiplied again.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(LOW)
         torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(LOW)
@@ -40,7 +40,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Te
 
 
 def normal(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-    """Return rows and columns of the standard normal float32 matrix of `key`, (len(rows), len(columns)).
+    """Return the block `rows` x `columns` of the standard normal float32 matrix of `key`, (len(rows), len(columns)).
 
     Both ranges must have a step of 1. Absolute values are at most 6.8.
     """
@@ -48,12 +48,12 @@ def normal(key: Key, rows: range, columns: range, device: torch.device | str) ->
     numbers = torch.empty(*first.shape, 4, device=device)
     box_muller(first, second, numbers[..., :2])
     box_muller(third, fourth, numbers[..., 2:])
-    return _without_rest(numbers, columns)
+    return _crop(numbers, columns)
 
 
 def uniform(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-    """Return rows and columns of the float32 matrix of `key` that is uniform between 0 and 1; see `normal`."""
-    return _without_rest(_unit(torch.stack(_words(key, rows, columns, device), dim=-1)), columns)
+    """Return the block `rows` x `columns` of the float32 matrix of `key`, uniform between 0 and 1; see `normal`."""
+    return _crop(_unit(torch.stack(_words(key, rows, columns, device), dim=-1)), columns)
 
 
 def _words(key: Key, rows: range, columns: range, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,21 +63,21 @@ def _words(key: Key, rows: range, columns: range, device: torch.device | str) ->
     return philox((block, row, zero, zero), key)
 
 
-def _without_rest(numbers: Tensor, columns: range) -> Tensor:
-    """Return the requested columns of whole blocks (rows, blocks, 4)."""
+def _crop(numbers: Tensor, columns: range) -> Tensor:
+    """Return the numbers (rows, columns) of `columns` out of blocks of four columns, (rows, blocks, 4)."""
     first = columns.start % 4
     return numbers.flatten(1)[:, first : first + len(columns)]
 
 
 def _unit(word: Tensor) -> Tensor:
-    """Convert 32-bit words to numbers between 2^-33 and 1."""
+    """Return 32-bit words as float32 numbers between 2^-33 and 1."""
     return word.float().add_(0.5).mul_(2.0**-32)
 
 
 def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
     """Write two independent normal numbers into `pair` (..., 2) for the words `first` and `second` (...)."""
     radius = _log(_unit(first)).mul_(-2.0).sqrt_()
-    # The angle is within pi/2 of the x axis; the sign of the radius gives the other half.
+    # The angle is between -pi/2 and pi/2. A negative radius yields the other half of the plane.
     radius = torch.where((second & 1).bool(), radius, -radius)
     angle = (second >> 1).float().mul_(2.0**-31).sub_(0.5).mul_(math.pi)
     square = angle * angle
@@ -88,7 +88,7 @@ def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm, by the series of the inverse hyperbolic tangent between sqrt(1/2) and sqrt(2)."""
+    """Return the natural logarithm; for a mantissa in sqrt(1/2) to sqrt(2), by the series of the inverse tanh."""
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> MANTISSA_BITS
     mantissa = (bits - (exponent << MANTISSA_BITS)).view(torch.float32)

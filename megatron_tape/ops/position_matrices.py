@@ -1,6 +1,6 @@
-"""The position MLP's matrices in TAPE's update and their gradients, shared by the plain form and the kernel.
+"""Products of the position MLP's matrices in TAPE's update, and their gradients, for plain torch and the kernel.
 
-Axes: N tokens, H query heads, G groups, P inner width of the position MLP.
+The formulas are in `ops/position_update.py`. Axes: N tokens, G groups, P inner width of the position MLP.
 """
 
 import torch
@@ -8,16 +8,17 @@ from torch import Tensor
 
 
 def outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
-    """Return the outer products of W_down's columns and W_up's rows, (P, G*G)."""
+    """Return the P outer products of W_down's columns and W_up's rows, (P, G*G), so that M = silu(gate) @ them."""
     return (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)
 
 
 def matrix_gradients(
     dM: Tensor, d_mixing: Tensor, g: Tensor, outer: Tensor, gate: Tensor, up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the gate, the mixing, W_up and W_down, given those of M (N, G*G) and of the mixing.
+    """Return the gradients of the gate (N, P), of A, and of W_up (P, G) and W_down (G, P).
 
-    `g` is silu(gate) and `outer` is `outer_products(up, down)`.
+    `dM` is the gradient of M (N, G*G), and `d_mixing` that of A, which is returned unchanged. `g` is silu(gate), and
+    `outer` is `outer_products(up, down)`.
     """
     G = len(down)
     d_outer = (g.T @ dM).view(-1, G, G)

@@ -19,13 +19,13 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
 
 
 def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
-    """Rotate each query head by the state of its group; z may have one group for all heads."""
+    """Return the heads (S, B, H, D) of queries or keys, each rotated by the state of its group; G may be 1."""
     groups = z_SBGD.shape[2]
     return rotate(q_SBHD.unflatten(2, (groups, -1)), z_SBGD.unsqueeze(3)).flatten(2, 3)
 
 
 def phases(p_SBG: Tensor, theta_F: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
-    """Return modulus * exp(i p theta), (S, B, G, D) in `dtype`, for real positions in float64.
+    """Return modulus * exp(i p theta), (S, B, G, D) in `dtype`, for real positions p in float64.
 
     Angles are computed and reduced modulo 2 pi in float64, so that the error does not grow with the position. Only the
     positions are saved for the backward pass.
@@ -56,13 +56,13 @@ def _phases(p: Tensor, theta: Tensor, modulus: float, dtype: torch.dtype) -> Ten
 
 
 SHORTEST = 1e-3
-"""Smallest modulus that `with_modulus` normalizes; smaller numbers are scaled linearly, which bounds the gradients."""
+"""Smallest modulus that `with_modulus` normalizes; it scales smaller numbers linearly, which bounds the gradients."""
 
 
 def with_modulus(z: Tensor, modulus: float) -> Tensor:
-    """Scale the complex numbers z (..., D) to this modulus; saves only `z` for the backward pass.
+    """Return the complex numbers z (..., D) scaled to `modulus`, saving only z for the backward pass.
 
-    Numbers smaller than `SHORTEST` are multiplied by modulus / SHORTEST, so that gradients are finite at zero.
+    Numbers with a modulus below `SHORTEST` are multiplied by modulus / SHORTEST, so that gradients are finite at zero.
     """
     return _WithModulus.apply(z, modulus)
 

@@ -1,10 +1,10 @@
-"""Shifted sparse attention: heads attend within segments of the sequence, which half of them shift by half a segment.
+"""Shifted sparse attention, for training: heads attend within segments, half of the heads within shifted ones.
 
-"LongLoRA: Efficient Fine-tuning of Long-Context Large Language Models" (ICLR 2024), for training. The authors' code
-rolls the tokens of the shifted heads, so that the first half segment follows the last one. Except with flash-attn, its
-causal mask then lets the first tokens attend to the last ones. Here segments are bounds like those of packed documents:
-nothing is rolled, and the half segments at both ends are separate segments.
-Axes: T tokens, S queries (as many), B batch, H query heads, G key/value groups, D head dimension.
+The shift is half a segment ("LongLoRA: Efficient Fine-tuning of Long-Context Large Language Models", ICLR 2024). The
+authors' code rolls the tokens of the shifted heads, so that the first half segment follows the last one. Except with
+flash-attn, its causal mask then lets the first tokens attend to the last ones. Here segments are bounds like those of
+packed documents: nothing is rolled, and the half segments at both ends are separate segments.
+Axes: T tokens, which are both queries and keys, B batch, H query heads, G key/value groups, D head dimension.
 """
 
 from dataclasses import dataclass, replace
@@ -33,13 +33,14 @@ class ShiftedSegments:
 
     @classmethod
     def of(cls, tokens_BT: Tensor, packing: Packing | None, unshifted_groups: int) -> "ShiftedSegments":
-        """Return the segments of sequences of token ids, cut where the documents of `packing` begin.
+        """Return the segments of a batch of token ids; segments also end where a document of `packing` ends.
 
         Raises ValueError if the sequences cannot be divided into half segments.
         """
         B, T = tokens_BT.shape
         if T % (2 * SEGMENTS):
-            raise ValueError(f"{T} tokens cannot be divided into {2 * SEGMENTS} half segments; use another length")
+            halves = 2 * SEGMENTS
+            raise ValueError(f"{T} tokens cannot be divided into {halves} half segments; use a multiple of {halves}")
         length = T // SEGMENTS
         tokens = torch.arange(T, device=tokens_BT.device)
         starts, ends = (0, T) if packing is None else packing.bounds_2BT
@@ -55,8 +56,8 @@ class ShiftedSegments:
 def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> int:
     """Return the number of a rank's key/value groups that are not shifted.
 
-    `own_groups` are the rank's indices among all `query_groups`, by default all. The first half of all groups, rounded
-    down, is not shifted. Heads that share keys are shifted together.
+    Among all `query_groups`, the first half (rounded down) is not shifted. `own_groups` are the indices of the rank's
+    groups; None means all of them. Query heads that share keys are shifted together.
     """
     return sum(group < query_groups // 2 for group in (range(query_groups) if own_groups is None else own_groups))
 
@@ -64,12 +65,12 @@ def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> 
 def attend_in_segments(
     x: AttentionInputs, segments: ShiftedSegments, backend: str = "torch"
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `ops.attention.attend` with equally many queries and keys, each head within its segments.
+    """Return o and u of `ops.attention.attend`, with each head restricted to its segments. Requires S = T.
 
-    Raises ValueError like `attend`, and for `rescore`, which needs whole rows of scores of all heads.
+    Raises ValueError as `attend` does, and if `x.rescore` is set, which computes the scores of all heads together.
     """
     if x.rescore is not None:
-        raise ValueError("scores that are computed from whole rows cannot be combined with segments")
+        raise ValueError("shifted segments cannot be combined with scores computed from whole rows; set rescore=None")
     G, count = x.k_TBGD.shape[2], segments.unshifted_groups
     per_group = x.q_SBHD.shape[2] // G
     outputs = []
@@ -77,7 +78,7 @@ def attend_in_segments(
         if groups.start == groups.stop:
             continue
         heads = slice(groups.start * per_group, groups.stop * per_group)
-        own = replace(
+        inputs = replace(
             x,
             q_SBHD=x.q_SBHD[:, :, heads],
             k_TBGD=x.k_TBGD[:, :, groups],
@@ -87,6 +88,6 @@ def attend_in_segments(
             bias=None if x.bias is None else x.bias.of_heads(heads),
             log_gate_TBH=None if x.log_gate_TBH is None else x.log_gate_TBH[:, :, heads],
         )
-        outputs.append(attend(own, backend))
+        outputs.append(attend(inputs, backend))
     o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*outputs))
     return o, u

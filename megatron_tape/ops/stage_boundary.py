@@ -1,6 +1,7 @@
-"""Packs hidden states and position state into the single tensor that pipeline stages send.
+"""Pack hidden states and position state into the single tensor that a pipeline stage sends to the next one.
 
-Nothing is rounded: a float32 state, and its gradient, is sent as pairs of bf16 numbers with the same bits.
+Nothing is rounded: if hidden states are in bf16, a float32 state and its gradient are sent as pairs of bf16 numbers
+with the same bits.
 
 Axes: s tokens of this rank, B batch, C hidden size, T tokens of the state (s or a multiple of it).
 """
@@ -15,12 +16,12 @@ def pack(hidden_sBC: Tensor, state: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split a packed tensor into hidden states (s, B, C) and the state of this shape (T, B, ...) and dtype."""
+    """Return the hidden states (s, B, `hidden_size`) and the state, of `shape` (T, B, ...) and `dtype`, of `packed`."""
     return _Unpack.apply(packed, hidden_size, shape, dtype)
 
 
 def packed_width(shape: tuple[int, ...], state_dtype: torch.dtype, tokens: int, dtype: torch.dtype) -> int:
-    """Return the elements of `dtype` that a state of this shape takes per token, for `tokens` tokens of this rank."""
+    """Return the elements per token that a state of `shape` adds to hidden states of `dtype`; `tokens` is s."""
     return torch.Size(shape).numel() // (tokens * shape[1]) * state_dtype.itemsize // dtype.itemsize
 
 

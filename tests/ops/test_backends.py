@@ -187,14 +187,14 @@ def test_inconsistent_arguments_are_refused():
         ("each query's own token", (six, five, five, five)),
         ("pass rotate=False", (one, five, five, five)),
         ("no position state to average", (five, five, five, None, True)),
-        ("have values", (five, five, six, None)),
-        ("have states", (five, five, five, five.expand(-1, 2, -1, -1))),
-        ("have states", (one, five, five, one, True)),
+        ("values have shape", (five, five, six, None)),
+        ("state z_TBGD has shape", (five, five, five, five.expand(-1, 2, -1, -1))),
+        ("state z_TBGD has shape", (one, five, five, one, True)),
         ("split into pairs", (five[..., :7], five[..., :7], five[..., :7], five[..., :7])),
         ("document bounds", (five, five, five, None, False, Packing(torch.zeros(2, 1, 6)))),
         ("do not fit", (torch.zeros(5, 1, 3, 8), five, five, None)),
         ("do not fit", (torch.zeros(5, 2, 2, 8), five, five, None)),
-        ("not of one", (five, five.double(), five, None)),
+        ("convert them to one", (five, five.double(), five, None)),
     ):
         for backend in BACKENDS:
             with pytest.raises(ValueError, match=message):
@@ -206,11 +206,11 @@ def test_unsupported_backends_and_padding_after_a_sequence_are_refused(monkeypat
     with pytest.raises(ValueError, match="choose_backend"):
         attention(x, x, x, None, backend="auto")
     monkeypatch.setattr(choice, "triton_interprets", lambda: True)
-    with pytest.raises(ValueError, match="supports heads"):
+    with pytest.raises(ValueError, match="supports head dimensions"):
         attention(x, x, x, None, backend="triton")
     many = torch.zeros(1, 1, 2, 32).expand(1, 2**15, 2, 32)
     with pytest.raises(ValueError, match="exceed the 65535 heads of one launch"):
         attention(many, many, many, None, backend="triton")
-    with pytest.raises(ValueError, match="padding comes before a sequence"):
+    with pytest.raises(ValueError, match="pad on the left"):
         document_bounds(torch.tensor([[1, 1, 0]]))
     assert document_bounds(torch.tensor([[False, True]])).tolist() == [[[0, 1]], [[1, 2]]]

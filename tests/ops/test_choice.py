@@ -147,18 +147,18 @@ def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chosen(GPU, {AVERAGE}) == chosen(GPU, {AVERAGE}, dim=128) == "triton"
     assert chosen(GPU) == "torch"  # which then does without cuDNN itself
-    assert unsupported("torch_wide", GPU, BF16, 64) == "is not deterministic"
+    assert unsupported("torch_wide", GPU, BF16, 64) == "is not deterministic, as this run must be"
 
 
 @pytest.mark.parametrize(
     "requested, device, needs, settings, why",
     [
-        ("triton", CPU, {AVERAGE}, {}, "needs a GPU, and this runs on cpu"),
-        ("triton", GPU, {AVERAGE}, {"dim": 48}, "supports heads of 32, 64, 80, 96, 128, not 48"),
-        ("triton", GPU, set(), {"dtype": FP64}, "computes in bfloat16 or float16 or float32, not in float64"),
-        ("torch_wide", GPU, {AVERAGE}, {"dim": 128}, "supports heads of 8 to 64 in steps of 8, not 128"),
-        ("fla", GPU, {REFLECTIONS}, {"dim": 96}, "applies reflections to heads of 16, 32, 64, 128, not 96"),
-        ("torch", CPU, {SCORES}, {}, "cannot compute scores from whole rows"),
+        ("triton", CPU, {AVERAGE}, {}, "requires a GPU, but this process runs on the CPU"),
+        ("triton", GPU, {AVERAGE}, {"dim": 48}, "supports head dimensions 32, 64, 80, 96, 128, not 48"),
+        ("triton", GPU, set(), {"dtype": FP64}, "supports bfloat16 or float16 or float32, not float64"),
+        ("torch_wide", GPU, {AVERAGE}, {"dim": 128}, "supports head dimensions 8 to 64 in steps of 8, not 128"),
+        ("fla", GPU, {REFLECTIONS}, {"dim": 96}, "supports head dimensions 16, 32, 64, 128 with reflections, not 96"),
+        ("torch", CPU, {SCORES}, {}, "cannot compute scores that depend on all keys of a query"),
     ],
 )
 def test_a_named_backend_that_cannot_run_is_refused_with_the_reason(

@@ -189,7 +189,7 @@ def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
     choice._flash_attn_version.cache_clear()
     tape, cope = (small_model(position_encoding=name, kv_channels=260) for name in ("tape", "cope"))
     layout = layout_of(lambda value: [value])
-    with pytest.raises(ConfigError, match="triton supports heads of 32, .* not 260") as error:
+    with pytest.raises(ConfigError, match="triton supports head dimensions 32, .* not 260") as error:
         verified_backend(tape, layout, torch.bfloat16)
     assert "allow_slow_attention" in error.value.fix
     assert verified_backend(tape, layout, torch.bfloat16, allow_slow=True) == "torch"

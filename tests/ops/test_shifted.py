@@ -94,7 +94,7 @@ def test_shifted_heads_get_their_own_biases_and_gates(backend):
         for packing, heads in ((segments.plain, slice(0, 3)), (segments.shifted, slice(3, 9))):
             whole, _ = attention(q, k, v, None, packing=packing, backend="naive", **more)
             torch.testing.assert_close(ours[:, :, heads], whole[:, :, heads])
-    with pytest.raises(ValueError, match="computed from whole rows cannot be combined"):
+    with pytest.raises(ValueError, match="cannot be combined with scores computed from whole rows"):
         shifted_attention(q, k, v, None, segments, rescore=Rescore(lambda scores, *_: scores))
 
 

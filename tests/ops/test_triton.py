@@ -189,8 +189,10 @@ def test_the_update_refuses_mixed_dtypes_and_wrong_shapes():
         fused_update(z, u.float(), *others)
     for index in range(6):
         inputs = [x[:-1] if i == index else x for i, x in enumerate((z, u, *others))]
-        with pytest.raises(ValueError, match="does not match"):
+        with pytest.raises(ValueError, match="u, gate, mixing, up and down have shapes .*; expected"):
             fused_update(*inputs)
+    with pytest.raises(ValueError, match="1-D mixing requires G = H, but the state has 2 groups and u has 4 heads"):
+        fused_update(*update_inputs(3, 2, 4, 32, 6, BF16, full=False))
 
 
 @pytest.mark.parametrize("tensor, row", [(1, 40), (5, 20)])

@@ -79,7 +79,7 @@ def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run):
 @pytest.mark.parametrize(
     "settings, slower, warned",
     [
-        ("position_encoding=cope", True, "compute scores from whole rows"),
+        ("position_encoding=cope", True, "compute scores that depend on all keys"),
         ("position_encoding=fire", True, "tile by tile"),
         ("position_encoding=tape", False, ""),
         ("position_encoding=xpos", False, ""),

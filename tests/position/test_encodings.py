@@ -119,7 +119,7 @@ def test_xpos_depends_only_on_distances():
             for part in (0, 8)
         ]
         torch.testing.assert_close(torch.cat(parts, -1)[:, 0, 0], expected, atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match="have factors"):
+    with pytest.raises(ValueError, match="factor_TB1D has shape"):
         attention(ones, ones, ones, found.z_TBGD, factor_TB1D=found.factor_TB1D[:9])
     with pytest.raises(ValueError, match="pass rotate=False"):
         attention(ones[:1], ones, ones, None, factor_TB1D=found.factor_TB1D)

@@ -8,10 +8,10 @@ GATE, SCORES, REFLECTIONS = "gate", "scores", "reflections"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
     AVERAGE: "average a position state along with the values",
-    POINTWISE: "add a bias to the scores, pair by pair",
-    BIAS: "add a bias to the scores, tile by tile",
+    POINTWISE: "add a bias that is computed pair by pair to the scores",
+    BIAS: "add a bias that is computed tile by tile to the scores",
     GATE: "lower the scores of keys with forget gates",
-    SCORES: "compute scores from whole rows",
+    SCORES: "compute scores that depend on all keys of a query",
     REFLECTIONS: "apply the reflections of all tokens between a key and a query",
 }
 """Capabilities that a positional encoding may require, with their descriptions in messages."""
@@ -19,7 +19,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend's capabilities, dtypes and head dimensions; None means all."""
+    """The capabilities (keys of `MEANINGS`), dtypes and head dimensions that a backend supports; None means all."""
 
     can: frozenset[str]
     precisions: tuple[str, ...] | None = None
@@ -39,11 +39,11 @@ BACKENDS = {
 ONLY_HALF = frozenset(name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",)))
 """Backends that support only 16-bit dtypes."""
 LIBRARIES = ("torch", "torch_wide", "flash_attn")
-"""Backends with kernels of other libraries. If one is inexact, `auto` continues with the next row of its table."""
+"""Backends that call kernels of torch or flash-attn. If these are inexact, `auto` tries the next row of its table."""
 
 
 def described(needs: Set[str]) -> str:
-    """Describe required capabilities in words, in a fixed order."""
+    """Return the `MEANINGS` of capabilities as one phrase, in a fixed order."""
     ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
     return " and ".join(MEANINGS.get(need, need) for need in ordered)
 
@@ -54,7 +54,7 @@ def unsupported_heads(backend: str, head_dim: int) -> str | None:
     if widths is None or head_dim in widths:
         return None
     known = f"{widths[0]} to {widths[-1]} in steps of 8" if isinstance(widths, range) else ", ".join(map(str, widths))
-    return f"supports heads of {known}, not {head_dim}"
+    return f"supports head dimensions {known}, not {head_dim}"
 
 
 def lacks(backend: str, needs: Set[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Whether an attention backend can run on a device, and which one `auto` selects."""
+"""Check whether an attention backend can run on a device, and select one for `model.attention_backend`."""
 
 import functools
 import importlib
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 REFLECTED_DIMS = (16, 32, 64, 128)
 """Head dimensions of flash-linear-attention 0.6.0's kernels for PaTH."""
 FLASH_ATTN = {4: "flash_attn.cute.interface", 3: "flash_attn_interface", 2: "flash_attn"}
-"""Modules of flash-attn by version; the packages are flash-attn-4, flash-attn-3 and flash-attn."""
+"""Module to import for each version of flash-attn; the packages are flash-attn-4, flash-attn-3 and flash-attn."""
 _PACKAGES = {"triton": "triton", "torch_wide": "torch", "flex": "triton", "fla": "fla.ops.forgetting_attn"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Choice(NamedTuple):
-    """A selected backend with the reason."""
+    """A selected backend, and the reason in words."""
 
     backend: str
     reason: str
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 def choose_backend(
-    wanted: str,
+    requested: str,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -43,16 +43,17 @@ def choose_backend(
     without: Set[str] = frozenset(),
     grouped: bool = False,
 ) -> Choice:
-    """Return the backend for the setting `wanted` that has all the capabilities `needs` of the positional encoding.
+    """Return the backend for `requested`, the value of `model.attention_backend`: a backend's name or `auto`.
 
-    `auto` selects the first row of `table.TABLE` that fits and whose backend can run. `segments` (`ops.shifted`),
-    `packed` documents and `grouped` query heads decide which rows fit; `without` excludes backends from `auto`. A named
-    backend is never replaced by another. Raises ConfigError if it cannot run or lacks a capability.
+    `needs` are the capabilities that the positional encoding requires. `auto` selects the first row of `table.TABLE`
+    that fits the run and whose backend can run. Which rows fit also depends on `segments` (`ops.shifted`), `packed`
+    documents and `grouped` query heads (GQA); `auto` skips the backends in `without`. A named backend is never
+    replaced: if it cannot run or lacks a capability, this raises ConfigError.
     """
-    if wanted != "auto":
-        if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim, needs):
-            raise ConfigError("model.attention_backend", f"is {wanted}, which {why}", "choose another, or auto")
-        return Choice(wanted, "as model.attention_backend says")
+    if requested != "auto":
+        if why := lacks(requested, needs) or unsupported(requested, device, dtype, head_dim, needs):
+            raise ConfigError("model.attention_backend", f"is {requested}, which {why}", "set it to another, or auto")
+        return Choice(requested, "as set by model.attention_backend")
     case = Case(
         generation(device),
         frozenset(needs),
@@ -68,10 +69,10 @@ def choose_backend(
             continue
         why = unsupported(row.backend, device, dtype, head_dim, needs)
         if not why and row.flash_attn_4 and flash_attn_version(device) != 4:
-            why = "is not version 4"
+            why = "is not installed in version 4"
         if not why:
-            return Choice(row.backend, f"the first for {case.generation} that can run: {row}", row.slow)
-        logger.info("attention does not use %s, which %s", row.backend, why)
+            return Choice(row.backend, f"auto's first choice for {case.generation} that can run: {row}", row.slow)
+        logger.info("attention backend: not %s, which %s", row.backend, why)
     raise ConfigError(
         ("model.attention_backend", "model.position_encoding"),
         f"is auto, but no backend can {described(needs)} at once",
@@ -92,31 +93,32 @@ def unsupported(
 ) -> str | None:
     """Return why `backend` cannot run, as the predicate of a sentence, or None if it can.
 
-    `needs` only decides which of its kernels would run; `lacks` checks capabilities.
+    `needs` only determines which of the backend's kernels would run; `lacks` checks whether it has the capabilities.
     """
     if BACKENDS[backend].precisions is None:
         return None
     if backend in _PACKAGES and (why := why_not_importable(_PACKAGES[backend])):
         return why
     if device.type != "cuda" and not (backend == "triton" and triton_interprets()):
-        return f"needs a GPU, and this runs on {device.type}"
+        return f"requires a GPU, but this process runs on the {device.type.upper()}"
     if backend == "flash_attn" and flash_attn_version(device) is None:
-        return "cannot be imported in a version that runs on this GPU"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or newer"
+        return "has no importable version that runs on this GPU"
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"requires a GPU of compute capability 8.0 or newer, but this one has {capability[0]}.{capability[1]}"
     if backend == "torch_wide":
         if generation(device) not in (HOPPER, BLACKWELL):
-            return "needs an NVIDIA GPU of compute capability 9.x or 10.x, for which cuDNN has such kernels"
+            return "requires cuDNN's kernels for NVIDIA GPUs of compute capability 9.x or 10.x"
         if torch.are_deterministic_algorithms_enabled():
-            return "is not deterministic"
+            return "is not deterministic, as this run must be"
     dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]
     if dtype not in dtypes:
         names = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
-        return f"computes in {names}, not in {str(dtype).removeprefix('torch.')}"
+        return f"supports {names}, not {str(dtype).removeprefix('torch.')}"
     if why := unsupported_heads(backend, head_dim):
         return why
     if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
-        return f"applies reflections to heads of {', '.join(map(str, REFLECTED_DIMS))}, not {head_dim}"
+        known = ", ".join(map(str, REFLECTED_DIMS))
+        return f"supports head dimensions {known} with reflections, not {head_dim}"
     return why_not_interpreted(dtype) if backend == "triton" and device.type != "cuda" else None
 
 
@@ -131,27 +133,27 @@ def _flash_attn_version(major: int, amd: bool) -> int | None:
     runs = {4: major in (9, 10) and not amd, 3: major == 9 and not amd, 2: major >= 8}
     for version, module in FLASH_ATTN.items():
         if runs[version] and why_not_importable(module) is None:
-            # With version 4 alone there is a package flash_attn without functions.
+            # Version 4 also installs a package flash_attn, without functions.
             if hasattr(importlib.import_module(module), "flash_attn_func"):
                 return version
     return None
 
 
 def takes_wide_value(device: torch.device, head_dim: int, grouped: bool) -> bool:
-    """Return whether flash-attn takes [v | z] in one call: version 4, for some head dimensions, without GQA."""
+    """Return whether flash-attn supports [v | z] as a value: version 4 does for some head dimensions, without GQA."""
     if grouped or flash_attn_version(device) != 4:
         return False
     return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 
 def rotates_fused(x: torch.Tensor) -> bool:
-    """Return whether `ops.kernels.triton_rotation` can rotate x: on a GPU where it runs, for at most 32 bits."""
+    """Return whether `ops.kernels.triton_rotation` can rotate x, which must be on a GPU and have at most 32 bits."""
     return x.is_cuda and x.dtype.itemsize <= 4 and _rotation_runs(x.device, x.dtype)
 
 
 @functools.cache
 def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the rotation kernel compiles and runs on a GPU, and log a failure."""
+    """Return whether the rotation kernel compiles and runs on `device`; log a warning if not."""
     why = unsupported("triton", device, dtype, 64)
     if why is None:
         from megatron_tape.ops.kernels.triton_rotation import prepared
@@ -164,7 +166,7 @@ def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
         except Exception as error:  # a compiler may raise anything
             why = f"fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why is not None:
-        logger.warning("queries and keys are rotated in plain torch, as triton %s", why)
+        logger.warning("plain torch rotates queries and keys, because triton %s", why)
     return why is None
 
 
@@ -187,7 +189,7 @@ def triton_interprets() -> bool:
 
 
 def why_not_interpreted(dtype: torch.dtype) -> str | None:
-    """Return why Triton's interpreter cannot be used, as the predicate of a sentence, or None."""
+    """Return why Triton's interpreter cannot compute in `dtype`, as the predicate of a sentence, or None."""
     # The interpreter truncates to bf16 and multiplies the raw bits.
     wrong = dtype is torch.bfloat16
-    return "computes bfloat16 incorrectly in the interpreter; use fp32 there" if wrong else None
+    return "computes bfloat16 incorrectly in Triton's interpreter, unlike float32" if wrong else None

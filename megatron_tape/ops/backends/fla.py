@@ -15,7 +15,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     q, k = x.rotated()
     S, B, H, D = q.shape
     if S != k.shape[0]:
-        raise ValueError(f"backend is fla, which cannot attend from {S} queries to {k.shape[0]} keys; use tiled")
+        raise ValueError(f"backend is fla, which requires equally many queries ({S}) and keys ({len(k)}); use tiled")
     gates = None if x.log_gate_TBH is None else x.log_gate_TBH.float()
     if isinstance(x.rescore, Reflections):
         from fla.ops.path_attn import parallel_path_attn
@@ -41,6 +41,6 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def _average(kernel: Callable, *tensors: Tensor) -> tuple[Tensor]:
-    """Return the first result of the kernel; with reflections the second one is transformed keys for later queries."""
-    found = kernel(*tensors)
-    return (found[0] if isinstance(found, tuple) else found,)
+    """Return the kernel's average as a tuple; the kernel for reflections also returns transformed keys."""
+    results = kernel(*tensors)
+    return (results[0] if isinstance(results, tuple) else results,)

@@ -1,8 +1,8 @@
 """flash-attn in the newest installed version that runs on the GPU: 4 (the package flash-attn-4), 3 or 2.
 
-Versions 2 and 3 require values as wide as the keys, so they are called once per value. Version 4 also takes [v | z]. On
-Hopper this needs the tile sizes below, since those that version 4 selects by the width of the keys do not fit into
-shared memory.
+Versions 2 and 3 require values as wide as the keys, so they are called once for v and once for z. Version 4 also
+supports [v | z]. On Hopper, [v | z] requires the tile sizes below: version 4 selects tile sizes by the width of the
+keys, with which [v | z] does not fit into shared memory.
 """
 
 import functools
@@ -46,20 +46,20 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         if lengths:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             kernel = functools.partial(kernel, **dict(zip(names, lengths)))
-        found = (kernel(q, k, value, **settings) for value in values)
+        results = (kernel(q, k, value, **settings) for value in values)
         # Version 4 and early releases of version 3 also return the log-sum-exp.
-        return tuple(average[0] if isinstance(average, tuple) else average for average in found)
+        return tuple(result[0] if isinstance(result, tuple) else result for result in results)
 
     if lengths:
-        found = x.run(averages, *(y.flatten(0, 1) for y in (q, k, *values)))
-        found = [average.unflatten(0, (B, S)) for average in found]
+        outputs = x.run(averages, *(y.flatten(0, 1) for y in (q, k, *values)))
+        outputs = [output.unflatten(0, (B, S)) for output in outputs]
     else:
-        found = x.run(averages, q, k, *values)
-    return tuple(part for average in found for part in parts(average.transpose(0, 1), D))
+        outputs = x.run(averages, q, k, *values)
+    return tuple(part for output in outputs for part in parts(output.transpose(0, 1), D))
 
 
 def _choose_tiles(functions: Any) -> None:
-    """Override version 4's tile sizes for [v | z] on Hopper; it has no argument for those of the backward pass."""
+    """Override version 4's tile sizes for [v | z] on Hopper; those of the backward pass cannot be set by arguments."""
     if isinstance(functions._tile_size_fwd_sm90, _Tiles):
         return
     forward, backward = functions._tile_size_fwd_sm90, functions._tile_size_bwd_sm90
@@ -70,11 +70,11 @@ def _choose_tiles(functions: Any) -> None:
 
 
 class _Tiles:
-    """Wraps a function of version 4 that returns a configuration, overriding it for some (key, value) widths."""
+    """Wraps a function of version 4 that selects a configuration; overrides it for some widths of (key, value)."""
 
     def __init__(self, ours: dict[tuple[int, int], object], theirs: Callable[..., object]):
         self._ours, self._theirs = ours, theirs
 
     def __call__(self, head_dim: int, head_dim_v: int, *arguments: object, **named: object) -> object:
-        found = self._ours.get((head_dim, head_dim_v))
-        return self._theirs(head_dim, head_dim_v, *arguments, **named) if found is None else found
+        ours = self._ours.get((head_dim, head_dim_v))
+        return self._theirs(head_dim, head_dim_v, *arguments, **named) if ours is None else ours

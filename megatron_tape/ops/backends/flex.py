@@ -1,6 +1,6 @@
-"""torch's FlexAttention: a kernel compiled for the bias of the scores, without S x S matrices.
+"""torch's FlexAttention, which compiles a kernel for each bias of the scores and forms no S x T matrices.
 
-On a CPU it is not compiled, materializes all scores, and serves only tests.
+On CPUs it is not compiled and forms all scores, which is only good for tests.
 Axes: B batch, S queries, T keys (the last S of them are the queries' own tokens), H query heads, D head dimension.
 """
 
@@ -15,6 +15,7 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 BLOCK = 128
 """Queries and keys per block of the mask."""
 RECOMPILATIONS = 1 << 16
+"""Minimum of torch.compile's limits of recompilations."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
@@ -25,7 +26,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         mask = _causal_mask(S, T, q.device)
     else:
         mask = x.packing.cached(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
-    # Each length is compiled separately, which takes seconds; for short ones, all scores take little memory.
+    # Compiling takes seconds for each length. Short sequences are not worth it, as their scores take little memory.
     function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
 
     def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
@@ -62,12 +63,12 @@ def _causal_mask(S: int, T: int, device: torch.device) -> BlockMask:
 def block_mask(S: int, T: int, starts_BT: Tensor | None, device: torch.device) -> BlockMask:
     """Return the causal block mask of the last S of T tokens, restricted to each query's document.
 
-    `starts_BT` are the starts of the tokens' documents; None stands for one document, and all sequences share the mask.
-    Blocks are classified by their first and last tokens, without S x T matrices.
+    `starts_BT` holds the start of each token's document; with None, each sequence is one document, and all sequences
+    share the mask. Blocks are classified by their first and last tokens, without S x T matrices.
     """
     first, keys = (torch.arange(0, length, BLOCK, device=device) for length in (S, T))
     last = (first + BLOCK - 1).clamp(max=S - 1)
-    # Starts do not decrease, so the first query of a block attends to the earliest keys.
+    # Starts never decrease, so the first query of a block attends to the earliest keys.
     starts = torch.zeros(1, T, dtype=torch.int32, device=device) if starts_BT is None else starts_BT
     earliest, latest = (starts[:, None, T - S + x, None] for x in (first, last))
     ends = keys + BLOCK - 1

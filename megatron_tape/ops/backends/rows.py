@@ -1,9 +1,10 @@
-"""Attention in blocks of whole rows of scores, for encodings that need them.
+"""Attention in blocks of whole rows of scores, for encodings with a `Rescore`: CoPE, PaTH and PaTH-FoX.
 
+A row holds the scores of one query and all its keys. These encodings compute a score from several keys of the row.
 Blocks are recomputed in the backward pass, so no S x T matrix is saved. The reference is `naive.py`.
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, R
-query heads of a group, r the queries of a block, t the tokens up to the last of them, D head dimension, E width of all
-values together.
+query heads of a group, r queries of a block, t keys up to the last of them, D head dimension, E width of all values
+together.
 """
 
 from collections.abc import Iterator
@@ -42,14 +43,14 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
 
 
 class _Scoring:
-    """Computes the scores of a block of queries from the `count` tensors of a rescore and those of a bias."""
+    """Computes scores of a block of queries from `count` tensors of a `Rescore`, followed by those of a bias to add."""
 
     def __init__(self, rescore: Rescore, bias: Bias | None, count: int, starts_BT: Tensor | None):
         self.takes_scores = rescore.takes_scores
         self._rescore, self._bias, self._count, self._starts = rescore, bias, count, starts_BT
 
     def seen(self, tokens: slice, device: torch.device) -> Tensor:
-        """Return the mask of the keys that each query of `tokens` attends to, (B or 1, 1, r, t)."""
+        """Return the mask (B or 1, 1, r, t), True where a query at `tokens` attends to a key."""
         keys = torch.arange(tokens.stop, device=device)
         seen = (keys <= keys[tokens, None])[None, None]
         if self._starts is not None:
@@ -57,7 +58,7 @@ class _Scoring:
         return seen
 
     def __call__(self, products: Tensor | None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *tensors: Tensor):
-        """Return the scores (B, H, r, t) of queries (B, H, r, D), given their products with keys (B, G, t, D)."""
+        """Return the scores (B, H, r, t) of queries q (B, H, r, D) and keys k (B, G, t, D); see `Rescore`."""
         scores = self._rescore.rows(products, q, k, seen, tokens, *tensors[: self._count])
         if self._bias is not None:
             scores = scores + self._bias.tile(tokens, slice(0, tokens.stop), *tensors[self._count :])
@@ -65,12 +66,12 @@ class _Scoring:
 
 
 class _AttentionByRows(torch.autograd.Function):
-    """Attention that differentiates blocks of scores by autograd and everything else manually."""
+    """Attention in which autograd differentiates only the scores of each block."""
 
     @staticmethod
     def forward(ctx, scoring: _Scoring, rows: int, dtype: torch.dtype, q, k, v, *tensors):
         (B, H, S, D), T, E = q.shape, k.shape[2], v.shape[-1]
-        # The sequence axis comes first in memory, as the next projection expects; otherwise it would make a copy.
+        # In memory, the sequence axis comes first, as the output projection expects; otherwise it would make a copy.
         outputs = [q.new_empty(S, B, H, D, dtype=dtype).permute(1, 2, 0, 3) for _ in range(E // D)]
         for block, tokens in _blocks(S, T, rows):
             seen, queries, keys = scoring.seen(tokens, q.device), q[:, :, block], k[:, :, : tokens.stop]
@@ -102,24 +103,24 @@ class _AttentionByRows(torch.autograd.Function):
                 dv[:, :, : tokens.stop] += _transposed_times(p, d, v.shape[1])
             if not scores.requires_grad:
                 continue
-            # Computed from p itself: with rounded outputs, the gradients of a row would not sum to zero.
+            # From p, not from the rounded outputs, with which the gradients of a row would not sum to zero.
             dscores = torch.ops.aten._softmax_backward_data(_times(d, values.mT), p, -1, p.dtype)
-            found = _gradients(scores, (queries, keys, *leaves), dscores)
-            for total, part in zip((dq[:, :, block], dk[:, :, : tokens.stop], *dtensors), found):
+            gradients = _gradients(scores, (queries, keys, *leaves), dscores)
+            for total, part in zip((dq[:, :, block], dk[:, :, : tokens.stop], *dtensors), gradients):
                 if part is not None:
                     total += part
         return None, None, None, dq, dk, dv, *dtensors
 
 
 def _gradients(scores: Tensor, sources: tuple[Tensor, ...], dscores: Tensor) -> list[Tensor | None]:
-    """Return the gradient of each source, None for those that need no gradient or are unused."""
+    """Return the gradient of each source; None for sources that need no gradient or are unused."""
     needed = [x for x in sources if x.requires_grad]
-    found = iter(torch.autograd.grad(scores, needed, dscores.to(scores.dtype), allow_unused=True))
-    return [next(found) if x.requires_grad else None for x in sources]
+    gradients = iter(torch.autograd.grad(scores, needed, dscores.to(scores.dtype), allow_unused=True))
+    return [next(gradients) if x.requires_grad else None for x in sources]
 
 
 def _blocks(S: int, T: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices of queries and of tokens of each block."""
+    """Yield, for each block, the slice of its queries among the S queries and among the T tokens."""
     for first in range(0, S, rows):
         last = min(first + rows, S)
         yield slice(first, last), slice(T - S + first, T - S + last)
@@ -131,7 +132,7 @@ def _products(q_BHrD: Tensor, k_BGtD: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Return the softmax of the visible scores, zero for the others."""
+    """Return the softmax of the scores where `seen` is True, and 0 elsewhere."""
     hidden = torch.zeros_like(seen, dtype=scores.dtype).masked_fill_(~seen, float("-inf"))
     return (scores + hidden).softmax(-1)
 

@@ -1,7 +1,8 @@
 """torch's scaled_dot_product_attention (SDPA), called once per value.
 
-On most devices its fast kernels require values as wide as the keys; `sdpa_wide` is for the others. Forward and
-backward, two calls compute 14 matrix products of S x S x D, one pass over [v | z] computes 10, and RoPE 7.
+On most devices, its fast kernels require values as wide as the keys; `sdpa_wide` is for devices whose kernels do not.
+Forward and backward together, two calls take 14 matrix products of S x S x D, one pass over [v | z] would take 10, and
+a model without z takes 7.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +26,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return the averages of `values`, each of width D or one [v | z], for rotated queries and keys."""
+    """Return the averages of `values`, (S, B, H, D) each: v and z, or one [v | z]. q and k are already rotated."""
     mask = _mask(x)
     heads_per_group = q.shape[2] // k.shape[2]
     if mask is not None and heads_per_group > 1:
@@ -34,7 +35,7 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
     values = [value.permute(1, 2, 0, 3) for value in values]
     with _without_cudnn(q, mask):
-        # A mask is bound, not passed as a tensor that may need a gradient, which no fast kernel computes.
+        # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast kernel computes that.
         averages = (
             x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
         )
@@ -42,7 +43,7 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
 
 
 def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Split the average [o | u] (S, B, H, 2 * width) of [v | z] into o and u; return one of this width unchanged."""
+    """Return o and u of the average [o | u] (S, B, H, 2 * width), or only o of an average o (S, B, H, width)."""
     if average.shape[-1] == width:
         return (average,)
     if rotates_fused(average):
@@ -53,7 +54,7 @@ def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
-    """Disable cuDNN for masks: its query gradient can be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
+    """Disable cuDNN if there is a mask: its dq can then be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
     return nullcontext() if mask is None or not q.is_cuda else sdpa_kernel(_WITHOUT_CUDNN)
 
 
@@ -88,7 +89,7 @@ def _mask(x: AttentionInputs) -> Tensor | None:
 
 
 def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
-    """Return the bias including the constants that small tiles omit, without which it is too large to round to bf16."""
+    """Return the bias with the constants that small tiles omit; without them, it is too large to round to bf16."""
     tile = bias.of(rows, slice(0, keys))
     if bias.left_out is None or rows.stop - rows.start > NEAR:
         return tile

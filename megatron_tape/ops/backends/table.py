@@ -1,7 +1,7 @@
 """The table from which `auto` selects an attention backend. Imports no torch.
 
-Rows are tried from top to bottom; the first row that fits, and whose backend runs and is exact, is selected. Rows
-without measurements are ordered by their number of matrix products and by the libraries' published figures
+Rows are tried from top to bottom. The first row that fits the run, and whose backend runs and is exact, is selected.
+Rows without measurements are ordered by their number of matrix products and by the libraries' published figures
 (docs/attention.md).
 """
 
@@ -17,8 +17,8 @@ WITH_CUDNN = frozenset({HOPPER, BLACKWELL})
 """Generations on which torch's SDPA runs cuDNN's kernels."""
 
 PLAIN, AVERAGES, SCORED = "plain", "averages", "scored"
-"""Kinds of attention: at most rotated queries and keys; position states averaged along with the values; scores changed
-by a bias, gates, reflections or whole rows."""
+"""Kinds of attention: plain only rotates queries and keys, if at all; averages also averages the position state; scored
+changes the scores by a bias, gates, reflections or a `Rescore`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A backend, the cases in which it is tried, and the reason."""
+    """A backend, the cases in which `auto` tries it, and the reason."""
 
     kind: str
     generations: frozenset[str]
@@ -67,7 +67,7 @@ class Row:
     flash_attn_4: bool = False
     """Whether flash-attn must be version 4."""
     measured: str | None = None
-    """Where the measurements of this row are; None if it was not measured."""
+    """Where the measurements that support this row are; None if there are none."""
 
     def fits(self, case: Case) -> bool:
         """Return whether the row applies to the case."""
@@ -79,7 +79,7 @@ class Row:
 
 
 def _free(case: Case) -> bool:
-    """Return whether kernels without document masks and without determinism suffice."""
+    """Return whether a 16-bit kernel suffices that supports neither document masks nor determinism."""
     return case.whole and case.half_precision and not case.deterministic
 
 
@@ -118,7 +118,7 @@ TABLE = (
 
 
 def rows(case: Case) -> Iterator[Row]:
-    """Yield the rows for a case whose backends have the required capabilities, in order; plain torch comes last."""
+    """Yield the rows that fit a case and whose backends have its capabilities, in order; plain torch comes last."""
     last = Row(case.kind, frozenset({case.generation}), "naive", "no other backend can run", slow=True)
     for row in (*TABLE, last):
         if row.fits(case) and not lacks(row.backend, case.needs):

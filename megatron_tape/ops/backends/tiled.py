@@ -1,8 +1,9 @@
 """Causal attention that averages several values with the same weights, in plain torch, one tile of scores at a time.
 
-torch's SDPA requires values as wide as the keys, so it runs once per value. Here the values are concatenated, and tiles
-fit into a processor's cache. On CPUs this is faster than two calls of SDPA, and neither packed documents nor a bias
-need S x S matrices. It is flash attention (Dao, 2023) without a kernel; the reference is `naive.py`.
+The fused CPU kernels of torch's SDPA require values as wide as the keys, so that TAPE would need two calls: for v and
+for z. Here the values are concatenated, and tiles of scores fit into a processor's cache. This is faster than two calls
+on CPUs, and neither packed documents nor a bias need S x T matrices. The algorithm is flash attention (Dao, 2023); the
+reference is `naive.py`.
 Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them are the queries' own
 tokens), D head dimension.
 """
@@ -22,7 +23,7 @@ from megatron_tape.ops.bias import Bias
 QUERIES, KEYS = 128, 256
 """Rows and columns of a tile."""
 LOG2_E = 1 / math.log(2)
-"""Factor of scores: exp(x) = exp2(x LOG2_E), and exp2 takes a third of the time of exp on CPUs."""
+"""Factor of scores for exp(x) = exp2(x LOG2_E): on CPUs, exp2 takes a third of the time of exp."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
@@ -57,11 +58,11 @@ class _Tiles:
         self.first = first
 
     def of_tokens(self, rows: slice) -> slice:
-        """Return the tokens of a block of queries."""
+        """Return the slice of tokens of the queries `rows`, as keys are numbered."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
-        """Yield each block of queries with the blocks of keys that it attends to."""
+        """Yield each block of queries, and the blocks of keys to which they attend."""
         for a in range(0, self.S, QUERIES):
             b = min(a + QUERIES, self.S)
             low, high = self.first[a] // KEYS * KEYS, b + self.offset
@@ -74,13 +75,13 @@ class _Tiles:
         return scores
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
-        """Overwrite the masked scores of (B*G, R*rows, columns) by `value`."""
+        """Overwrite the masked elements of `scores` (B*G, R*rows, columns) with `value`."""
         if self.starts is None:
             # All queries of the block attend to every key up to the first query's own token.
             first = max(columns.start, rows.start + self.offset + 1)
             if first >= columns.stop:
                 return
-            if value == 0.0:  # in a whole tile, this takes a tenth of a mask's time
+            if value == 0.0:  # for a whole tile, tril_ takes a tenth of the time of a mask
                 scores.unflatten(-2, (self.R, -1)).tril_(rows.start + self.offset - columns.start)
                 return
             scores, columns = scores[..., first - columns.start :], slice(first, columns.stop)
@@ -100,7 +101,7 @@ class _TiledAttention(torch.autograd.Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         tiles = _Tiles(B, S, k.shape[2], R, starts, first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
-        # The sequence axis comes first in memory, as the next projection expects; otherwise it would make a copy.
+        # In memory, the sequence axis comes first, as the output projection expects; otherwise it would make a copy.
         laid_out = [torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
         outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
@@ -114,7 +115,7 @@ class _TiledAttention(torch.autograd.Function):
                     tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns, *of_bias))
                 tiles.hide(scores, rows, columns, float("-inf"))
                 now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-                # A row without any visible key so far has no largest score to subtract.
+                # A query without any visible key so far has no largest score to subtract.
                 shift = now.masked_fill(now == float("-inf"), 0.0)
                 p, shrink = _exp2(scores.sub_(shift)), largest.sub_(shift).exp2_()
                 tiles.hide(p, rows, columns, 0.0)
@@ -171,9 +172,9 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """Return exp2(x), in place, clamped to at least exp2(-90), which is negligible: the largest weight of a row is 1.
+    """Compute exp2(x) in place, clamped from below to 2^-90, since CPUs are several times slower for denormal results.
 
-    CPUs take several times as long for denormal results.
+    The clamped weights are negligible, because the largest weight of a row is 1.
     """
     return x.clamp_(min=-90.0).exp2_()
 
@@ -194,24 +195,24 @@ class _BiasGradient:
         return self._tile.detach()
 
     def add(self, ds_BHrc: Tensor) -> None:
-        """Accumulate the gradient of the scores of the last tile."""
+        """Add the gradient `ds_BHrc` of the scores of the last `tile` to `gradients`."""
         if self._learned and self._tile.requires_grad:
             self._add(self._tile, ds_BHrc.sum_to_size(self._tile.shape))
             if self._bias.left_out is not None:
                 self._left = self._left + ds_BHrc.sum(-1)
 
     def end(self, rows: slice) -> None:
-        """Accumulate the gradient of the per-query constants that the tiles of a block of queries omit."""
+        """Add the gradient of the constants that the tiles of the queries `rows` omit (`Bias.left_out`)."""
         if isinstance(self._left, Tensor):
             with torch.enable_grad():
-                numbers = self._bias.left_out(rows, *self._leaves)
-            if numbers.requires_grad:
-                self._add(numbers, self._left.sum_to_size(numbers.shape))
+                constants = self._bias.left_out(rows, *self._leaves)
+            if constants.requires_grad:
+                self._add(constants, self._left.sum_to_size(constants.shape))
             self._left = 0.0
 
-    def _add(self, found: Tensor, gradient: Tensor) -> None:
+    def _add(self, output: Tensor, gradient: Tensor) -> None:
         leaves = [self._leaves[i] for i in self._learned]
-        parts = torch.autograd.grad(found, leaves, gradient.to(found.dtype), allow_unused=True)
+        parts = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
         for i, part in zip(self._learned, parts):
             if part is not None:
                 self.gradients[i] += part

@@ -1,4 +1,4 @@
-"""Liger's kernels of the vocabulary-parallel cross-entropy (Hsu et al., 2024), for one chunk of the loss.
+"""Liger's kernels of the vocabulary-parallel cross-entropy (Hsu et al., 2024), called for one chunk of tokens.
 
 They read logits in any dtype and compute in float32; the caller sums over ranks. Imports liger-kernel.
 
@@ -24,18 +24,21 @@ def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: 
     `labels_n` are indices into the whole vocabulary; this shard starts at `first`. The last tensor is 0 for labels of
     other shards.
     """
-    (n, V), kind = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
-    found, sums, of_label = torch.empty(n, V, **kind), torch.empty(n, **kind), torch.empty(n, **kind)
+    (n, V), options = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
+    results, sums, of_label = torch.empty(n, V, **options), torch.empty(n, **options), torch.empty(n, **options)
     with torch.cuda.device_of(logits_nV):
         liger_vocab_parallel_ce_forward_kernel[(n,)](
-            logits_nV, logits_nV.stride(0), found, found.stride(0), largest_n, labels_n, of_label, sums,
+            logits_nV, logits_nV.stride(0), results, results.stride(0), largest_n, labels_n, of_label, sums,
             first, V, NOTHING_IGNORED, BLOCK_SIZE=_block(V), num_warps=32,
         )  # fmt: skip
-    return found, sums, of_label
+    return results, sums, of_label
 
 
 def to_gradients(exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int) -> Tensor:
-    """Convert exponentials to the gradient of the logits in place, given their sums over the whole vocabulary."""
+    """Return the gradient of the logits (n, V), which overwrites the exponentials.
+
+    `sums_n` are the exponentials' sums over the whole vocabulary, and `factors_n` the weights of the tokens' losses.
+    """
     n, V = exponentials_nV.shape
     with torch.cuda.device_of(exponentials_nV):
         liger_vocab_parallel_ce_backward_kernel[(n,)](

@@ -1,4 +1,4 @@
-"""Triton kernels of causal attention, which average `[v | z]` with one map. `triton_rotation.py` prepares the inputs.
+"""Triton kernels of causal attention, which average [v | z] in one pass. `triton_rotation.py` prepares the inputs.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
 head dimension, E width of the value: D, or 2D for [v | z]. This is flash attention (Dao, 2023) with a wider value. A
@@ -7,8 +7,8 @@ Blocks of keys add to the gradients of queries atomically, so the last bits diff
 `torch.use_deterministic_algorithms`, a separate kernel computes them instead, for another D + E multiply-adds. Saved
 for the backward pass: q, k, v, z, both outputs and one log-sum-exp per query. The reference is `ops.backends.naive`.
 
-Keys or queries are visited in two loops: one over the unmasked tiles, and one over the tiles that the causal mask or a
-document boundary masks in part. The latter lie before and after the former.
+Each kernel visits its keys or queries in two loops: one over the unmasked tiles, and one over the tiles that the causal
+mask or a document boundary masks in part, which lie before and after the unmasked ones.
 """
 
 import logging
@@ -41,9 +41,9 @@ MAX_HEADS = 65535
 
 @triton.jit
 def _seen(queries, keys, starts, offset, PACKED: tl.constexpr):
-    """Return whether query s, which is token s + offset, sees key t: t is not later, nor before the query's document.
+    """Return whether query s, at token s + offset, attends to key t: t is neither later nor in an earlier document.
 
-    Keys beyond the last one are seen only by queries beyond the last one, and those queries' results are not stored.
+    Keys beyond the last one (t >= T) pass only for queries beyond the last one, whose results are not stored.
     """
     seen = keys <= queries + offset
     if PACKED:
@@ -53,7 +53,7 @@ def _seen(queries, keys, starts, offset, PACKED: tl.constexpr):
 
 @triton.jit
 def _tile_start(number, first, count, second, BLOCK: tl.constexpr, TWO: tl.constexpr):
-    """Return a tile's first row. With TWO, `count` tiles start at `first`, and the others continue at `second`."""
+    """Return a tile's first row. With TWO, the first `count` tiles start at row `first`, the others at `second`."""
     start = first + number * BLOCK
     if TWO:
         start = tl.where(number < count, start, second + (number - count) * BLOCK)
@@ -79,7 +79,7 @@ def _forward_blocks(
         largest_now = tl.maximum(largest, tl.max(scores, 1))
         shift = largest_now * scale
         if MASKED and PACKED:
-            # Rows without any visible key so far have no maximum to subtract.
+            # Queries without any visible key so far have no maximum to subtract.
             shift = tl.where(largest_now == float("-inf"), 0.0, shift)
         p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
         shrink = tl.exp2(largest * scale - shift)
@@ -99,7 +99,7 @@ def _forward(
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    # Blocks of the last queries run first, as they see the most keys.
+    # Blocks of the last queries run first, as they attend to the most keys.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     group = head // PER_GROUP
@@ -110,7 +110,7 @@ def _forward(
     averaged = tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
     largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_S,), tl.float32)
-    # The whole block sees keys before its first query's own token, if they belong to its last query's document.
+    # All queries attend to the keys before the first query's own token that are in the last query's document.
     diagonal = (block * BLOCK_S + offset) // BLOCK_T
     low, middle = 0, 0
     starts = queries
@@ -149,7 +149,7 @@ def _delta(
 ):  # fmt: skip
     """Compute delta, the dot product of each output and its gradient, which the softmax's backward pass subtracts.
 
-    With WIDE, also write [do | du], the gradient that belongs to the value [v | z].
+    With WIDE, also store [do | du], the gradient of the output [o | u].
     """
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -205,7 +205,7 @@ def _backward_keys_blocks(
             dk = tl.dot(ds, q, dk, input_precision="ieee")
             if QUERIES:
                 if BLOCK_S < 64:
-                    # Hopper's tensor cores need 64 rows; the transposed product has D.
+                    # Hopper's tensor cores require 64 rows; the transposed product has D rows.
                     dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee"))
                 else:
                     dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
@@ -245,12 +245,12 @@ def _backward_keys(
     low, high = tl.maximum(block * BLOCK_T - offset, 0) // BLOCK_S, tl.cdiv(S, BLOCK_S)
     # From tile `middle` on, all queries come after the block's keys; a partial last block has no such tiles.
     middle = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - offset, 0), BLOCK_S)
-    # Tile `tail` is partial,
+    # From tile `tail` on, tiles are masked again: the last one is partial, or
     tail = S // BLOCK_S
     ends = keys
     if PACKED:
         ends = tl.load(ENDS + batch * T + keys, mask=keys < T, other=0)
-        # or some of its queries belong to a later document than the block's first key.
+        # some of its queries belong to a later document than the block's first key.
         high = tl.cdiv(tl.load(ENDS + batch * T + tl.minimum((block + 1) * BLOCK_T, T) - 1) - offset, BLOCK_S)
         tail = (tl.load(ENDS + batch * T + block * BLOCK_T) - offset) // BLOCK_S
     middle = tl.minimum(middle, high)
@@ -287,7 +287,7 @@ def _backward_queries(
     PER_GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of one head's block of queries, from all keys that it sees, in the order of the keys."""
+    """Compute the gradient of one head's block of queries from the keys to which it attends, in their order."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     group = head // PER_GROUP
@@ -320,10 +320,10 @@ def _backward_queries(
     store_rows(DQ, base, queries, dq_row, columns, S, dq * (scale * 0.6931471805599453), D)
 
 
-# By KiB of shared memory and kernel: (queries of a tile, keys of a tile, warps, stages) for heads of up to 64 and for
-# wider ones. A tuple as key is a pass of `_backward_passes`. The sizes were chosen from the binaries for capabilities
-# 9.0, 8.0 and 8.6 and for gfx942, not from measurements: no kernel used in training spills registers, and loops
-# prefetch where shared memory suffices.
+# By KiB of shared memory and kernel: (queries of a tile, keys of a tile, warps, stages) for heads of width up to 64 and
+# for wider ones. A tuple as key is a pass of `_backward_passes`. The sizes were chosen by inspecting the binaries for
+# capabilities 9.0, 8.0 and 8.6 and for gfx942, not by measurements: no kernel used in training spills registers, and
+# loops prefetch where shared memory suffices.
 _TILES = {
     227: {
         "forward": ((128, 64, 8, 3), (128, 64, 8, 3)),
@@ -364,8 +364,8 @@ _TILES = {
 }
 _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 limits: dict[tuple, int] = {}
-"""Reduced KiB of shared memory, by key of `_TILES` and whether heads are wider than 64, for kernels that exceeded the
-shared memory of this process's GPU."""
+"""Reduced KiB of shared memory for kernels that exceeded that of this process's GPU. The key is a kernel's key in
+`_TILES` and whether heads are wider than 64."""
 
 
 def shared_memory(device: torch.device) -> int:
@@ -377,7 +377,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def _tile(kernel: str | tuple, D: int, S: int, q: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Return a tile's queries and keys, and the launch options."""
+    """Return the numbers of queries and keys of a kernel's tiles, and its launch options."""
     memory = limits.get((kernel, D > 64), shared_memory(q.device))
     queries, keys, warps, stages = (_TILE_FP32 if q.dtype is torch.float32 else _TILES[memory][kernel])[D > 64]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
@@ -387,15 +387,15 @@ def _tile(kernel: str | tuple, D: int, S: int, q: Tensor) -> tuple[int, int, dic
 def _in_tiles(kernel: str | tuple, D: int, S: int, q: Tensor, launch: Callable[..., None]) -> None:
     """Call `launch` with the tile sizes and options for this GPU.
 
-    Some kernels use nearly all of the shared memory. If another version of Triton needs more than there is, smaller
-    tiles are used from then on.
+    Some kernels use nearly all of the shared memory. If a version of Triton needs more than the GPU has, this and later
+    calls use smaller tiles.
     """
     try:
         launch(*_tile(kernel, D, S, q))
         return
     except OutOfResources as error:
         memory = limits.get((kernel, D > 64), shared_memory(q.device))
-        smaller = [other for other in _TILES if other < memory]
+        smaller = [size for size in _TILES if size < memory]
         if q.dtype is torch.float32 or not smaller:
             raise
         sizes = error.required / 1024, error.limit / 1024
@@ -405,7 +405,7 @@ def _in_tiles(kernel: str | tuple, D: int, S: int, q: Tensor, launch: Callable[.
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with gradients. `rotate`: z rotates q and k; `wide`: z is averaged with v."""
+    """Differentiable attention. With `rotate`, z rotates q and k; with `wide`, z is averaged along with v."""
 
     @staticmethod
     def forward(ctx, q, k, v, z, starts, ends, rotate, wide):
@@ -431,10 +431,10 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, value: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Compute attention of rotated q (S, B, H, D) and k (T, B, G, D), with v (T, B, G, D) or [v | z] (T, B, G, 2D).
+    """Return o and, if the value is [v | z], u (S, B, H, D), and the scores' base-2 log-sum-exp (B, H, S).
 
-    The queries are the last S tokens. Returns o and, for [v | z], u (S, B, H, D), and the base-2 log-sum-exp
-    (B, H, S) of the scores.
+    q (S, B, H, D) and k (T, B, G, D) are already rotated. `value` is v (T, B, G, D) or [v | z] (T, B, G, 2D). `starts`
+    (B, T) are the starts of the tokens' documents.
     """
     S, B, H, D = q.shape
     T, G, E = k.shape[0], k.shape[2], value.shape[-1]
@@ -461,8 +461,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of rotated q (in fp32 unless deterministic), of rotated k, and of the value.
 
-    `inputs` are q, k and the value, `outputs` those of `attend`, `gradients` those of o and u, and `bounds` the starts
-    and ends of documents.
+    `inputs` are q, k and the value, `outputs` the results of `attend`, `gradients` those of o and u, and `bounds` the
+    starts and ends of the tokens' documents.
     """
     (q, k, value), (o, u, lse), (do, du), (starts, ends) = inputs, outputs, gradients, bounds
     S, B, H, D = q.shape
@@ -511,14 +511,14 @@ def _block(width: int) -> int:
 
 
 def sums_in_one_order() -> bool:
-    """Return whether gradients of queries must be deterministic, so summed in a fixed order."""
+    """Return whether gradients of queries must be summed in a fixed order, because torch must be deterministic."""
     return torch.are_deterministic_algorithms_enabled()
 
 
 def _backward_passes(D: int, repeatable: bool) -> tuple[tuple[bool, bool, bool], ...]:
-    """Return for each launch of `_backward_keys` whether it computes gradients of values, of keys, of queries.
+    """Return for each launch of `_backward_keys` whether it computes gradients of values, of keys, and of queries.
 
-    Wide heads need two launches, each of which computes the scores, because all sums do not fit into registers.
+    Heads wider than 64 take two launches, both of which compute the scores, because the registers cannot hold all sums.
     """
     queries = not repeatable
     return ((True, True, queries),) if D <= 64 else ((True, False, False), (False, True, queries))
@@ -533,15 +533,15 @@ def attention(
     bounds_2BT: Tensor | None = None,
     rotate: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Compute attention with q (S, B, H, D) and k (T, B, G, D), rotated by z if `rotate`.
+    """Return the average o of v or, with `average_state`, the averages o and u of v and z, (S, B, H, D) each.
 
-    z is (T, B or 1, G or 1, D). `bounds_2BT` (int32) has the starts of each token's document and of the next one.
-    Returns (o,), or (o, u) if `average_state`, where u is the average of z; both are (S, B, H, D). Rotation needs
-    S = T. Raises ValueError if batch size times heads exceeds `MAX_HEADS`.
+    With `rotate`, which requires S = T, z (T, B or 1, G or 1, D) rotates q (S, B, H, D) and k (T, B, G, D).
+    `bounds_2BT` (int32) has the starts of each token's document and of the next one. Raises ValueError if batch size
+    times heads exceeds `MAX_HEADS`.
     """
     B, H = q.shape[1:3]
     if B * H > MAX_HEADS:
-        raise ValueError(f"{B} sequences of {H} heads exceed the {MAX_HEADS} heads of one launch; use smaller batches")
+        raise ValueError(f"{B} sequences of {H} heads exceed the {MAX_HEADS} heads of one launch; use a smaller batch")
     z = z.expand(*k.shape) if z is not None and (rotate or average_state) else None
     starts, ends = (None, None) if bounds_2BT is None else bounds_2BT.contiguous()
     with torch.cuda.device_of(q):

@@ -24,10 +24,10 @@ TOKENS = 4
 """Minimum number of tokens per program."""
 
 COLUMNS = 64
-"""Maximum number of a token's columns in registers; more would reduce occupancy."""
+"""Maximum number of elements of D per iteration; more would take too many registers and reduce occupancy."""
 
 MIXING_BYTES = 8192
-"""Maximum bytes of A with `COLUMNS` columns; for a larger A, shared memory has room for half as many."""
+"""Maximum bytes of A for `COLUMNS` columns; with a larger A, shared memory has room for only half as many."""
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _update_backward(
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
-        # u may be a half of [o | u], with gaps between heads, and some libraries store one sequence after the other.
+        # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence after the other.
         u = last_contiguous(u)
         z, mixing = z.contiguous(), mixing.contiguous()
         out = torch.empty_like(z)
@@ -173,22 +173,21 @@ def update(
 ) -> Tensor:
     """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
 
-    `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous.
-
-    `kept_NGD`, if given, is saved for the backward pass instead of z: z rounded to the dtype of the others. z may be
-    in fp32 while the others are in bf16 or fp16. Raises ValueError for other combinations of dtypes, as the kernel
-    multiplies operands of equal dtypes, and for shapes that do not match.
+    `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous. All tensors must have
+    one dtype, except that z may be in fp32. `kept_NGD` is z rounded to the dtype of the others; unless None, it is
+    saved for the backward pass instead of z. Raises ValueError if shapes or dtypes do not match.
     """
     (N, G, D), H, P = z_NGD.shape, u_NHD.shape[-2], gate_NP.shape[1]
-    matrices = ((G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
-    wanted = ((N, H, D), (N, P), *matrices)
+    expected = ((N, H, D), (N, P), (G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
     u_shape = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
     shapes = (u_shape, *(tuple(x.shape) for x in (gate_NP, mixing, up_PG, down_GP)))
-    if shapes != wanted or (mixing.dim() == 1 and G != H):
-        raise ValueError(f"a state {tuple(z_NGD.shape)} does not match u, gate, mixing, up and down {shapes}")
-    types = {x.dtype for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)}
-    if len(types) > 1 or z_NGD.dtype not in (*types, torch.float32):
-        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in {*types, z_NGD.dtype}))
-        raise ValueError(f"the fused position update needs tensors of one dtype (the state may be fp32), not {names}")
+    if mixing.dim() == 1 and G != H:
+        raise ValueError(f"a 1-D mixing requires G = H, but the state has {G} groups and u has {H} heads")
+    if shapes != expected:
+        raise ValueError(f"u, gate, mixing, up and down have shapes {shapes}; expected {expected}")
+    dtypes = {x.dtype for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)}
+    if len(dtypes) > 1 or z_NGD.dtype not in (*dtypes, torch.float32):
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in {*dtypes, z_NGD.dtype}))
+        raise ValueError(f"the position update requires tensors of one dtype (z may be float32), not {names}")
     with torch.cuda.device_of(z_NGD):
         return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, kept_NGD)

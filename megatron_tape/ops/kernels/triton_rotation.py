@@ -1,9 +1,9 @@
-"""Triton kernels that prepare the inputs of attention: rotated queries and keys, and the value `[v | z]`.
+"""Triton kernels that prepare the inputs of attention: rotated queries and keys, and the value [v | z].
 
-Rotating inside attention would repeat the rotation of each tile of keys for every tile of queries. Instead, one launch
-reads q, k, v and the state z once and writes the inputs of attention. The value is one vector of 2D numbers per token
-and group, so that attention multiplies by v and z in one product. Axes: S sequence, B batch, H query heads, G groups, D
-head dimension, F = D/2 complex numbers. The reference is in `ops/rotation.py`.
+Inside attention, each tile of keys would be rotated again for every tile of queries. Instead, one launch reads q, k, v
+and the state z once, and writes the inputs of attention. The value has 2D elements per token and group, so that one
+product multiplies the weights with v and z. Axes: S queries, T keys, B batch, H query heads, G key/value groups, D head
+dimension, F = D/2 complex numbers. The reference is in `ops/rotation.py`.
 """
 
 import torch
@@ -59,7 +59,7 @@ def _prepare(
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     ROTATE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """With ROTATE, rotate the queries and keys of one group; with WIDE, write its value [v | z]."""
+    """With ROTATE, rotate the queries and keys of one group; with WIDE, store the group's value [v | z]."""
     batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
@@ -110,9 +110,9 @@ def _prepare_backward(
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of queries, keys and the state from those of rotated queries and keys.
+    """Compute the gradients of queries, keys and the state z from those of rotated queries and keys.
 
-    With WIDE, split the gradient of the value [v | z] and add the part of z to the state's gradient.
+    With WIDE, split the gradient of the value [v | z]: store that of v, and add that of z to the state's gradient.
     """
     batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
@@ -162,7 +162,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) if `rotate`, and the value.
 
-    The value is v, or [v | z] (T, B, G, 2D) if `wide`. `rotate` needs S = T. All last axes must be contiguous.
+    The value is v, or [v | z] (T, B, G, 2D) if `wide`. `rotate` requires S = T. All last axes must be contiguous.
     """
     if not (rotate or wide):
         return q, k, v
@@ -184,10 +184,10 @@ def prepare(
 def prepare_backward(
     q: Tensor, k: Tensor, z: Tensor, dq: Tensor, dk: Tensor, dvalue: Tensor | None, needed: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of q (in its dtype), k, v, and, if `needed`, z.
+    """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needed`.
 
-    `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G, 2D). If it is None,
-    so is the gradient of v, and z gets only the rotation's gradient.
+    `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G, 2D). If `dvalue` is
+    None, the gradient of v is None, and that of z comes from the rotation alone.
     """
     (S, B, G, D), H = k.shape, q.shape[2]
     dq_out = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
@@ -259,9 +259,9 @@ class _Halves(torch.autograd.Function):
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the halves of [o | u] (S, B, H, 2D) as views; one kernel concatenates their gradients in x's layout.
+    """Return the halves of x = [o | u] (S, B, H, 2D) as views; one kernel concatenates their gradients in x's layout.
 
-    The backward pass of torch.split is torch.cat, which reaches only a fifth of the memory bandwidth here.
+    torch.split concatenates gradients by torch.cat, which reaches only a fifth of the memory bandwidth here.
     """
     with torch.cuda.device_of(x):
         return _Halves.apply(x)
@@ -270,7 +270,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
     """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`, [v | z].
 
-    It is differentiable with respect to q, k, v and z.
+    This is the differentiable form of `prepare`.
     """
     with torch.cuda.device_of(q):
         return _Prepared.apply(q, k, v, z.expand(k.shape), wide)

@@ -1,7 +1,7 @@
 """Triton kernels of SwiGLU, silu(gate) * up, which read and write every element once.
 
-Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, which would copy the halves of the
-projection. The reference is in `ops/swiglu.py`. Axes: N tokens, F width of the MLP.
+Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, which would take a copy of both
+halves of the projection's output. The reference is in `ops/swiglu.py`. Axes: F hidden size of the MLP.
 """
 
 import torch
@@ -47,7 +47,7 @@ def forward(both: Tensor) -> Tensor:
 
 
 def backward(both: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of [gate | up] (..., 2F) for a contiguous gradient of the result (..., F)."""
+    """Return the gradient of [gate | up] (..., 2F), given the contiguous gradient `dy` of the result (..., F)."""
     F = dy.shape[-1]
     d_both = torch.empty_like(both)
     if dy.numel():
