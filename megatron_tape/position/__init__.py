@@ -1,7 +1,7 @@
 """Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` selects one by name.
 
-Importing this package does not import torch. To use an encoding of another package, call `register` before checking a
-configuration that names it.
+Importing this package does not import torch. To use an encoding of another package, call `register` before parsing a
+configuration that selects it.
 """
 
 from megatron_tape.position.alibi import AlibiPosition

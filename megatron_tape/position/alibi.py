@@ -20,7 +20,7 @@ class AlibiPosition(PositionEncoding):
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the bias -m_h (s - t). It depends on distances alone, so packed documents need no special handling."""
+        """Return the bias -m_h (s - t). It depends only on distances, so packed documents need no special handling."""
         import torch
 
         from megatron_tape.ops.bias import Bias
@@ -43,10 +43,10 @@ class AlibiPosition(PositionEncoding):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return the slopes of `heads` heads: 2^(-8 h / H) for h = 1..H if H is a power of two.
+    """Return the slopes of H = `heads` heads: 2^(-8 h / H) for h = 1..H if H is a power of two.
 
-    Otherwise, as in the paper's code, the slopes for the next smaller power of two are followed by every other slope
-    for the next larger one.
+    Otherwise, as in the paper's code, they are the slopes for the next smaller power of two, followed by every other
+    slope for the next larger one.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]

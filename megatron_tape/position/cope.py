@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CopeSettings(EncodingSettings):
-    """Number of position embeddings."""
+    """The number of CoPE's position embeddings."""
 
     cope_max_position: int = 64
-    """cope: largest position (p_max in the paper). Larger ones are clipped to it. Each position from 0 to it has an
-    embedding."""
+    """cope: largest position (p_max in the paper). Larger positions are clipped to this value. Each integer position
+    from 0 to this value has an embedding."""
 
 
 class CopePosition(PositionEncoding):
@@ -41,13 +41,13 @@ class CopePosition(PositionEncoding):
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def costs(self, layer, batch) -> Costs:
-        """Count the embeddings' fp32 copy, which is saved if the run uses a narrower precision."""
+        """Return the costs. Saved is an fp32 copy of the embeddings, if the run uses a narrower precision."""
         elements = (self.settings.cope_max_position + 1) * self.model.head_dim
         products = self.model.num_attention_heads * (elements + self.model.seq_length)
         return Costs(multiply_adds=products, saved=4 * elements if batch.width < 4 else 0)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the rescoring of rows. Masked keys do not count, so packed documents need no special handling."""
+        """Return the function that rescores. Masked keys do not count, so packed documents need no special handling."""
         from megatron_tape.ops.rescore import Rescore
 
         return Positions(rescore=Rescore(_rows, (parameters["table"],)))
@@ -56,7 +56,7 @@ class CopePosition(PositionEncoding):
 def _rows(
     scores_BHrt: "Tensor", q_BHrD: "Tensor", k: "Tensor", seen: "Tensor", tokens: slice, table: "Tensor"
 ) -> "Tensor":
-    """Add the product of the query and the embedding of the key's position to each score."""
+    """Return each score plus the product of the query and the embedding of the key's position, (B, H, r, t)."""
     from megatron_tape.ops.contextual import add_contextual_positions
 
     return add_contextual_positions(scores_BHrt.to(table.dtype), q_BHrD.to(table.dtype) @ table.T, seen)

@@ -1,8 +1,9 @@
-"""The interface of positional encodings: one class in one file, declared without torch and computed with it.
+"""The interface of positional encodings. Each encoding is one class in one file, with declarations and computations.
 
-An encoding declares its settings and their checks, the parameters of each layer, the features it needs from attention,
-its cost and its export. Declarations are read when a run is configured, estimated, saved and exported. An encoding
-computes the position state of every token, the inputs of attention in each layer, and the state of the next layer.
+Declarations need no torch. They are the settings and their checks, each layer's parameters, the capabilities that the
+attention backend must have, the costs, and the export format. They are read when a run is configured, estimated, saved
+and exported. Computations use torch. They produce the position state of the tokens, and each layer's inputs to
+attention. An encoding may update the state in each layer.
 
 Files of this folder import torch, and modules that import it, only inside the functions that need them. Overriding
 methods do not repeat the base class's type annotations.
@@ -41,9 +42,9 @@ class Parameter:
     value: float | tuple = 0.0
     """Initial value: one number for all elements, or nested tuples of the parameter's shape."""
     head_axis: int | None = None
-    """Axis of heads or groups that tensor parallelism shards; None: every rank holds the whole parameter."""
+    """Axis of heads or groups that tensor parallelism shards; with None, every rank holds the whole parameter."""
     decay: bool | None = None
-    """Whether weight decay applies; None: only to parameters with two or more axes."""
+    """Whether weight decay applies; None applies it if the parameter has two or more axes."""
     diagonal: bool = False
     """Whether this is the diagonal of a square matrix; Hugging Face weights then store the whole matrix."""
 
@@ -65,37 +66,37 @@ class MicroBatch:
 
     @property
     def head_shards(self) -> int:
-        """Number of ranks over which heads are sharded inside attention, and an all-to-all exchanges tokens."""
+        """Number of ranks that shard the heads inside attention and exchange tokens and heads by an all-to-all."""
         return self.tensor_size * self.context_size
 
     def groups(self, query_groups: int) -> int:
         """Return the number of key/value groups that this rank holds inside attention.
 
-        If the context ranks cannot divide a tensor-parallel rank's groups evenly, several of them hold the same group.
+        If the context-parallel ranks cannot divide a tensor-parallel rank's groups evenly, several hold the same group.
         """
         return math.lcm(query_groups // self.tensor_size, self.context_size) // self.context_size
 
     def sent_groups(self, query_groups: int) -> int:
-        """Return the number of groups per token in an all-to-all; a group that several ranks hold counts for each."""
+        """Return the number of groups per token in an all-to-all; a group counts once for each rank that holds it."""
         return self.groups(query_groups) * self.head_shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The cost of an encoding in one layer, for estimates. Bytes are those of one GPU's part of a micro-batch."""
+    """The costs of an encoding in one layer, for estimates. Bytes are those of one GPU for one micro-batch."""
 
     multiply_adds: int = 0
-    """Multiply-adds per token of a full sequence's forward pass, in addition to those of the layer itself."""
+    """Multiply-adds per token in the forward pass of a full sequence, in addition to those of the layer itself."""
     saved: int = 0
     """Bytes saved for the backward pass, outside attention."""
     sent_forward: int = 0
-    """Bytes of this rank's tensors in the forward pass's all-to-alls, under sequence or context parallelism."""
+    """Bytes that this rank passes to all-to-alls in the forward pass, under sequence or context parallelism."""
     sent_backward: int = 0
     """The same for the backward pass."""
     state: int = 0
     """Elements per token in the state that enters the layer."""
     state_width: int | None = None
-    """Bytes per element of the state; None: those of the precision of the run."""
+    """Bytes per element of the state; default: those of the run's precision."""
     learns_rotation: bool = False
     """Whether the rotation of queries and keys depends on parameters of this layer, and so needs a gradient."""
     reads_hidden_states: bool = False
@@ -108,17 +109,17 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSettings:
-    """Base class of encodings' settings; used as it is by encodings without settings."""
+    """Base class of encodings' settings. Encodings without settings use it directly."""
 
 
 class TokenCache:
-    """One layer's cache of an encoding's tensors for earlier tokens, as generation needs it.
+    """One layer's cache, during generation, of an encoding's tensors for earlier tokens.
 
-    This base class caches nothing. It is for models that receive all tokens of a sequence at once, as in training.
+    This base class caches nothing. It serves models that receive all tokens of a sequence at once, as in training.
     """
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` to the tensor `name` along the first axis, that of tokens, and return the result."""
+        """Append `new` to the cached tensor `name` along the first axis (tokens), and return the whole tensor."""
         return new
 
 
@@ -126,7 +127,7 @@ NO_CACHE = TokenCache()
 
 
 class PositionEncoding:
-    """Base class of encodings, which encodes nothing. Each model has one instance.
+    """Base class of positional encodings. It encodes nothing itself. Each model has one instance.
 
     Code outside this package must not depend on which encoding is in use. The exception is `huggingface/`, since models
     with TAPE and RoPE have export formats of their own.
@@ -135,13 +136,13 @@ class PositionEncoding:
     name: ClassVar[str]
     """Value of `model.position_encoding` that selects this encoding."""
     Settings: ClassVar[type] = EncodingSettings
-    """Settings of the section `model.position`: a frozen dataclass whose fields all have defaults."""
+    """Class of the settings in the section `model.position`: a frozen dataclass whose fields all have defaults."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Features that the attention backend must support, as named in `ops.backends`."""
+    """Capabilities that the attention backend must have, as defined in `ops.backends`."""
     starts_as: ClassVar[str | None] = None
-    """The encoding that this one equals at initialization; models with it can be extended with this one."""
+    """Name of an encoding that this one equals at initialization, so that an extension may replace it with this one."""
     replaces: ClassVar[frozenset[str]] = frozenset()
-    """Encodings that an extension may replace with this one although the two differ, so that the model must adapt."""
+    """Names of other encodings that an extension may replace with this one. The model must adapt to the difference."""
     exports_to: ClassVar[str | None] = "code"
     """Export format: `plain`, an architecture of transformers; `tape`, the TAPE architecture; `code`, an architecture
     that runs this encoding's file; None, no export.
@@ -149,17 +150,17 @@ class PositionEncoding:
     A subclass may define a property instead if the format depends on the settings.
     """
     extended_by: ClassVar[frozenset[str]] = frozenset()
-    """Settings of this encoding that an extension of the context may change."""
+    """Names of the settings that an extension of the context may change."""
     restarts_in_documents: ClassVar[bool] = False
-    """Whether positions restart in each document of a pack. Encodings that use more than position differences need
-    this."""
+    """Whether positions restart in each packed document, which encodings require that do not depend on position
+    differences alone."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """Create the encoding of `model`.
 
         Args:
             model: settings of the model.
-            tokens: layout of tokens and heads over ranks; required to compute, but not for declarations.
+            tokens: layout of tokens and heads over ranks; required for computations, but not for declarations.
             fused: use Triton kernels, if the encoding has any.
         """
         self.model = model
@@ -173,17 +174,17 @@ class PositionEncoding:
     def sends_state(self, layer: int) -> bool:
         """Return whether the state that enters layer `layer` (from 0) depends on parameters of earlier layers.
 
-        If so, a pipeline stage that begins with this layer receives the state. Otherwise the stage recomputes it from
-        the positions.
+        If so, a pipeline stage that begins with this layer receives the state from the previous stage. Otherwise it
+        recomputes the state from the positions.
         """
         return any(self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer))
 
     def state_is_learned(self, layer: int) -> bool:
-        """Return whether the state used in layer `layer` depends on parameters, and so needs a gradient."""
+        """Return whether the state used in layer `layer` (from 0) depends on parameters, and so needs a gradient."""
         return self.sends_state(layer) or self.learns_on_entry(layer)
 
     def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return `make()` on `device`, cached by name: a copy to the device in every layer would block the host."""
+        """Return `make()` on `device`, cached by `name`, since copying it in every layer would block the host."""
         import torch
 
         found = self._constants.get(name)
@@ -201,7 +202,7 @@ class PositionEncoding:
         """Raise `ConfigError` if the model's settings are invalid for this encoding."""
 
     def needs_in(self, layer: int) -> frozenset[str]:
-        """Return the features of `needs` that attention uses in layer `layer` (from 0)."""
+        """Return the capabilities in `needs` that attention uses in layer `layer` (from 0)."""
         return self.needs
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
@@ -217,20 +218,20 @@ class PositionEncoding:
         return False
 
     def costs(self, layer: int, batch: MicroBatch) -> Costs:
-        """Return the cost of layer `layer` (from 0), which is used only for estimates."""
+        """Return the costs of this encoding in layer `layer` (from 0), which are used only for estimates."""
         return Costs()
 
     @property
     def fused_update(self) -> Mapping[str, Any]:
-        """Fields of `ops.parity.Shapes` that select the compiled kernel of the position update."""
+        """Fields of `ops.parity.Shapes` that determine the kernel of the position update; empty without a kernel."""
         return {}
 
     # Computation.
 
     def token_positions(self, length: int, random: np.random.Generator | None) -> np.ndarray | None:
-        """Return ascending positions of a sequence of `length` tokens, int64 (S,); None means 0, 1, ...
+        """Return ascending positions of a sequence of S = `length` tokens, int64 (S,); None means 0, 1, ...
 
-        In a training step, `random` is seeded by the step and `train.seed` alone, so that all ranks and micro-batches
+        In training, `random` is seeded only by the step and `train.seed`, so that all ranks and micro-batches of a step
         draw the same numbers. Outside training it is None.
         """
         return None
@@ -243,17 +244,17 @@ class PositionEncoding:
         return None
 
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the first layer's state for integer positions (S, B), or (S, 1) if all sequences share them."""
+        """Return the state that enters the first layer. Positions (S, 1) are shared by all B sequences."""
         return None
 
     def sent_state(
         self, layer: int, tokens: int, batch: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape (T, B, ...) and dtype of the state that enters layer `layer`, if `sends_state(layer)`.
+        """Return the shape (T, B, ...) and dtype of the state that enters layer `layer`. Requires `sends_state(layer)`.
 
-        This rank has `tokens` tokens of `batch` sequences outside attention; T must be a multiple of `tokens`.
+        Outside attention, this rank holds `tokens` tokens of each of `batch` sequences. T must be a multiple of that.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define sent_state, which pipeline stages need")
+        raise NotImplementedError(f"{type(self).__name__} must define sent_state to support pipeline parallelism")
 
     def enter(
         self,
@@ -263,7 +264,7 @@ class PositionEncoding:
         hidden_states_sBC: Tensor,
         cache: TokenCache,
     ) -> Tensor | None:
-        """Return the state to use in layer `layer`, given the previous layer's state and the normalised input."""
+        """Return the state to use in layer `layer`, given the state that enters it and its normalized input."""
         return state
 
     def positions(
@@ -274,10 +275,10 @@ class PositionEncoding:
         hidden_states_sBC: Tensor,
         cache: TokenCache,
     ) -> Positions:
-        """Return the inputs to attention in layer `layer`, given its parameters, state and normalised input.
+        """Return the inputs to attention in layer `layer`, given its parameters, state and normalized input.
 
         With a cache, `state` and `hidden_states_sBC` cover only the new tokens; add to `cache` what later tokens need.
-        Returned states and factors cover the new tokens, too, but biases, gates and rescored rows cover all tokens.
+        The returned state and factors then also cover only the new tokens, but bias, gates and `rescore` cover all.
         """
         return Positions(state, average_state=AVERAGE in self.needs and self.updates(layer))
 
@@ -291,8 +292,9 @@ class PositionEncoding:
         attention_output_sBC: Tensor,
         mlp_output_sBC: Tensor,
     ) -> Tensor | None:
-        """Return the next layer's state. Called if `updates(layer)`, with the result of `positions`.
+        """Return the next layer's state. The model calls this if `updates(layer)`.
 
-        `attention_output_sBC` and `mlp_output_sBC` exclude the residual stream.
+        `positions` is the result of the method `positions`, and `averaged_SBhD` the average of the state under the
+        attention weights. `attention_output_sBC` and `mlp_output_sBC` exclude the residual stream.
         """
         return state

@@ -17,25 +17,25 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class FireSettings(EncodingSettings):
-    """Settings of the MLP that maps normalised distances to biases."""
+    """Settings of the MLP that maps normalized distances to biases."""
 
     fire_mlp_size: int = 32
-    """fire: hidden size of the MLP that maps a normalised distance to the biases of all heads."""
+    """fire: hidden size of the MLP that maps a normalized distance to the biases of all heads."""
     fire_threshold: float = 512.0
-    """fire: initial threshold L in tokens. Distances of queries before L are normalised by L, not by the query's
-    position. The model learns a factor of it."""
+    """fire: initial threshold L in tokens. For queries at positions below L, distances are normalized by L instead of
+    the query's position. The model learns a factor of L."""
 
 
 class FirePosition(PositionEncoding):
     """The bias of query s and key t is an MLP of log(c (s - t) + 1) / log(c max(s, L) + 1).
 
-    Parameters: the scalars `log_scale` c and `threshold_scale` (the factor of L); `up_weight` and `up_bias` (W,) and
-    `down_weight` (H, W) of the MLP, whose activation is ReLU. The MLP has no output bias, since softmax cancels it.
+    Parameters: the scalars `log_scale` c and `threshold_scale` (a factor of L); `up_weight` and `up_bias` (W,) and
+    `down_weight` (H, W) of the MLP, whose activation is ReLU. Softmax would cancel a bias of the MLP's output.
     """
 
     name = "fire"
     Settings = FireSettings
-    # The MLP is a matrix product over vectors, which POINTWISE score functions of a single pair cannot compute.
+    # Not POINTWISE: a function of a single pair cannot compute the MLP's matrix product.
     needs = frozenset({BIAS})
     restarts_in_documents = True
 
@@ -50,7 +50,7 @@ class FirePosition(PositionEncoding):
         )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters. As in the released code, weights are normally distributed and the bias is zero."""
+        """Return the parameters. As in the released code, weights start normally distributed and the bias at zero."""
         heads, width, std = self.model.num_attention_heads, self.settings.fire_mlp_size, self.model.init_std
         return {
             "log_scale": Parameter((1,), value=0.1),

@@ -20,8 +20,8 @@ class FoxSettings(EncodingSettings):
 class FoxPosition(PositionEncoding):
     """Adds the sum of log f_j over t < j <= s to the score of query s and key t; f_j is the forget gate of token j.
 
-    f = sigmoid(w x + b) for each query head, where x is the layer's normalised input. Parameters: `gate` w (H, C) and
-    `gate_bias` b (H,), which weight decay skips, as in the authors' training.
+    f = sigmoid(w x + b) for each query head, where x is the layer's normalized input. Parameters: `gate` w (H, C) and
+    `gate_bias` b (H,), which has no weight decay, as in the authors' training.
     """
 
     name = "fox"
@@ -30,9 +30,7 @@ class FoxPosition(PositionEncoding):
 
     def check(self) -> None:
         start = self.settings.fox_bias_start
-        refuse(
-            not math.isfinite(start), "model.position.fox_bias_start", f"is {start}", "set it to a number, such as 0"
-        )
+        refuse(not math.isfinite(start), "model.position.fox_bias_start", f"is {start}", "set it to a finite number")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the gates' projection. Each rank holds all of it to compute the gates of all heads for its tokens."""
@@ -43,10 +41,10 @@ class FoxPosition(PositionEncoding):
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Count the projection, and one addition per head, query and key.
+        """Return the costs: the projection, and one addition per head, query and key.
 
         Saved are the inputs of log-sigmoid, its buffer on a CPU, and the cumulative sums in float64. An all-to-all
-        exchanges the gates of all heads for those of this rank's heads and all tokens.
+        exchanges this rank's tokens with the gates of all heads for all tokens with those of this rank's heads.
         """
         heads, model = self.model.num_attention_heads, self.model
         gates = 4 * batch.local_tokens * heads

@@ -1,4 +1,4 @@
-"""Build the settings of a model, and the positional encoding that they select."""
+"""Build the settings of a model, and the positional encoding that the settings select."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def model_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Build `ModelConfig` from the section `model` of a recipe or checkpoint. Raises ConfigError."""
+    """Return the `ModelConfig` of the section `model` of a recipe or checkpoint; raise ConfigError if it is invalid."""
     return build(ModelConfig, values, "model")
 
 
 def encoding_of(model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False) -> PositionEncoding:
-    """Return the encoding of `model`. Declarations need no `tokens` (see `PositionEncoding`)."""
+    """Return the positional encoding of `model`; for `tokens` and `fused` see `PositionEncoding`."""
     encoding = ENCODINGS[model.position_encoding]
     assert isinstance(model.position, encoding.Settings), "a model's encoding and its settings change together"
     if model.layers_without_positions is not None:

@@ -12,27 +12,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EPSILON = 1e-6
-"""Added to |w|^2 when w is normalised, as in the authors' code."""
+"""Added to |w|^2 when w is normalized, as in the authors' code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings(EncodingSettings):
-    """Settings of the projections that produce the transformations."""
+    """Settings of the projections that produce the vectors w of the transformations H."""
 
     path_rank: int = 32
-    """path: rank of the low-rank projection from hidden states to the directions of the transformations."""
+    """path: rank of the low-rank projection from hidden states to the vectors w of the transformations."""
     path_conv_size: int = 3
-    """path: kernel size in tokens of the causal convolution over these directions, which SiLU follows; 0 disables
-    it."""
+    """path: kernel size in tokens of the causal convolution of the vectors w, which SiLU follows. 0 disables both."""
 
 
 class PathPosition(PositionEncoding):
     """The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), H_l = I - beta_l w_l w_l^T.
 
     w is a unit vector for each token and key/value group. `w_down` (rank, C) and `w_up` (G D, rank) project the layer's
-    normalised input; `conv` (G, D, width; the last weight applies to the token itself) convolves the result over the
-    document's last tokens; SiLU and normalization follow. beta is 2 sigmoid of `beta_weight` (G, C) and `beta_bias`
-    (G,).
+    normalized input x; `conv` (G, D, width) convolves the result over a token and the last ones of its document; SiLU
+    and normalization follow. beta is 2 sigmoid(W x + b), where W is `beta_weight` (G, C) and b is `beta_bias` (G,).
     """
 
     name = "path"
@@ -46,7 +44,7 @@ class PathPosition(PositionEncoding):
         refuse(size < 0, "model.position.path_conv_size", f"is {size}", "set it to 3, or to 0 for no convolution")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of w and beta. As in the authors' code, weights are normal and the bias is zero."""
+        """Return the parameters. As in the authors' code, weights start normally distributed and the bias at zero."""
         model = self.model
         groups, dim, hidden, std = model.query_groups, model.head_dim, model.hidden_size, model.init_std
         parameters = {
@@ -60,10 +58,10 @@ class PathPosition(PositionEncoding):
         return parameters
 
     def costs(self, layer, batch) -> Costs:
-        """Count the projections, the convolution, the closed form of each block, and the loop over blocks of keys.
+        """Return the costs: projections, convolution, each block's closed form, and the loop over blocks of keys.
 
         Saved are the inputs of w and beta, and the three results of the closed form for each block of keys. The state
-        is a token's position, by which the convolution finds the start of the document.
+        is a token's position, which shows the convolution where the document starts.
         """
         from megatron_tape.ops.householder import BLOCK
 
@@ -71,8 +69,8 @@ class PathPosition(PositionEncoding):
         groups, heads, dim, hidden = model.query_groups, model.num_attention_heads, model.head_dim, model.hidden_size
         wide = BLOCK + dim
         projections = rank * (hidden + groups * dim) + groups * (hidden + dim * self.settings.path_conv_size)
-        # The products of w with w and with keys, the triangular solve (half of its matrix is zero), and its product
-        # with w; then each query within its block, and over half of the blocks on average.
+        # Per key: the products of w with w and with keys, the triangular solve (half of its matrix is zero), and the
+        # product of w with its result. Per query: its own block, and half of all blocks on average.
         key_products = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
         query_products = heads * (BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK))
         local_groups = batch.groups(groups)
@@ -115,10 +113,10 @@ def _unit_w_and_beta(w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tenso
 
 
 def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":
-    """Return SiLU of a causal depthwise convolution of `x_TBGD` over tokens.
+    """Return SiLU of a causal depthwise convolution of `x_TBGD` over tokens, (T, B, G, D).
 
-    `weight_GDK` has K weights per channel; the last one applies to the token itself. A token whose position is
-    below n ignores the token n before it, which belongs to another document.
+    `weight_GDK` has K weights per channel; the last one applies to the token itself. If a token's position is less than
+    n, the token n before it belongs to another document and is ignored.
     """
     from torch.nn.functional import pad, silu
 

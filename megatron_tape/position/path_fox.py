@@ -14,7 +14,7 @@ class PathFoxSettings(PathSettings, FoxSettings):
 
 
 class PathFoxPosition(PathPosition, FoxPosition):
-    """PaTH's scores with FoX's forget gates; has the parameters and the costs of both."""
+    """Adds FoX's forget gates to PaTH's scores; parameters and costs are those of both."""
 
     name = "path_fox"
     Settings = PathFoxSettings

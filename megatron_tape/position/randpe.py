@@ -18,11 +18,11 @@ _LARGEST_RANGE = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class RandomizedSettings(FrequencySettings):
-    """Range from which positions are drawn."""
+    """The range from which positions are drawn."""
 
     randpe_range: int | None = None
-    """randpe: number of positions to draw a training sequence's positions from. It must be at least the length of the
-    longest sequence that the model will process. Default: 4 * seq_length."""
+    """randpe: number of positions R; training draws the positions of a sequence from 0 to R - 1. Set it to at least the
+    length of the longest sequence that the model will process. Default: 4 * seq_length."""
 
 
 class RandomizedPosition(RotaryPosition):
@@ -53,7 +53,7 @@ class RandomizedPosition(RotaryPosition):
             self.position_range > _LARGEST_RANGE,
             "model.position.randpe_range",
             f"is {self.position_range:,}, but float32 positions are exact only up to {_LARGEST_RANGE:,}",
-            "set it to at most that",
+            f"set it to at most {_LARGEST_RANGE}",
         )
 
     @property
@@ -71,7 +71,7 @@ class RandomizedPosition(RotaryPosition):
         return np.sort(random.choice(whole, length, replace=False, shuffle=False))
 
     def check_cached(self, length: int) -> None:
-        """Refuse more than `seq_length` tokens, since each further token changes the positions of all cached ones."""
+        """Raise NotImplementedError beyond `seq_length` tokens, where each new token changes all cached positions."""
         if length > self.model.seq_length:
             raise NotImplementedError(
                 f"randpe cannot generate {length} tokens with a cache: beyond the {self.model.seq_length} tokens of "

@@ -1,4 +1,4 @@
-"""Register positional encodings for `model.position_encoding`."""
+"""Register positional encodings, so that `model.position_encoding` can select them by name."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ from megatron_tape.position.encoding import PositionEncoding
 
 
 def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
-    """Register an encoding. Raises ValueError if its name is taken or a setting has no default."""
+    """Register and return an encoding. Raises ValueError if its `name` is taken or a setting has no default."""
     if ENCODINGS.get(encoding.name, encoding) is not encoding:
         raise ValueError(f"there is already a positional encoding named {encoding.name}; choose another name")
     for item in dataclasses.fields(encoding.Settings):
         if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            raise ValueError(f"the setting {item.name} of the positional encoding {encoding.name} has no default")
+            raise ValueError(f"setting {item.name} of positional encoding {encoding.name} has no default; add one")
     ENCODINGS[encoding.name] = encoding
     return encoding

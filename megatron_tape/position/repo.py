@@ -1,9 +1,9 @@
 """RePo, context re-positioning (Li et al., 2025): each layer predicts every token's position from its content.
 
-From layer `repo_first_layer` on, h being the layer's normalised input, (C,) for one token:
-    r = silu(W_gate h) * (W_content h),    z = W_position r,
-and the queries and keys of group g are rotated by exp(i z_g theta_f), where RoPE uses exp(i s theta_f). Earlier layers
-use RoPE.
+From layer `repo_first_layer` on, a layer predicts the position z_g of a token in each key/value group g from its
+normalized input h (C,):
+    r = silu(W_gate h) * (W_content h),    z = W_position r.
+Queries and keys are rotated by exp(i z_g theta_f), not by RoPE's exp(i s theta_f). Earlier layers use RoPE.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RepositionSettings(ScaledSettings):
-    """Layers that predict positions, and the size of the predictor."""
+    """The layers that predict positions, and the size of the MLP that does."""
 
     repo_width: int | None = None
     """repo: hidden size of the MLP that predicts a token's positions. Default: hidden_size // 8, as in the paper."""
@@ -32,7 +32,7 @@ class RepositionSettings(ScaledSettings):
 class Reposition(RotaryPosition):
     """RoPE on positions predicted by each layer, one for each token and group.
 
-    Parameters: `gate_proj` and `content_proj` (W, C), shared by all groups, and `position_proj` (G, W).
+    Parameters of the MLP, with hidden size W: `gate_proj` and `content_proj` (W, C), and `position_proj` (G, W).
     """
 
     name = "repo"
@@ -52,7 +52,7 @@ class Reposition(RotaryPosition):
             not 0 <= self.predicts_from <= last,
             ("model.position.repo_first_layer", "model.num_layers"),
             f"is {first}, but layers are numbered from 0 to {last}",
-            "choose one of these",
+            "choose one of them",
         )
 
     @property
@@ -68,7 +68,7 @@ class Reposition(RotaryPosition):
         return min(max(1, layers // 3), layers - 1) if first is None else first
 
     def predicts(self, layer: int) -> bool:
-        """Return whether layer `layer` predicts positions."""
+        """Return whether layer `layer` (from 0) predicts positions."""
         return layer >= self.predicts_from
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
@@ -82,10 +82,10 @@ class Reposition(RotaryPosition):
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Count the predictor, and the all-to-alls of positions and their gradients.
+        """Return the costs: the MLP, and the all-to-alls of positions and their gradients.
 
-        Saved are the gate before and after silu, the content, their product, and the angles, all in fp32. The phases
-        are counted with the rotation.
+        Saved are the gate before and after silu, the content, their product, and the angles, all in fp32. The saved
+        phases are counted with the rotation of queries and keys.
         """
         base, model, width = super().costs(layer, batch), self.model, self.inner_width
         if not self.predicts(layer):

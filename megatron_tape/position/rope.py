@@ -3,9 +3,9 @@
 Positions are 0, 1, ... or, with learned increments, cumulative sums
     p[s,g] = sum_{t<=s} 2 sigmoid(w_g . x[t])    ("learned": each increment is between 0 and 2),
     p[s,g] = sum_{t<=s} 1 + w_g . x[t]           ("signed": increments may be negative),
-where x is the first layer's normalised input: "accumulated rotations" (MapFormer, arXiv 2511.19279; arXiv 2606.24975).
-With w = 0 every increment is 1. Attention depends only on position differences, so a sum may start anywhere: before a
-packed document, or at padding.
+where x is the first layer's normalized input and g a key/value group. These are "accumulated rotations" (MapFormer,
+arXiv 2511.19279; arXiv 2606.24975). With w = 0 every increment is 1. Attention depends only on position differences, so
+a sum may include tokens before a packed document, or padding.
 """
 
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencySettings(EncodingSettings):
-    """Frequencies of the rotation. Encodings with only these settings do not scale positions or learn increments."""
+    """The frequencies of the rotation, for encodings that neither scale positions nor learn increments."""
 
     rope_scaling_type = "linear"
     rope_scaling_factor = 1.0
@@ -33,42 +33,42 @@ class FrequencySettings(EncodingSettings):
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_share: float = 1.0
-    """Fraction of frequencies that rotate, starting with the fastest; the others are 0 (p-RoPE, Barbero et al.,
-    2025)."""
+    """Fraction of the frequencies that rotate, starting with the fastest; the others are set to 0 (p-RoPE, Barbero et
+    al., 2025)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledSettings(FrequencySettings):
-    """Frequencies of the rotation, and their scaling for longer contexts."""
+    """The frequencies of the rotation, and their scaling for longer contexts."""
 
     rope_scaling_type: Literal["linear", "llama3", "yarn"] = "linear"
-    """Scaling of positions by rope_scaling_factor for longer contexts. linear scales all frequencies. llama3
-    (Llama 3.1) and yarn scale only slow ones; yarn also sharpens attention."""
+    """Scaling for longer contexts by rope_scaling_factor. linear divides all frequencies by it. llama3 (Llama 3.1) and
+    yarn divide only slow frequencies; yarn also sharpens attention."""
     rope_scaling_factor: float = 1.0
-    """Divisor of positions; 2 doubles the context of a trained model."""
+    """Divisor of the scaled frequencies; 2 doubles the context of a trained model."""
     rope_original_seq_length: int = 8192
     """llama3 and yarn: context length in tokens before the extension."""
     rope_low_freq_factor: float = 1.0
-    """llama3: frequencies with fewer turns than this within rope_original_seq_length tokens are fully scaled."""
+    """llama3: frequencies with fewer full turns than this in rope_original_seq_length tokens are fully scaled."""
     rope_high_freq_factor: float = 4.0
-    """llama3: frequencies with more turns than this are not scaled; in between, scaling is interpolated."""
+    """llama3: frequencies with more full turns than this are not scaled; in between, scaling is interpolated."""
     rope_beta_slow: float = 1.0
-    """yarn: frequencies with fewer turns than this within rope_original_seq_length tokens are fully scaled."""
+    """yarn: frequencies with fewer full turns than this in rope_original_seq_length tokens are fully scaled."""
     rope_beta_fast: float = 32.0
-    """yarn: frequencies with more turns than this are not scaled; in between, scaling is interpolated."""
+    """yarn: frequencies with more full turns than this are not scaled; in between, scaling is interpolated."""
     rope_truncate: bool = True
     """yarn: round the ends of the interpolated range to whole frequency indices, as most models with yarn do."""
     rope_attention_factor: float | None = None
-    """yarn: factor of rotated queries and keys. Default: 0.1 ln(rope_scaling_factor) + 1."""
+    """yarn: factor by which rotated queries and keys are multiplied. Default: 0.1 ln(rope_scaling_factor) + 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySettings(ScaledSettings):
-    """Frequencies of the rotation, their scaling, and the position increments."""
+    """The frequencies of the rotation, their scaling, and the position increments."""
 
     increments: Literal["fixed", "learned", "signed"] = "fixed"
-    """Position increment of each token. fixed is 1. learned and signed depend on the token's content and start at 1;
-    learned stays between 0 and 2, signed is unbounded and may be negative."""
+    """Increment from the position of one token to the next. fixed: 1. learned and signed: computed from the token's
+    content, initially 1; learned increments stay between 0 and 2, signed ones are unbounded and may be negative."""
 
 
 class RotaryPosition(PositionEncoding):
@@ -113,12 +113,12 @@ class RotaryPosition(PositionEncoding):
         for lower, upper in pairs if isinstance(settings, ScaledSettings) else ():
             low, high = getattr(settings, lower), getattr(settings, upper)
             keys = f"model.position.{lower}", f"model.position.{upper}"
-            refuse(low >= high, keys, f"{low} is not below {keys[1]} {high}", "change one of them")
+            refuse(low >= high, keys, f"{low} is not below {keys[1]} {high}", "lower the first or raise the second")
         refuse(
             settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1,
             ("model.position.rope_theta", "model.position.rope_scaling_type"),
             f"{settings.rope_theta} is not above 1, which model.position.rope_scaling_type yarn requires",
-            "raise it",
+            "raise model.position.rope_theta",
         )
 
     def learns_on_entry(self, layer: int) -> bool:
@@ -130,10 +130,10 @@ class RotaryPosition(PositionEncoding):
         return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}
 
     def costs(self, layer, batch) -> Costs:
-        """Count the state: the phases of one head, which all heads share, or of every group with learned increments.
+        """Return the costs. The state holds the phases, which all heads share without learned increments.
 
-        With learned increments, the first layer saves increments and positions in float64, and the phases. An
-        all-to-all exchanges the logits of the increments, since the cumulative sum needs all tokens.
+        With learned increments, the state has phases for every group. The first layer saves increments and positions in
+        float64, and the phases; an all-to-all exchanges the increments' logits, since cumulative sums need all tokens.
         """
         model = self.model
         every_group = model.query_groups * model.head_dim if layer > 0 else 0
@@ -152,20 +152,20 @@ class RotaryPosition(PositionEncoding):
 
     @property
     def bytes_of_sums(self) -> int:
-        """Bytes saved per token and group: the position and, for the sigmoid, the increment, in float64."""
+        """Bytes saved per token and group in float64: the position and, with a sigmoid, its result."""
         return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.increments]
 
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32.
 
-        Returns None with learned increments, since `enter` then computes the phases in the first layer.
+        With learned increments this returns None, and `enter` computes the phases in the first layer.
         """
         if self.learns_increments:
             return None
         return self.phases(positions_SB.float().unsqueeze(2)).to(dtype)
 
     def sent_state(self, layer, tokens, batch, dtype):
-        """Return shape and dtype of the phases of all tokens for this rank's groups."""
+        """Return the shape and dtype of the phases of all tokens for this rank's groups."""
         import torch
 
         groups = len(self.tokens.local_heads(torch.empty(self.model.query_groups, device="meta")))
@@ -188,9 +188,9 @@ class RotaryPosition(PositionEncoding):
         return self._exact_phases(self.running_sum(logits_SBG, cache), hidden_states_sBC.dtype)
 
     def running_sum(self, logits_SBN: "Tensor", cache: TokenCache) -> "Tensor":
-        """Return the positions of the given tokens for N groups, (S, B, N), in float64.
+        """Return the positions of the tokens of `logits_SBN` for N groups, (S, B, N), in float64.
 
-        float32 would round positions of 100,000 to multiples of 1/128.
+        In float32, positions near 100,000 would be rounded to multiples of 1/128.
         """
         logits_SBN = logits_SBN.double()
         signed = self.settings.increments == "signed"
@@ -199,7 +199,7 @@ class RotaryPosition(PositionEncoding):
         return cache.append("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
 
     def _exact_phases(self, positions_SBG: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the phases of real positions times the attention factor, (S, B, G, D), in `dtype`."""
+        """Return the phases of real positions times the attention factor, (S, B, G, D), rounded once to `dtype`."""
         from megatron_tape.ops.rotation import phases
 
         frequencies = self.constant("frequencies", self.frequencies, positions_SBG.device)
@@ -207,9 +207,9 @@ class RotaryPosition(PositionEncoding):
 
     @property
     def attention_factor(self) -> float:
-        """Modulus of the initial state's complex numbers: 1, except with yarn.
+        """Modulus of the complex numbers in the initial state: 1, except with yarn.
 
-        It scales both queries and keys, so its square divides the temperature of attention (YaRN, Peng et al., 2023).
+        It scales both queries and keys, so attention scores are multiplied by its square (YaRN, Peng et al., 2023).
         """
         settings = self.settings
         if settings.rope_scaling_type != "yarn":
@@ -219,10 +219,10 @@ class RotaryPosition(PositionEncoding):
         return yarn_attention_factor(settings.rope_scaling_factor)
 
     def frequencies(self) -> "Tensor":
-        """Return the angles per position theta_f, float32 (D/2,); those outside `rope_share` are 0.
+        """Return the frequencies theta_f in radians per position, float32 (D/2,); those outside `rope_share` are 0.
 
-        llama3 and yarn keep frequencies with many turns within the original context, and divide those with few. In
-        between, llama3 interpolates by the number of turns, yarn by the index of the frequency.
+        llama3 and yarn keep frequencies with many full turns in the original context, and divide those with few by the
+        scaling factor. In between, llama3 interpolates by the number of turns, yarn by the index of the frequency.
         """
         frequencies = self._scaled_frequencies()
         frequencies[int(self.settings.rope_share * self.model.head_dim // 2) :] = 0
@@ -237,7 +237,7 @@ class RotaryPosition(PositionEncoding):
         if settings.rope_scaling_type == "linear":
             return frequencies / settings.rope_scaling_factor
         if settings.rope_scaling_type == "yarn":
-            # The order of operations of transformers, so that results are bitwise equal.
+            # In transformers' order of operations, so that results are bitwise equal.
             unscaled = self._unscaled_by_yarn()
             return 1.0 / (settings.rope_scaling_factor * inverse) * (1 - unscaled) + frequencies * unscaled
         low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
@@ -246,20 +246,20 @@ class RotaryPosition(PositionEncoding):
         return (1 - unscaled) * frequencies / settings.rope_scaling_factor + unscaled * frequencies
 
     def _unscaled_by_yarn(self) -> "Tensor":
-        """Return the weights of the unscaled frequencies in yarn's interpolation, (D/2,), falling from 1 to 0."""
+        """Return the weight of each unscaled frequency in yarn's interpolation, (D/2,), falling from 1 to 0."""
         import torch
 
         model, settings = self.model, self.settings
 
         def index(turns: float) -> float:
-            """Return the (fractional) index of the frequency with this number of turns in the original context."""
+            """Return the (fractional) index of the frequency with `turns` full turns in the original context."""
             wavelength = settings.rope_original_seq_length / (turns * 2 * math.pi)
             return model.head_dim * math.log(wavelength) / (2 * math.log(settings.rope_theta))
 
         first, last = index(settings.rope_beta_fast), index(settings.rope_beta_slow)
         if settings.rope_truncate:
             first, last = math.floor(first), math.ceil(last)
-        # transformers has the same upper bound, although there are only half as many frequencies.
+        # transformers has the same upper bound, D - 1, although there are only D/2 frequencies.
         first, last = max(first, 0), min(last, model.head_dim - 1)
         last = last + 0.001 if first == last else last
         return 1 - ((torch.arange(model.head_dim // 2).float() - first) / (last - first)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Skip an encoding in some layers (`model.layers_without_positions`), for every encoding.
+"""Variants of all encodings that skip every n-th layer, where n is `model.layers_without_positions`.
 
 Skipped layers attend as with `nope` and leave the state unchanged. SmolLM3 uses RoPE and skips every fourth layer.
 """
@@ -9,7 +9,7 @@ from megatron_tape.position.encoding import Costs, PositionEncoding, Positions
 
 
 class _SomeLayers:
-    """Mixin that overrides an encoding's methods for layers without positions."""
+    """Mixin that overrides an encoding's methods for the skipped layers."""
 
     @property
     def exports_to(self):

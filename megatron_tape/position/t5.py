@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class T5Settings(EncodingSettings):
-    """The buckets of distances."""
+    """The buckets of distances between query and key."""
 
     t5_num_buckets: int = 32
     """t5: number of distance buckets, each with a learned bias per head. Half of them hold one distance each."""
@@ -38,9 +38,9 @@ class T5Position(PositionEncoding):
         refuse(
             distance <= buckets // 2,
             ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
-            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, as half the buckets hold one "
-            "distance each",
-            "raise it",
+            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, although half of the buckets "
+            "hold one distance each",
+            "raise model.position.t5_max_distance",
         )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
@@ -52,7 +52,7 @@ class T5Position(PositionEncoding):
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the bias. It depends on distances alone, so packed documents need no special handling."""
+        """Return the bias. It depends only on distances, so packed documents need no special handling."""
         import torch
 
         from megatron_tape.ops.bias import Bias
@@ -74,7 +74,7 @@ class T5Position(PositionEncoding):
         import torch
 
         buckets, exact = self.settings.t5_num_buckets, self.settings.t5_num_buckets // 2
-        # The order of operations of T5, since rounding decides at bucket boundaries.
+        # In T5's order of operations, since rounding decides at bucket boundaries.
         scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(self.settings.t5_max_distance / exact)
         logarithmic = exact + (scaled * (buckets - exact)).long()
         return torch.where(distances < exact, distances, logarithmic.clamp(max=buckets - 1))

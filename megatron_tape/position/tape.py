@@ -1,13 +1,13 @@
 """TAPE: contextualized equivariant positional encoding (ICML 2025).
 
-The state z (S, B, G, D) starts as RoPE's phases. Every layer updates it except the last, whose update nothing reads:
+The state z (S, B, G, D) starts as RoPE's phases. Every layer except the last one updates it:
     z' = z + A u ("token mixing"),    z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position contextualization"),
-where u is the average of z under the attention weights. Under sequence parallelism z is sharded like the hidden states,
-(s, B, G, D): the update needs all heads of a token, attention needs all tokens of a head, and an all-to-all of S*B*C/tp
-elements switches between the two layouts.
+where u is the average of z under the attention weights and m the output of the token MLP (or attention). Under sequence
+parallelism z is sharded like the hidden states, (s, B, G, D). The update needs all heads of a token, and attention all
+tokens of a head, so an all-to-all of S*B*C/tp elements switches between the two layouts.
 
-The update sums over groups, so it is equivariant only to rotations that all groups share. All groups therefore share
-learned increments, such as 2 sigmoid(w . x[t]).
+The update sums over groups, so it is equivariant only to rotations that all groups share. Learned increments are
+therefore the same for all groups.
 """
 
 import logging
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TapeSettings(RotarySettings):
-    """Settings of the position update."""
+    """Settings of TAPE's position update."""
 
     mlp_size: int | None = None
     """Hidden size of TAPE's position MLP (P). Default: 4 * num_attention_heads, as in the paper."""
     gate_input: Literal["mlp", "attention"] = "mlp"
-    """Input of the gate of TAPE's position MLP: the token MLP's output (released code) or attention's output
-    (paper)."""
+    """Input of the gate of TAPE's position MLP. mlp: the output of the token MLP (released code); attention: the output
+    of attention (paper)."""
     token_mixing: Literal["full", "per_head"] = "full"
-    """TAPE's mixing of heads after attention: a full matrix (paper) or one scale per head (released code)."""
+    """TAPE's mixing of heads after attention. full: a matrix (paper); per_head: one scale per head (released code)."""
     mlp_zero: Literal["down", "up"] = "down"
     """Matrix of TAPE's position MLP that starts at zero, so that the model starts as RoPE. With down, up_proj starts
-    with standard deviation G^-0.5; with up (released code), down_proj starts with model.init_std."""
+    with standard deviation num_query_groups^-0.5; with up (released code), down_proj starts with init_std."""
     state_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which TAPE's position state accumulates updates; attention reads it rounded to train.precision. In
-    bf16, updates below 2^-9 of the state are lost. An fp32 run always uses fp32."""
+    bf16, updates below 2^-9 of the state are lost. If train.precision is fp32, the state is always in fp32."""
     state_norm: Literal["none", "unit"] = "none"
-    """unit resets the modulus of every complex number of TAPE's position state after each update to its initial value
-    (1, except with yarn), so that updates only rotate."""
+    """unit rescales every complex number of TAPE's position state after each update to its initial modulus (1, except
+    with yarn), so that updates only rotate. none does not rescale."""
 
 
 class TapePosition(RotaryPosition):
@@ -68,7 +68,7 @@ class TapePosition(RotaryPosition):
 
     @property
     def exports_to(self) -> str | None:
-        """The TAPE architecture if it supports the settings, otherwise this encoding's file."""
+        """`tape`, the TAPE architecture, if it supports the settings; otherwise `code`, this encoding's file."""
         settings = self.settings
         plain = not self.learns_increments and settings.state_norm == "none" and settings.rope_share == 1
         return "tape" if plain and not self.model.attention_output_gate else "code"
@@ -116,20 +116,20 @@ class TapePosition(RotaryPosition):
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Count averaging the state, token mixing, and the collapsed position MLP (gate, forming M, applying M).
+        """Return the costs: averaging the state, token mixing, and the position MLP (gate, forming M, applying M).
 
-        Saved are the gate and its input, the state, and averages received from other ranks. The state is the tensor
-        that attention saves, unless all groups share it or an all-to-all copies it. With learned increments, the first
-        layer also saves increments and positions in float64, and the phases of one group, or of all groups if an
-        all-to-all follows.
+        Saved are the gate and its input, the state, and averages received from other ranks. The state costs nothing if
+        it is the tensor that attention saves, that is, unless all groups share it or an all-to-all copies it. With
+        learned increments, the first layer also saves increments and positions in float64, and the phases of one group,
+        or of all groups if an all-to-all follows.
 
-        All-to-alls send the state to attention and the averages back. The first layer's phases are shared by all
-        sequences and need no gradient. With learned increments, every rank receives all logits instead, and positions
-        are sent back in float64.
+        All-to-alls send the state to attention and the averages back. In the first layer, all sequences share the
+        phases, which need no gradient. With learned increments, the first layer also sends all logits to every rank,
+        and positions in float64 back.
         """
         model, learned, width = self.model, self.state_is_learned(layer), batch.width
         heads, groups, dim, inner = model.num_attention_heads, model.query_groups, model.head_dim, self.mlp_width
-        # The first layer's state is RoPE's, which all groups share.
+        # The state that enters the first layer is RoPE's, which all groups share.
         size = groups * dim if layer > 0 else super().costs(0, batch).state
         state_width = 4 if self.settings.state_precision == "fp32" else width
         products = saved = 0
@@ -179,7 +179,7 @@ class TapePosition(RotaryPosition):
             return state
         from torch.nn.functional import linear
 
-        # Every rank sums over all tokens; to the all-to-all, each rank looks like one of as many groups.
+        # Every rank sums over all tokens: the all-to-all sends each rank one copy of the logits, as if it were a group.
         logits = linear(hidden_states_sBC, parameters["increments"]).expand(-1, -1, self.tokens.sequence_shards)
         positions = self.running_sum(self.tokens.to_heads(logits), cache)
         own = self.tokens.to_tokens(positions)[..., :1]
@@ -193,12 +193,12 @@ class TapePosition(RotaryPosition):
     def next_state(
         self, layer, parameters, state, positions, averaged_SBhD, attention_output_sBC, mlp_output_sBC
     ) -> "Tensor":
-        """Return z'' (s, B, G, D)."""
+        """Return the updated state z'' (s, B, G, D)."""
         from torch.nn.functional import linear
 
         u = self.tokens.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
-        # Reuse attention's rounded copy of the state, so that autograd saves one tensor, unless it was exchanged.
+        # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that autograd saves one tensor.
         rounded = positions.z_TBGD if self.tokens.sequence_shards == 1 else None
         z, rounded = (
             None if x is None else x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
@@ -216,7 +216,7 @@ class TapePosition(RotaryPosition):
         return with_modulus(new, self.attention_factor)
 
     def update_function(self):
-        """Return the function that computes the update: the fused kernel if requested and supported, or plain torch."""
+        """Return the function that computes the update: the fused kernel if `fused` and supported, else plain torch."""
         from megatron_tape.ops.position_update import compact_update, fits_fused, fused_update
 
         if self._update is None:
@@ -224,7 +224,7 @@ class TapePosition(RotaryPosition):
             fits = fits_fused(*sizes)
             if self.fused and not fits:
                 logger.warning(
-                    "the fused position update does not support %d groups and %d heads; using plain torch", *sizes
+                    "the fused position update does not support %d groups and %d heads; plain torch is used", *sizes
                 )
             self._update = fused_update if self.fused and fits else compact_update
         return self._update

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 _GAMMA = 0.4
 _LARGEST_LOGARITHM = 40.0
-"""Largest logarithm of a query's factor, which keeps query-key products at both ends of a sequence within float32."""
+"""Largest logarithm of a query's factor, for which products of queries and keys stay within float32's range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class XposSettings(FrequencySettings):
-    """Frequencies of the rotation, and the decay of scores."""
+    """The frequencies of the rotation, and the decay of scores."""
 
     xpos_scale_base: float = 2048.0
     """xpos: distance in tokens over which the fastest frequency decays to 0.4 / 1.4; slower ones decay less."""
@@ -27,7 +27,7 @@ class XposSettings(FrequencySettings):
 class XposPosition(RotaryPosition):
     """Multiplies rotated queries by zeta_f^(s/b) and divides keys by it, so that scores depend only on distances.
 
-    zeta_f = (2f/D + 0.4) / 1.4 for the frequencies f = 0..D/2-1. The state is [phases | factors], 2 D elements.
+    zeta_f = (2f/D + 0.4) / 1.4 for f = 0..D/2-1, and b is `xpos_scale_base`. The state (2 D) is [phases | factors].
     """
 
     name = "xpos"

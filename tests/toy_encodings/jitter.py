@@ -5,7 +5,7 @@ from megatron_tape.position.encoding import Costs, Parameter, PositionEncoding, 
 
 
 class JitterPosition(PositionEncoding):
-    """The position of token s in key/value group g is s + 3 tanh(w_g . x), x being the layer's normalised input."""
+    """The position of token s in key/value group g is s + 3 tanh(w_g . x), x being the layer's normalized input."""
 
     name = "jitter"
     needs = frozenset({ROTATION})
