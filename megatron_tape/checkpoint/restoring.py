@@ -70,9 +70,10 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
 
 
 def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
-    """Restore the state of the optimizer in a new engine whose model already has the weights, and random generators.
+    """Restore the optimizer's state and the random number generators.
 
-    Raises CheckpointError if a parameter is trained that was frozen in the checkpoint, so that its moments are missing.
+    The engine must be new, and its model must already have the weights. Raises CheckpointError if moments are missing,
+    because a parameter that is trained now was frozen in the checkpoint.
     """
     updates = checkpoint.state["optimizer_steps"]
     read = Reader(checkpoint, engine.trained, engine.layout)

@@ -1,7 +1,8 @@
 """A wrapper of DeepSpeed ZeRO: train a step, evaluate, and save or load the training state.
 
-The training state are the fp32 weights and optimizer moments by parameter name, without ZeRO's partitioning. A run can
-therefore continue with another ZeRO stage or number of ranks. Axes: B batch, S sequence, V vocabulary.
+The training state consists of the fp32 weights and the optimizer's moments by parameter name, merged from ZeRO's
+partitions. A run can therefore continue with another ZeRO stage or number of ranks. Axes: B batch, S sequence,
+V vocabulary.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ class StepResult:
     grad_norm: float
     """Norm of the gradient before clipping."""
     skipped: bool
-    """Whether the update was skipped, since the loss or gradient was not finite, or by the skip predicate."""
+    """Whether the update was skipped, by the skip predicate or because the loss or gradient was not finite."""
     z_loss: float | None = None
     """The term that `optimizer.z_loss` adds to the training objective; not included in `loss`."""
 

@@ -41,9 +41,10 @@ class Spikes:
         """Recent losses, and recent gradient norms. `add` replaces the lists, which a checkpoint may refer to."""
 
     def is_spike(self, loss: float, norm: float) -> bool:
-        """Return whether a step with this loss and gradient norm is a spike; always False if they are NaN.
+        """Return whether a step with this loss and gradient norm is a spike.
 
-        The threshold is that many robust standard deviations above the median (see `DEVIATIONS`).
+        In a spike, one of them exceeds the median of its recent values by more than `train.spikes.threshold` standard
+        deviations, which are estimated from the median absolute deviation. NaN is no spike.
         """
         return any(self._above(values, value) for values, value in zip(self.values, (loss, norm)))
 

@@ -39,7 +39,7 @@ class Partitioning:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's elements of one tensor of the state, and the rank that needs the whole tensor."""
+    """This rank's elements of one tensor of the training state, and the tensor's owner."""
 
     key: str
     shape: torch.Size
