@@ -22,12 +22,12 @@ def steps(root):
 
 
 def test_a_path_outside_the_run_is_resumed_until_the_run_has_checkpoints(tmp_path):
-    own, import_ = tmp_path / "run", str(tmp_path / "import")
-    assert resolve_resume(import_, own) == import_
-    (own / "step-00000001").mkdir(parents=True)
-    assert resolve_resume(import_, own) == "auto"
-    for kept in ("none", "auto", str(own / "step-00000001")):
-        assert resolve_resume(kept, own) == kept
+    directory, imported = tmp_path / "run", str(tmp_path / "import")
+    assert resolve_resume(imported, directory) == imported
+    (directory / "step-00000001").mkdir(parents=True)
+    assert resolve_resume(imported, directory) == "auto"
+    for resume in ("none", "auto", str(directory / "step-00000001")):
+        assert resolve_resume(resume, directory) == resume
 
 
 def test_a_published_checkpoint_is_complete_even_with_additional_files(tmp_path):
@@ -107,7 +107,7 @@ def test_any_flipped_bit_and_any_truncation_of_the_manifest_are_detected(tmp_pat
 
 
 def change(path, name, **changes):
-    """Rewrite a JSON file of a checkpoint with some keys changed, or, given None, removed."""
+    """Rewrite a JSON file of a checkpoint with changed keys. A key whose new value is None is removed."""
     value = json.loads((path / name).read_text()) | changes
     write_record(path / name, {key: item for key, item in value.items() if item is not None})
     if name != MANIFEST:
@@ -176,8 +176,8 @@ def test_a_state_of_the_wrong_shape_or_step_is_a_problem_even_if_the_manifest_is
     change(path, "state.json", **STATE)
     change(path, "state.json", **changes)
     for deep in (False, True):
-        found = files.problems(path, deep)
-        assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])
+        problems = files.problems(path, deep)
+        assert (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
 
 
 def test_links_are_read_and_replaced_and_their_targets_stay(tmp_path):
@@ -231,8 +231,11 @@ def test_a_checkpoint_with_missing_files_is_not_published(tmp_path):
     save(tmp_path, 1)
     staging = files.staging_directory(tmp_path / HOME, 2)
     (staging / "tensors").write_bytes(b"of this node")
-    found = digest(staging / "tensors")
-    for name, entry in {"elsewhere": found, "tensors": {**found, "bytes": found["bytes"] + 1}}.items():
+    entry_of_file = digest(staging / "tensors")
+    for name, entry in {
+        "elsewhere": entry_of_file,
+        "tensors": {**entry_of_file, "bytes": entry_of_file["bytes"] + 1},
+    }.items():
         with pytest.raises(CheckpointError, match=f"{name} (is missing|has 12 bytes)"):
             files.publish(staging, tmp_path, 2, {name: entry})
     assert steps(tmp_path) == [1]

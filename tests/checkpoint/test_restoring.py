@@ -1,4 +1,4 @@
-"""Complete and damaged checkpoints of one process; continued runs are in test_resuming.py."""
+"""Tests of reading complete and damaged checkpoints in one process; tests of continued runs are in test_resuming.py."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ def summed_gradient(precision, stage, micro_batches=64):
 
 
 def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
-    """DeepSpeed's own sums at stage 1 are in bf16, and their error is a fifth larger."""
+    """In stage 1, DeepSpeed itself accumulates in bf16, with an error that is a fifth larger."""
     exact = summed_gradient("fp32", 1)
     errors = [(summed_gradient("bf16", stage) - exact).norm() / exact.norm() for stage in (1, 2, 3)]
     assert max(errors) < 1.05 * min(errors)
@@ -77,7 +77,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def damaged(saved, tmp_path):
-    """Return a function that rewrites a file of a copy of the checkpoint, and its manifest, and opens it."""
+    """Return a function that changes a file of a copied checkpoint, updates the manifest, and opens the copy."""
     path = tmp_path / "step-00000001"
     shutil.copytree(saved[1], path)
 
@@ -104,9 +104,9 @@ def test_checked_tensors_are_cached_up_to_a_limit(saved, damaged, monkeypatch, l
     monkeypatch.setattr(reading, "CACHED_BYTES", limit)
     monkeypatch.setattr(reading, "_BLOCK", 10_000)
     checkpoint = damaged(TENSORS)
-    held, problems = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
-    assert list(held) == holds and problems == []
-    checkpoint.cached.update(held)
+    cached, problems = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
+    assert list(cached) == holds and problems == []
+    checkpoint.cached.update(cached)
     expected = saved[0].training_state()
     read = Reader(checkpoint, saved[0].names, saved[0].layout)
     assert all(torch.equal(read(key), expected[key]) for key in expected)
@@ -166,9 +166,9 @@ def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path
     assert save.advance() is None
     path = save.advance()
     assert directories.problems(path) == [] and directories.read_state(path)["optimizer_steps"] == 1
-    held = load_file(path / TENSORS)
-    assert held.keys() == before.keys() and all(torch.equal(held[key], before[key]) for key in before)
-    assert not torch.equal(engine.training_state()[NAME], held[NAME])
+    saved_tensors = load_file(path / TENSORS)
+    assert saved_tensors.keys() == before.keys() and all(torch.equal(saved_tensors[key], before[key]) for key in before)
+    assert not torch.equal(engine.training_state()[NAME], saved_tensors[NAME])
     checkpoint = Checkpoint(path, directories.read_state(path))
     load_training_state(checkpoint, engine)
     again = engine.training_state()

@@ -1,4 +1,4 @@
-"""Differences between a run's settings and those of a checkpoint are found and reported."""
+"""Tests of the comparison of a run's settings with those of a checkpoint."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def test_a_change_of_the_order_of_the_data_is_reported_last():
     assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
     ramp, skip = {"from": 2, "over_samples": 9}, {"action": "skip"}
     now = make(train__batch_ramp=ramp, train__spikes=skip, data__prefix={"a": 1, "b": 1})
-    *found, last = changes(config_dict(make(train__spikes={}, data__prefix={"a": 1})), now)
-    assert [sentence.partition(":")[0] for sentence in found] == [
+    *changed, last = changes(config_dict(make(train__spikes={}, data__prefix={"a": 1})), now)
+    assert [sentence.partition(":")[0] for sentence in changed] == [
         "data.prefix",
         "train.batch_ramp",
         "train.spikes.action",

@@ -1,4 +1,4 @@
-"""Weight initialization gives the same values in every layout, and each rank draws only its shard."""
+"""Tests that weight initialization gives the same values in every layout, and that each rank draws only its shard."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class ShardedParameter(torch.nn.Parameter):
 
 
 def uninitialized_shard(name, declared, axis, stride, rank, size):
-    """Return an uninitialized shard of a parameter; the whole parameter without an `axis`."""
+    """Return an uninitialized shard of a parameter, or the whole parameter if `axis` is None."""
     whole = torch.full(declared.shape, torch.nan)
     if axis is None:
         return ShardedParameter(whole)
@@ -101,14 +101,14 @@ def test_initial_values_follow_megatron_and_peft():
         "q_A": (64 * 3) ** -0.5,
         "o_A": (64 * 3) ** -0.5,
     }
-    seen = set()
+    checked = set()
     for name, parameter in built.named_parameters():
         if ending := next((ending for ending in deviations if name.endswith(ending)), None):
-            seen.add(ending)
+            checked.add(ending)
             assert parameter.std().item() == pytest.approx(deviations[ending], rel=0.2)
         elif name.endswith(("layernorm.weight", "qkv.bias", "_B", "down_proj")):
             assert parameter.eq(1.0 if "norm" in name else 0.0).all()
-    assert seen == set(deviations)
+    assert checked == set(deviations)
 
 
 def test_initial_weights_do_not_depend_on_other_parameters_or_torchs_generator():

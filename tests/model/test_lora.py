@@ -1,4 +1,4 @@
-"""LoRA layers in one process; parallel/test_two_processes.py compares two processes with one."""
+"""Tests of LoRA layers in one process; parallel/test_two_processes.py compares two processes with one."""
 
 import pytest
 import torch
@@ -41,9 +41,9 @@ def test_lora_equals_the_merged_matrix(variant):
     load_whole(merged, weights, model, layout)
     ids = random_tokens()
     with torch.no_grad():
-        before, expected, found = build(model)[0](ids), merged(ids), built(ids)
+        before, expected, logits = build(model)[0](ids), merged(ids), built(ids)
     assert (expected - before).abs().max() > 0.05
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_new_lora_layers_change_no_logit():

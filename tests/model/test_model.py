@@ -1,4 +1,4 @@
-"""The Megatron-core model in one process, compared with the reference and the released code."""
+"""Tests of the Megatron-core model in one process against the reference and the released code."""
 
 import math
 
@@ -49,37 +49,37 @@ BASELINES = ["rope", "nope", "yarn", "alibi", "t5rb", "fire", "sincos", "xpos"]
     + [(name, "full") for name in BASELINES],
 )
 def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
-    """In float64, so that only the released code rounds; the next test bounds our rounding in float32."""
-    model, built, weights, gradients, rest = released_model(name, torch.float64, token_mixing=token_mixing)
+    """Computes in float64, so that only the released code rounds; the next test bounds our rounding in float32."""
+    model, built, weights, gradients, outputs = released_model(name, torch.float64, token_mixing=token_mixing)
     weights = {key: value.requires_grad_() for key, value in weights.items()}
     load_weights(built.gpt, reference.from_released(weights), model, 0, 1)
-    ids = rest["input_ids"]
+    ids = outputs["input_ids"]
     logits = built(ids)
-    torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits, outputs["logits"].double(), atol=1e-5, rtol=0)
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     checked, renamed = 0, reference.from_released(gradients)
     for key, parameter in built.gpt.named_parameters():
-        for part, gradient in from_megatron(key, parameter.grad, model).items():
-            if part.endswith("position.token_mixing.weight"):
-                released = gradients[part.replace("position.token_mixing", "post_attention_linear")]
+        for weight_name, gradient in from_megatron(key, parameter.grad, model).items():
+            if weight_name.endswith("position.token_mixing.weight"):
+                released = gradients[weight_name.replace("position.token_mixing", "post_attention_linear")]
                 gradient, released = gradient.diag(), released[:, 0]
             else:
-                released = renamed[part]
-            if name in BASELINES and part == "model.embed_tokens.weight":
+                released = renamed[weight_name]
+            if name in BASELINES and weight_name == "model.embed_tokens.weight":
                 gradient = gradient.index_fill(
                     0, torch.tensor([63]), 0.0
                 )  # the released code's padding token gets no gradient
-            assert (gradient - released).norm() <= 1e-5 * released.norm(), part
+            assert (gradient - released).norm() <= 1e-5 * released.norm(), weight_name
             checked += 1
     assert checked == len(renamed)
 
 
 @pytest.mark.parametrize("name", ["adape", "adape_interp", "rope"])
 def test_rounding_is_at_most_twice_that_of_plain_torch(name):
-    model, built, weights, _, rest = released_model(name)
+    model, built, weights, _, outputs = released_model(name)
     plain = reference.from_released(weights)
     load_weights(built.gpt, plain, model, 0, 1)
-    ids = rest["input_ids"]
+    ids = outputs["input_ids"]
     exact = reference.forward({k: v.double() for k, v in plain.items()}, ids, reference_config(model))["logits"]
     ours = (built(ids) - exact).square().mean().sqrt()
     theirs = (reference.forward(plain, ids, reference_config(model))["logits"] - exact).square().mean().sqrt()
@@ -104,12 +104,12 @@ def test_logits_gradients_and_parameter_count_equal_the_reference(variant, recom
     (logits * direction).sum().backward()
     (expected * direction).sum().backward()
     for key, parameter in built.gpt.named_parameters():
-        for part, gradient in from_megatron(key, parameter.grad, model).items():
-            found, known = gradient, weights[part].grad
-            if part.endswith("token_mixing.weight") and model.position.token_mixing == "per_head":
-                found, known = found.diag(), known.diag()
-            assert (found - known).norm() <= tolerance * known.norm(), part
-            assert found.norm() > 0, part
+        for weight_name, gradient in from_megatron(key, parameter.grad, model).items():
+            expected_gradient = weights[weight_name].grad
+            if weight_name.endswith("token_mixing.weight") and model.position.token_mixing == "per_head":
+                gradient, expected_gradient = gradient.diag(), expected_gradient.diag()
+            assert (gradient - expected_gradient).norm() <= tolerance * expected_gradient.norm(), weight_name
+            assert gradient.norm() > 0, weight_name
     with torch.no_grad():
         evaluated = reference.forward(weights, ids, reference_config(model))["logits"]
         torch.testing.assert_close(built.eval()(ids), evaluated, atol=tolerance, rtol=tolerance)
@@ -196,17 +196,17 @@ def test_frequencies_and_masks_are_computed_once_for_all_layers(monkeypatch):
 
 
 def test_fixed_phases_need_no_gradient_under_activation_checkpointing(monkeypatch):
-    asked = []
+    requires_grad = []
     enter = layers.LayerPosition.enter
 
     def looked_at(self, state, hidden_states):
-        state, found = enter(self, state, hidden_states)
-        asked.append(found.z_TBGD.requires_grad)
-        return state, found
+        state, positions = enter(self, state, hidden_states)
+        requires_grad.append(positions.z_TBGD.requires_grad)
+        return state, positions
 
     monkeypatch.setattr(layers.LayerPosition, "enter", looked_at)
     for encoding, learned in (("rope", False), ("tape", True)):
         built, _ = build(small_model(position_encoding=encoding), recompute="full")
-        asked.clear()
+        requires_grad.clear()
         built(random_tokens(), random_tokens(seed=2)).backward()
-        assert any(asked) is learned and len(asked) == 6
+        assert any(requires_grad) is learned and len(requires_grad) == 6

@@ -1,4 +1,4 @@
-"""The plain modules of torch compute what the reference computes, gradients included."""
+"""Tests that the plain torch modules compute the same results and gradients as the reference."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ IDS = torch.randint(0, 50, (2, 37), generator=torch.Generator().manual_seed(1))
 
 
 def small_model(groups=2, trained=True, head_dim=8, **settings):
-    """A model of three layers; if `trained`, its attention is uneven and its position matrices differ from zero."""
+    """Return a model of three layers. `trained` makes attention uneven, and the position matrices nonzero."""
     torch.manual_seed(0)
     model = TapeModel(50, 4 * head_dim, 3, 4, groups, ffn_hidden_size=48, **settings)
     for weight in model.parameters():
@@ -45,12 +45,12 @@ def test_logits_states_and_gradients_equal_the_reference(groups, gate_input, bac
     weights, expected = reference_of(model, groups, gate_input=gate_input, rope_theta=500.0)
     output = model(IDS)
     torch.testing.assert_close(output.logits, expected["logits"], atol=1e-5, rtol=1e-5)
-    for states, others in (
+    for states, expected_states in (
         (output.hidden_states[1:], expected["hidden_states"]),
         (output.position_states[1:], expected["position_states"][:-1]),
     ):
-        for state, other in zip(states, others, strict=True):
-            torch.testing.assert_close(state, other, atol=1e-5, rtol=1e-5)
+        for state, expected_state in zip(states, expected_states, strict=True):
+            torch.testing.assert_close(state, expected_state, atol=1e-5, rtol=1e-5)
     direction = torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(2))
     (output.logits * direction).sum().backward()
     (expected["logits"] * direction).sum().backward()
@@ -84,7 +84,7 @@ def test_positions_of_every_sequence_equal_the_reference():
     torch.testing.assert_close(model(IDS, positions).logits, expected["logits"], atol=1e-5, rtol=1e-5)
 
 
-def test_the_state_stays_in_fp32_where_the_layer_computes_in_bf16():
+def test_the_state_stays_in_fp32_if_the_layer_computes_in_bf16():
     model = small_model()
     exact = model(IDS).logits
     with torch.autocast("cpu", torch.bfloat16):
@@ -97,7 +97,7 @@ def test_the_state_stays_in_fp32_where_the_layer_computes_in_bf16():
         assert (output.logits.float() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
-def test_a_layer_is_its_parts():
+def test_a_layer_equals_the_sequence_of_its_modules():
     torch.manual_seed(0)
     x, z = torch.randn(2, 9, 32), initial_position_state(torch.arange(9), 2, 8)
     assert z.shape == (1, 9, 2, 8)

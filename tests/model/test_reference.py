@@ -18,35 +18,35 @@ def reference_config(config, **changes):
 
 
 def run_released(name):
-    config, weights, gradients, rest = load(name)
+    config, weights, gradients, recorded = load(name)
     weights = {key: value.requires_grad_(value.is_floating_point()) for key, value in weights.items()}
-    output = forward(from_released(weights), rest["input_ids"], reference_config(config))
-    return config, weights, gradients, rest, output
+    output = forward(from_released(weights), recorded["input_ids"], reference_config(config))
+    return config, weights, gradients, recorded, output
 
 
 @pytest.mark.parametrize("name", ["adape", "adape_interp", "rope"])
 def test_logits_and_states_equal_the_released_code(name):
-    config, _, _, rest, output = run_released(name)
-    torch.testing.assert_close(output["logits"], rest["logits"], atol=1e-5, rtol=0)
+    config, _, _, recorded, output = run_released(name)
+    torch.testing.assert_close(output["logits"], recorded["logits"], atol=1e-5, rtol=0)
     for layer in range(config["num_hidden_layers"]):
-        if f"hidden_states.{layer}" in rest:
+        if f"hidden_states.{layer}" in recorded:
             torch.testing.assert_close(
-                output["hidden_states"][layer], rest[f"hidden_states.{layer}"], atol=1e-5, rtol=1e-5
+                output["hidden_states"][layer], recorded[f"hidden_states.{layer}"], atol=1e-5, rtol=1e-5
             )
     if name.startswith("adape"):
         for layer in range(config["num_hidden_layers"]):
             real, imaginary = output["position_states"][layer].transpose(1, 2).chunk(2, dim=-1)
             for half, key in ((real, "cos"), (imaginary, "sin")):
-                released = rest[f"position_states.{layer}.{key}"]
+                released = recorded[f"position_states.{layer}.{key}"]
                 torch.testing.assert_close(torch.cat([half, half], dim=-1), released, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adape", "adape_interp"])
 def test_gradients_equal_the_released_code(name):
-    _, weights, gradients, rest, output = run_released(name)
+    _, weights, gradients, recorded, output = run_released(name)
     logits = output["logits"][:, :-1].flatten(0, 1)
-    loss = F.cross_entropy(logits, rest["input_ids"][:, 1:].flatten())
-    torch.testing.assert_close(loss, rest["loss"], atol=1e-6, rtol=0)
+    loss = F.cross_entropy(logits, recorded["input_ids"][:, 1:].flatten())
+    torch.testing.assert_close(loss, recorded["loss"], atol=1e-6, rtol=0)
     loss.backward()
     assert len(gradients) > 15
     for key, released in gradients.items():

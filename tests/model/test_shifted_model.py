@@ -1,4 +1,4 @@
-"""Models with shifted sparse attention in training mode."""
+"""Tests of models with shifted sparse attention in training mode."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def test_tokens_attend_only_within_their_segment():
     ids = random_tokens()
     changed = ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 64
-    # Token 5 is in the segment of tokens 4 to 7 for half of the heads, and in that of 2 to 5 for the others.
+    # For half of the heads, token 5 is in the segment of tokens 4 to 7, for the other half in that of tokens 2 to 5.
     assert [i for i, x in enumerate((built(changed) - built(ids)).abs().amax((0, 2))) if x > 0] == [5, 6, 7]
 
 
@@ -57,7 +57,7 @@ def test_recomputation_uses_the_same_segments(name, packed):
     for recompute in ("none", "selective", "full"):
         built = shifted(name, recompute=recompute)
         loss = built(ids, labels, documents=documents)
-        built.eval()  # the forward pass was in training mode, whatever the mode in the backward pass
+        built.eval()  # recomputation must use the mode of the forward pass
         loss.backward()
         gradients.append({name: parameter.grad for name, parameter in built.named_parameters()})
     for again in gradients[1:]:

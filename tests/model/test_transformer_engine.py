@@ -1,4 +1,4 @@
-"""An installed Transformer Engine, which Megatron-core prefers for many modules, changes nothing."""
+"""Tests that an installed Transformer Engine changes nothing, although Megatron-core prefers it for many modules."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Averages of the weights: what they are of, and where they appear."""
+"""Tests of weight averages (`train.average`): their values, and how they are exported and evaluated."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_a_moving_average_decays_and_forgets_its_beginning_sooner():
     assert moving.share(1000, 100, 1000) == pytest.approx(0.1)
 
 
-def test_the_mean_of_the_last_weights_is_that():
+def test_kind_last_is_the_mean_of_the_last_weights():
     mean = AverageSettings(kind="last", count=3, every=4)
     average = 0.0
     for step in range(1, 21):
@@ -46,7 +46,7 @@ def test_the_mean_of_the_last_weights_is_that():
         ({"kind": "ema", "count": 3}, "train.average.count"),
     ],
 )
-def test_averages_that_cannot_be_are_refused(setting, subject):
+def test_inconsistent_settings_of_an_average_are_refused(setting, subject):
     with pytest.raises(ConfigError, match=subject):
         validate(make(train__average=setting, train__steps=30), 1)
 
@@ -74,17 +74,17 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         engine.train_step(batches(step), 1e-2, step)
         state = engine.training_state()
         weights = {key.partition("/")[2]: value for key, value in state.items() if key.startswith("weight/")}
-        share = setting.share(step, STEPS, step)
+        fraction = setting.share(step, STEPS, step)
         expected = expected or weights
-        expected = {name: expected[name] + share * (weights[name] - expected[name]) for name in weights}
+        expected = {name: expected[name] + fraction * (weights[name] - expected[name]) for name in weights}
     for name, value in expected.items():
         torch.testing.assert_close(state[f"average/{name}"], value, rtol=1e-5, atol=1e-7)
         assert not torch.equal(value, weights[name])
 
     before = engine.evaluate(batches(9))
     with engine.averaged_weights():
-        found = engine.evaluate(batches(9))
-    assert engine.evaluate(batches(9)) == before != found
+        averaged_loss = engine.evaluate(batches(9))
+    assert engine.evaluate(batches(9)) == before != averaged_loss
     after = engine.training_state()
     assert after.keys() == state.keys() and all(torch.equal(after[key], value) for key, value in state.items())
 
@@ -92,12 +92,12 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(state[f"average/{name}"])
-        assert plain(**batches(9)[0]).item() == pytest.approx(found, rel=1e-6)
+        assert plain(**batches(9)[0]).item() == pytest.approx(averaged_loss, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run that averages, and one that does not."""
+    """The directory of two runs: `averaged` with an average of the weights, and `plain` without one."""
     folder = tmp_path_factory.mktemp("runs")
     data = write_all(folder)
     for name, more in {"averaged": [AVERAGE], "plain": []}.items():
@@ -109,9 +109,9 @@ def runs(tmp_path_factory):
 def test_the_averaged_weights_are_exported(runs, tmp_path):
     for average in (False, True):
         export(runs / "averaged", tmp_path / str(average), tokenizer="none", average=average)
-        found = load_file(tmp_path / str(average) / "model.safetensors")["model.norm.weight"]
+        exported = load_file(tmp_path / str(average) / "model.safetensors")["model.norm.weight"]
         saved = open_weights(find_checkpoint(runs / "averaged"), average)
-        assert torch.equal(found, saved.read("decoder.final_layernorm.weight"))
+        assert torch.equal(exported, saved.read("decoder.final_layernorm.weight"))
     raw, averaged = (load_file(tmp_path / name / "model.safetensors") for name in ("False", "True"))
     assert raw.keys() == averaged.keys() and not any(torch.equal(raw[name], averaged[name]) for name in raw)
 

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite on one process costs all of them that step, and no weight."""
+"""Tests of the averaging of gradients, and of steps whose loss or gradient is not finite on one process."""
 
 import pytest
 from bad_step_cases import CASES, FINE, LEFT_OUT, name_of
@@ -26,17 +26,17 @@ def test_a_run_with_a_skipped_step_ends_as_one_without_it_also_if_it_is_continue
 
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3"])
 def test_bf16_gradients_are_averaged_and_added_up_in_fp32(results, case):
-    for found in results[f"averaged_{case}"]:
-        assert found == pytest.approx([1 + FINE] * 2, rel=1e-6)
+    for averages in results[f"averaged_{case}"]:
+        assert averages == pytest.approx([1 + FINE] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3"])
 def test_gradients_of_replicated_parameters_are_summed_in_fp32_over_the_ranks_that_share_a_model(results, case):
-    found = results[f"summed_{case}"]
-    for sums in found["sums"]:
+    summed = results[f"summed_{case}"]
+    for sums in summed["sums"]:
         assert sums == pytest.approx([1 + FINE] * 2, rel=1e-6)
-    assert found["same"]
-    assert found["norm"] == pytest.approx(results["summed_zero1"]["norm"], rel=1e-5)
+    assert summed["same"]
+    assert summed["norm"] == pytest.approx(results["summed_zero1"]["norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -45,7 +45,7 @@ def test_gradients_are_averaged_in_bf16_on_request(results, stage):
     assert over_ranks == pytest.approx([1, 1], rel=1e-6)
 
 
-def test_zero_3_averages_and_cuts_as_deepspeed_does(results):
+def test_zero_3_averages_and_partitions_gradients_as_deepspeed_does(results):
     assert results["scattered"]
 
 

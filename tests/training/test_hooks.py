@@ -1,4 +1,4 @@
-"""Evaluations as hooks: one that a test registers, and those that every run has."""
+"""Tests of hooks: a registered evaluation, the choice of evaluations, and profiling."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from pretrain import train
 
 
 class Toy(Hook):
-    """Counts the steps it saw, and evaluates to one finding of each kind."""
+    """Counts the steps, and returns a scalar and a text from each evaluation."""
 
     seen = 0
 
@@ -44,15 +44,15 @@ def run(tmp_path):
     del HOOKS["toy"]
 
 
-def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
+def test_results_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
     chosen = ["--train.evaluations=[position_norms,toy]", "--logging.tensorboard=true", "--logging.interval=2"]
     assert run(*chosen, "--train.eval_interval=3") == 0
-    found = rows(run.folder)
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
-    assert [row["toy/seen"] for row in found] == [1, 2, 3, 4, 5]
-    assert [row.get("toy/step") for row in found] == [None, None, 3, None, 5]
-    assert not any("validation/loss" in row for row in found)
-    assert all("position/state_norm/layer_01" in row for row in found)
+    logged = rows(run.folder)
+    assert [row["step"] for row in logged] == [1, 2, 3, 4, 5]
+    assert [row["toy/seen"] for row in logged] == [1, 2, 3, 4, 5]
+    assert [row.get("toy/step") for row in logged] == [None, None, 3, None, 5]
+    assert not any("validation/loss" in row for row in logged)
+    assert all("position/state_norm/layer_01" in row for row in logged)
 
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     assert [(event.step, event.value) for event in events.Scalars("toy/step")] == [(3, 3.0), (5, 5.0)]
@@ -66,7 +66,7 @@ def test_only_named_evaluations_run(run):
     assert not any("validation/loss" in row or "position/state_norm/layer_00" in row for row in rows(run.folder))
 
 
-def test_named_steps_and_those_after_a_signal_are_traced_and_training_stays_as_it_is(run, monkeypatch):
+def test_configured_steps_and_steps_after_a_signal_are_traced_without_changing_training(run, monkeypatch):
     assert run("--train.profile={steps: [1, 2]}", "--train.steps=6") == 0
     train_step = Engine.train_step
 
@@ -93,9 +93,9 @@ def names_in(trace):
 
 
 def test_two_evaluations_cannot_return_the_same_name():
-    found = HookResult(scalars={"train/loss": 1.0})
+    result = HookResult(scalars={"train/loss": 1.0})
     with pytest.raises(ValueError, match="evaluation toy returns train/loss"):
-        merge_results([("training", found), ("toy", found)])
+        merge_results([("training", result), ("toy", result)])
 
 
 def test_an_unknown_evaluation_is_refused_with_the_known_ones(run, capfd):

@@ -1,4 +1,4 @@
-"""Muon against torch's own, and which parameters it updates how."""
+"""Tests of Muon against torch's implementation, and of which parameters it updates."""
 
 from functools import partial
 
@@ -22,16 +22,16 @@ RATE, DECAY = 0.01, 0.1
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
-def test_singular_values_come_near_one_and_directions_stay(shape):
+def test_orthogonalization_moves_singular_values_near_one_and_keeps_singular_vectors(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    found = left.T @ orthogonalize(matrix) @ right.T
+    rotated = left.T @ orthogonalize(matrix) @ right.T
     assert values.min() / values.max() < 0.7
-    assert found.diagonal().min() > 0.6 and found.diagonal().max() < 1.3
-    assert (found - found.diagonal().diag()).abs().max() < 1e-4
+    assert rotated.diagonal().min() > 0.6 and rotated.diagonal().max() < 1.3
+    assert (rotated - rotated.diagonal().diag()).abs().max() < 1e-4
 
 
-def test_in_bf16_it_is_torchs():
+def test_orthogonalization_in_bf16_equals_torchs():
     matrix = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
     theirs = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, _muon.EPS)
     torch.testing.assert_close(orthogonalize(matrix.bfloat16()), theirs, rtol=0.02, atol=0.01)
@@ -54,8 +54,8 @@ def batch(seed):
     return [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
 
 
-def whole(state, names, model):
-    """The weights by Hugging Face's names."""
+def unsharded_weights(state, names, model):
+    """Return the weights by Hugging Face's names."""
     parts = {}
     for name in names:
         parts |= from_megatron(name.removeprefix("gpt."), state[f"weight/{name}"], model)
@@ -67,22 +67,22 @@ def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
     engine = of_run(stage)
     model = small_model(num_query_groups=2)
     names = [name for name in engine.names if kind_of(name) in MATRICES]
-    start = whole(engine.training_state(), names, model)
+    start = unsharded_weights(engine.training_state(), names, model)
     theirs = {name: weight.clone().requires_grad_() for name, weight in start.items()}
     assert len(theirs) == 7 * 3
     monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", lambda matrix, *_: orthogonalize(matrix))
     muon = torch.optim.Muon(theirs.values(), RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
 
     def give(name, gradient):
-        for part, of_part in from_megatron(name.removeprefix("gpt."), gradient, model).items():
-            theirs[part].grad = of_part.clone()
+        for weight_name, weight_gradient in from_megatron(name.removeprefix("gpt."), gradient, model).items():
+            theirs[weight_name].grad = weight_gradient.clone()
 
     for name in names:
         engine.names[name].register_hook(partial(give, name))
     for step in range(1, 4):
         engine.train_step(batch(step), RATE, step)
         muon.step()
-    for name, weight in whole(engine.training_state(), names, model).items():
+    for name, weight in unsharded_weights(engine.training_state(), names, model).items():
         expected = theirs[name].detach()
         assert (weight - expected).norm() < 1e-4 * (expected - start[name]).norm(), name
         assert (expected - start[name]).abs().max() > RATE / 10
@@ -103,7 +103,7 @@ def test_a_run_continues_only_with_its_own_moments(tmp_path, capfd):
     assert train.main([*arguments, "--train.steps=2"]) == 0
 
 
-def test_everything_else_gets_adamws_updates():
+def test_all_other_parameters_get_the_updates_of_adamw():
     states = {}
     for kind in ("adamw", "muon"):
         engine = of_run(1, kind)

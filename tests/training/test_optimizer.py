@@ -1,4 +1,4 @@
-"""Learning rates and weight decay by kind of parameter."""
+"""Tests of AdamW's updates, and of learning rates and weight decay by kind of parameter."""
 
 import pytest
 import torch
@@ -44,15 +44,17 @@ def decay_by_name(built, **settings):
 def test_one_parameter_of_the_encoding_may_have_values_of_its_own():
     built, _ = build(small_model(increments="learned"))
     names = {parameter: name.rpartition(".")[2] for name, parameter in built.named_parameters() if ".position." in name}
-    given = dict(weight_decay_of={"position.increments": 0.0}, lr_scale_of={"position.increments": 0.1, "position": 2})
-    found = {
+    settings = dict(
+        weight_decay_of={"position.increments": 0.0}, lr_scale_of={"position.increments": 0.1, "position": 2}
+    )
+    values = {
         names[parameter]: (group["weight_decay"], group["lr_scale"])
-        for group in parameter_groups(built, OptimizerConfig(weight_decay=0.3, **given))
+        for group in parameter_groups(built, OptimizerConfig(weight_decay=0.3, **settings))
         for parameter in group["params"]
         if parameter in names
     }
-    assert found.pop("increments") == (0.0, 0.1)
-    assert set(found) == {"token_mixing", "x_proj", "up_proj", "down_proj"} and set(found.values()) == {(0.3, 2)}
+    assert values.pop("increments") == (0.0, 0.1)
+    assert set(values) == {"token_mixing", "x_proj", "up_proj", "down_proj"} and set(values.values()) == {(0.3, 2)}
 
 
 @pytest.mark.parametrize("token_mixing", ["full", "per_head"])
@@ -66,19 +68,19 @@ def test_by_default_matrices_decay_in_one_group_and_vectors_do_not_in_another(to
     assert matrices["lr_scale"] == vectors["lr_scale"] == 1.0
 
 
-def test_a_parameters_own_choice_of_decay_counts():
+def test_the_attribute_decay_of_a_parameter_overrides_the_default():
     built, _ = build(small_model())
     parameters = dict(built.named_parameters())
     still, moving = "gpt.decoder.layers.0.position.up_proj", "gpt.decoder.final_layernorm.weight"
     parameters[still].decay, parameters[moving].decay = False, True
-    plain, given = decay_by_name(built), decay_by_name(built, weight_decay_of={"position": 0.3})
-    assert (plain[still], plain[moving]) == (given[still], given[moving]) == (0.0, 0.1)
-    assert given["gpt.decoder.layers.1.position.up_proj"] == 0.3
+    plain, configured = decay_by_name(built), decay_by_name(built, weight_decay_of={"position": 0.3})
+    assert (plain[still], plain[moving]) == (configured[still], configured[moving]) == (0.0, 0.1)
+    assert configured["gpt.decoder.layers.1.position.up_proj"] == 0.3
     assert decay_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still] == 0.2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_steps_are_those_of_torchs_adamw_with_clipped_gradients(stage):
+def test_updates_equal_torchs_adamw_with_clipped_gradients(stage):
     config = RunConfig(
         model=small_model(),
         data=DataConfig(prefix="unused"),
@@ -124,12 +126,12 @@ def test_each_kind_decays_at_its_own_rate(stage):
     engine = Engine(model, config, layout)
     before = engine.training_state()
     tokens = random_tokens(batch=1, length=17)
-    # Nothing is predicted, so gradients are zero and only weight decay changes the weights.
+    # All tokens have the loss weight 0, so gradients are zero and only weight decay changes the weights.
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_weights": torch.zeros(1, 16)}
     assert not engine.train_step([batch], lr=0.5).skipped
     after = engine.training_state()
-    kept = {"embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}
-    kept |= dict.fromkeys((*MATRICES, "output"), 1 - 0.5 * 0.1)
+    factors = {"embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}
+    factors |= dict.fromkeys((*MATRICES, "output"), 1 - 0.5 * 0.1)
     for name in engine.names:
-        expected = before[f"weight/{name}"] * kept[kind_of(name)]
+        expected = before[f"weight/{name}"] * factors[kind_of(name)]
         torch.testing.assert_close(after[f"weight/{name}"], expected, atol=0, rtol=1e-6, msg=name)

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass learn what layers learn that are not."""
+"""Tests that activation checkpointing does not change gradients."""
 
 import pytest
 from launch import run_group
@@ -18,9 +18,9 @@ def results():
 
 @pytest.mark.parametrize("case", KEYS)
 def test_recomputation_changes_no_gradient_of_any_encoding(results, case):
-    for found in results[case]:
-        assert isinstance(found, dict), found
-    assert sum(found["gradients"] for found in results[case]) > 0
-    assert all(found["same_loss"] for found in results[case])
-    # Recorded attention gives frozen biases gradients, too, which another kernel of torch computes.
-    assert max(found["far"] for found in results[case]) <= (1e-5 if "_others_" in case else 0)
+    for result in results[case]:
+        assert isinstance(result, dict), result
+    assert sum(result["gradients"] for result in results[case]) > 0
+    assert all(result["same_loss"] for result in results[case])
+    # If attention is recorded, frozen biases have gradients, too, so that torch uses another kernel.
+    assert max(result["far"] for result in results[case]) <= (1e-5 if "_others_" in case else 0)

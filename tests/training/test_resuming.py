@@ -1,4 +1,4 @@
-"""Continued runs against uninterrupted ones."""
+"""Tests of continued runs against uninterrupted ones."""
 
 import pytest
 from datasets_for_tests import write_all
@@ -33,7 +33,7 @@ def test_a_stage_of_the_data_begins_at_its_step_and_is_logged(resumed):
     assert rows[3]["train/loss"] != without[3]["train/loss"]
 
 
-def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is_seen(resumed):
+def test_a_slow_rank_is_logged_once_and_a_stalling_loader_is_measured(resumed):
     slow = resumed["slow"]
     of_rank_0, of_ranks = {"data": 0.0, "forward": 2.0}, {"compute_median": 2.0, "compute_slowest": 6.0}
     expected = of_rank_0 | of_ranks | {"data_slowest": 1.0}  # two micro-batches
@@ -44,7 +44,7 @@ def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is
     assert f"rank 1 on {slow['node']} computes 3.00 times as long as the median rank (6 s per step)" in warning
 
 
-def test_the_update_of_a_spike_is_left_out(resumed):
+def test_the_update_of_a_spike_is_skipped(resumed):
     rows = resumed["spike_skip"]["whole"]
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert rows[5]["train/grad_norm"] > 100 * rows[4]["train/grad_norm"]
@@ -52,7 +52,7 @@ def test_the_update_of_a_spike_is_left_out(resumed):
 
 
 def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spike(resumed):
-    rows, by_hand = (without_speed(found) for found in (resumed["spike_rewind"]["whole"], resumed["rewound"]))
+    rows, by_hand = (without_speed(logged) for logged in (resumed["spike_rewind"]["whole"], resumed["rewound"]))
     assert [row["train/tokens"] // 16 for row in rows] == [4, 8, 12, 16, 28, 32, 36, 40]
     assert rows[4:] == by_hand
     (record,) = resumed["spike_records"]
@@ -61,7 +61,7 @@ def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spi
 
 def test_more_spikes_than_the_limit_end_the_run(resumed):
     assert resumed["spike_twice"]["statuses"] == [EXIT_RESTART, 1]
-    # From step 1 on, with the data behind the first spike: nothing had been saved.
+    # No checkpoint was saved, so the run started again at step 1, with the data after the first spike.
     assert [row["train/tokens"] // 16 for row in resumed["spike_twice"]["rows"]] == [28, 32, 36, 40, 44]
 
 
@@ -74,7 +74,7 @@ def test_a_run_continues_under_another_layout(resumed, case):
     assert_close(resumed[case]["continued"], resumed[case]["whole"])
 
 
-def test_a_ramp_counts_what_it_has_seen(resumed):
+def test_a_batch_ramp_counts_the_sequences_so_far(resumed):
     for rows in resumed["ramp"].values():
         if isinstance(rows, list):
             assert [row["train/tokens"] // 16 for row in rows] == [4, 8, 16, 28]

@@ -68,12 +68,12 @@ def test_a_ramp_grows_in_multiples_of_its_start_wherever_a_run_continues():
     assert sizes[0] == 4 and sizes[-1] == 32 and sizes == sorted(sizes) and {size % 4 for size in sizes} == {0}
     assert sum(size < 32 for size in sizes) == len([total for total in accumulated(sizes) if total < 100])
     for step in range(16):
-        seen = sum(sizes[:step])
-        assert train.samples_after(step) == seen and list(train.batch_sizes(seen, 16 - step)) == sizes[step:]
+        samples = sum(sizes[:step])
+        assert train.samples_after(step) == samples and list(train.batch_sizes(samples, 16 - step)) == sizes[step:]
     plain = TrainConfig(steps=100, global_batch_size=32)
     assert list(plain.batch_sizes(0, 3)) == [32] * 3 and plain.samples_after(3, 7) == 103
 
 
 def accumulated(sizes):
-    """What was seen before each step."""
+    """Return the number of sequences before each step."""
     return [sum(sizes[:step]) for step in range(len(sizes))]

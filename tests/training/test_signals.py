@@ -1,4 +1,4 @@
-"""Signals, hangs and failing disks in one training process; tests/slurm shows them on a cluster."""
+"""Tests of signals, hangs and failing disks in one training process; tests/slurm has tests on a cluster."""
 
 import contextlib
 import json
@@ -30,8 +30,8 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """The rows of an uninterrupted run."""
+def uninterrupted(data, tmp_path_factory):
+    """The rows of `metrics.jsonl` of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert train.main(arguments(data, folder)) == 0
     return rows(folder)
@@ -52,7 +52,7 @@ def arguments(data, folder, *overrides):
 
 
 def interrupt_at(monkeypatch, place, name, count, number):
-    """Send this process a signal inside the `count`-th call of `place.name`."""
+    """Send this process a signal during call number `count` of `place.name`."""
     original, calls = getattr(place, name), [0]
 
     def wrapped(*args, **kwargs):
@@ -73,7 +73,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, whole, monkeypatch, moment):
+def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, uninterrupted, monkeypatch, moment):
     number, (place, name, count, saved) = signal.SIGUSR1, MOMENTS[moment]
     with monkeypatch.context() as patched:
         interrupt_at(patched, place, name, count, number)
@@ -82,11 +82,11 @@ def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, 
     (attempt,) = read_attempts(run.folder)
     assert attempt.outcome == "interrupted" and number.name in attempt.message
     assert run("--checkpoint.interval=4") == 0
-    assert rows(run.folder) == whole
+    assert rows(run.folder) == uninterrupted
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_the_first_ctrl_c_saves_and_says_so_and_the_second_ends_at_once(run, whole, monkeypatch, capfd):
+def test_the_first_ctrl_c_saves_and_is_logged_and_the_second_ends_at_once(run, uninterrupted, monkeypatch, capfd):
     with monkeypatch.context() as patched:
         interrupt_at(patched, Engine, "train_step", 3, signal.SIGINT)
         assert run() == 130
@@ -108,12 +108,12 @@ def test_the_first_ctrl_c_saves_and_says_so_and_the_second_ends_at_once(run, who
     assert steps_saved(run.folder) == [3] and len(calls) == 2
     assert [attempt.outcome for attempt in read_attempts(run.folder)] == ["interrupted"] * 2
     assert run() == 0
-    assert rows(run.folder) == whole
+    assert rows(run.folder) == uninterrupted
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def interrupted_without_reader(given):
-    """Train, and get Ctrl-C in the third step, when nothing reads stdout and stderr: as after `| tee log`."""
+    """Train with Ctrl-C in the third step, after the reader of stdout and stderr has ended, as `| tee log` does."""
     original, calls = Engine.train_step, []
 
     def step(self, *args):
@@ -264,7 +264,7 @@ def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch,
 
 
 def begin(given, hangs=False):
-    """Train in a process group of this process's own, as torchrun starts it."""
+    """Train in a new process group, as under torchrun."""
 
     def step(self, *args):
         time.sleep(600)
@@ -289,7 +289,7 @@ def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
 
 @pytest.fixture
 def ranks(data, tmp_path):
-    """Two ranks with loader processes that train."""
+    """Two training ranks with loader processes."""
     folder, port = tmp_path / "run", free_port()
     given = arguments(data, folder, "--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=null")
     started = [start(begin, (given,), tmp_path / f"{rank}.log", environment(rank, 2, port)) for rank in range(2)]
@@ -310,14 +310,14 @@ def wait_until(condition, ranks=()):
 
 
 def processes_of_group(group):
-    """Return the ids of a process group's processes, dead ones that nobody has waited for left out."""
-    found = []
+    """Return the ids of a process group's processes, without zombies."""
+    ids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             state, _, its_group = path.read_text().rsplit(")", 1)[1].split()[:3]
             if int(its_group) == group and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+                ids.append(int(path.parent.name))
+    return ids
 
 
 @pytest.mark.parametrize(

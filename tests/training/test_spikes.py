@@ -1,4 +1,4 @@
-"""What counts as a spike."""
+"""Tests of the detection of spikes."""
 
 import json
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from megatron_tape.training.engine import StepResult
 from megatron_tape.training.spikes import FOUND, VALUES, SpikeHook, Spikes, drop_history_if_stage_changed
 
 
-def after(values, kept=None):
-    spikes = Spikes(SpikeSettings(window=5, threshold=6.0), kept)
+def after(values, values_so_far=None):
+    spikes = Spikes(SpikeSettings(window=5, threshold=6.0), values_so_far)
     for loss, norm in values:
         spikes.add(loss, norm)
     return spikes
@@ -29,7 +29,7 @@ def test_a_loss_or_a_gradient_norm_far_above_the_last_ones_is_a_spike():
     assert not spikes.is_spike(float("nan"), float("nan"))
 
 
-def test_nothing_is_a_spike_before_there_is_enough_to_compare_with():
+def test_there_is_no_spike_before_the_window_is_full():
     assert not after(USUAL[:4]).is_spike(100.0, 100.0)
 
 
@@ -43,21 +43,21 @@ def test_a_plateau_has_no_spikes():
     assert after([(2.0, 1.0)] * 5).is_spike(2.02, 1.005)
 
 
-def test_what_a_checkpoint_keeps_gives_the_same_decisions():
-    kept = after([(9.0, 9.0), *USUAL]).values
-    assert kept == after(USUAL).values
-    again = after([], json.loads(json.dumps(kept)))
+def test_values_restored_from_a_checkpoint_give_the_same_decisions():
+    saved_values = after([(9.0, 9.0), *USUAL]).values
+    assert saved_values == after(USUAL).values
+    again = after([], json.loads(json.dumps(saved_values)))
     assert again.is_spike(3.5, 1.0) and not again.is_spike(3.2, 1.5)
 
 
 @pytest.mark.parametrize("seen, samples, kept", [(90, 90, True), (90, 95, True), (90, 110, False), (110, 120, True)])
-def test_losses_of_another_stage_of_the_data_are_forgotten_where_a_run_goes_back_before_it(seen, samples, kept):
+def test_recent_losses_are_dropped_if_skipped_data_ends_in_another_stage(seen, samples, kept):
     stages = [Stage(make(), number, start) for number, start in enumerate((0, 100))]
     progress = {VALUES: [[1.0], [2.0]], FOUND: 1}
     assert drop_history_if_stage_changed(progress, stages, seen, samples) == (progress if kept else {FOUND: 1})
 
 
-def test_after_a_change_of_the_data_only_its_own_losses_count():
+def test_a_new_stage_of_the_data_resets_the_recent_losses():
     trainer = SimpleNamespace(
         progress={}, enters_stage=False, layout=SimpleNamespace(rank=1, any_rank=lambda found: found)
     )

@@ -1,4 +1,4 @@
-"""Seconds by phase, counted with clocks that stand still unless a test moves them."""
+"""Tests of seconds by phase, with clocks that only the tests move."""
 
 import torch
 
@@ -43,14 +43,14 @@ def test_only_the_waiting_for_items_is_counted_and_an_error_ends_its_phase():
             yield item
         raise ValueError
 
-    found = []
+    received = []
     try:
         for item in clock.each("data", items()):
-            found.append(item)
+            received.append(item)
             move(10)
     except ValueError:
         move(100)
-    assert found == [0, 1, 2] and clock.read() == {"data": 3.0}
+    assert received == [0, 1, 2] and clock.read() == {"data": 3.0}
 
 
 def test_marks_are_added_up_before_they_are_too_many_but_never_within_a_phase():

@@ -1,4 +1,4 @@
-"""What the Trainer trains, and what checkpoints hold of the rest; more layouts are in test_resuming.py."""
+"""Tests of which parameters the Trainer trains and saves; test_resuming.py has tests of more layouts."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from pretrain import train
 
 @pytest.fixture
 def run(tmp_path):
-    """Train in folder `name` what `trains` selects, and return the exit status."""
+    """Return a function that trains the parameters selected by `trains`, and returns the exit status."""
     data = write_all(tmp_path)
 
     def start(name, *overrides, trains=None, steps=2):
@@ -62,8 +62,11 @@ def test_frozen_parameters_are_saved_and_stay_as_they_are(run):
 
 
 @pytest.fixture
-def alone(run):
-    """A run from another's checkpoint that saves only the trained parameters; its second step is not done yet."""
+def lean_run(run):
+    """A run that continued another run's checkpoint to step 2, and saves only the trained parameters.
+
+    `go_on` continues it to step 3.
+    """
     assert run("begin", steps=1) == 0
     run.begin, run.part = newest(run.folder / "begin"), run.folder / "part"
 
@@ -83,46 +86,46 @@ def refused(capfd, status, expected=1):
     return sentence
 
 
-def test_trained_parameters_alone_are_saved_and_an_export_joins_them_with_the_others(alone):
-    held = tensors(newest(alone.part))
-    assert held and all(kind_of(key.partition("/")[2]) == "position" for key in held)
-    assert alone.go_on() == 0
-    begin, joined = open_weights(alone.begin), open_weights(newest(alone.part))
-    own = tensors(newest(alone.part))
+def test_only_trained_parameters_are_saved_and_an_export_merges_them_with_the_frozen_ones(lean_run):
+    saved = tensors(newest(lean_run.part))
+    assert saved and all(kind_of(key.partition("/")[2]) == "position" for key in saved)
+    assert lean_run.go_on() == 0
+    begin, merged = open_weights(lean_run.begin), open_weights(newest(lean_run.part))
+    saved = tensors(newest(lean_run.part))
     for name in begin.files[0]:
-        expected = own[f"weight/gpt.{name}"] if kind_of(name) == "position" else begin.read(name)
-        assert torch.equal(joined.read(name), expected)
+        expected = saved[f"weight/gpt.{name}"] if kind_of(name) == "position" else begin.read(name)
+        assert torch.equal(merged.read(name), expected)
 
 
-def test_the_checkpoint_with_the_frozen_parameters_has_to_stay(alone, capfd):
-    elsewhere = alone.folder / "elsewhere"
-    alone.begin.rename(elsewhere)
-    step = newest(alone.part)
-    sentence = refused(capfd, alone.go_on("--checkpoint.resume=auto"))
-    assert f"which are in checkpoint {alone.begin}, but that does not exist" in sentence
+def test_a_missing_or_changed_checkpoint_with_the_frozen_parameters_is_refused(lean_run, capfd):
+    elsewhere = lean_run.folder / "elsewhere"
+    lean_run.begin.rename(elsewhere)
+    step = newest(lean_run.part)
+    sentence = refused(capfd, lean_run.go_on("--checkpoint.resume=auto"))
+    assert f"which are in checkpoint {lean_run.begin}, but that does not exist" in sentence
     with pytest.raises(ValueError, match="but that does not exist; restore the original"):
         open_weights(step)
-    shutil.copytree(elsewhere, alone.begin)
-    manifest = alone.begin / "manifest.json"
+    shutil.copytree(elsewhere, lean_run.begin)
+    manifest = lean_run.begin / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"bytes"', ' "bytes"'))
-    assert "but that has changed since then" in refused(capfd, alone.go_on())
+    assert "but that has changed since then" in refused(capfd, lean_run.go_on())
     shutil.copy(elsewhere / "manifest.json", manifest)
-    (damaged,) = alone.begin.glob("tensors-*")
+    (damaged,) = lean_run.begin.glob("tensors-*")
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    assert f"{alone.begin} has the frozen parameters of" in refused(capfd, alone.go_on())
+    assert f"{lean_run.begin} has the frozen parameters of" in refused(capfd, lean_run.go_on())
     shutil.copy(elsewhere / damaged.name, damaged)
-    assert alone.go_on() == 0
+    assert lean_run.go_on() == 0
 
 
-def test_what_was_left_out_of_checkpoints_cannot_be_trained_on(alone, capfd):
-    assert "other frozen parameters" in refused(capfd, alone.go_on(trains=only("position", "norms")))
-    everything = refused(capfd, alone.go_on("--checkpoint.frozen=true", trains=None))
-    assert "has no moments of gpt.embedding.word_embeddings.weight" in everything
+def test_training_parameters_that_the_checkpoints_omit_is_refused(lean_run, capfd):
+    assert "other frozen parameters" in refused(capfd, lean_run.go_on(trains=only("position", "norms")))
+    sentence = refused(capfd, lean_run.go_on("--checkpoint.frozen=true", trains=None))
+    assert "has no moments of gpt.embedding.word_embeddings.weight" in sentence
 
 
-def test_leaving_frozen_parameters_out_needs_a_checkpoint_that_keeps_them(run, capfd):
+def test_omitting_frozen_parameters_requires_a_checkpoint_that_contains_them(run, capfd):
     sentence = refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION), expected=2)
     assert "start the run from a checkpoint with checkpoint.resume or extension.from" in sentence
     assert run("part", trains=POSITION, steps=1) == 0
@@ -132,11 +135,11 @@ def test_leaving_frozen_parameters_out_needs_a_checkpoint_that_keeps_them(run, c
     assert "weight/gpt.embedding.word_embeddings.weight" in tensors(newest(run.folder / "all"))
 
 
-def test_a_run_that_goes_on_with_another_batch_size_neither_skips_nor_repeats_a_sequence(run, monkeypatch):
-    seen, take = [], GeneratedSamples.__getitem__
+def test_a_run_that_continues_with_another_batch_size_neither_skips_nor_repeats_a_sequence(run, monkeypatch):
+    indices, take = [], GeneratedSamples.__getitem__
 
     def watched(source, index):
-        seen.append(index)
+        indices.append(index)
         return take(source, index)
 
     monkeypatch.setattr(GeneratedSamples, "__getitem__", watched)
@@ -144,7 +147,7 @@ def test_a_run_that_goes_on_with_another_batch_size_neither_skips_nor_repeats_a_
     assert run("batches", *generated, steps=2) == 0
     smaller = option("train.global_batch_size", 2)
     assert run("batches", *generated, smaller, steps=5) == 0
-    assert seen == list(range(2 * 4 + 3 * 2))
+    assert indices == list(range(2 * 4 + 3 * 2))
     state = json.loads((newest(run.folder / "batches") / "state.json").read_text())
     assert state["consumed_samples"] == 14
     rows = [json.loads(line) for line in (run.folder / "batches" / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The training command under every layout against one process."""
+"""Tests of the training command under every layout against one process."""
 
 import math
 
@@ -26,11 +26,11 @@ def test_every_layout_equals_one_process(equal, size, layout):
     assert_close(equal[size]["tp{}_cp{}_zero{}".format(*layout)], equal[1]["tp1_cp1_zero1"])
 
 
-def test_weights_that_are_never_whole_learn_as_those_of_one_process(equal):
+def test_zero_3_with_all_parameters_partitioned_equals_one_process(equal):
     assert_close(equal[2]["gathered"], equal[1]["tp1_cp1_zero1"])
 
 
-def test_muon_learns_in_another_way(equal):
+def test_muon_trains_differently_from_adamw(equal):
     muon, adamw = equal[1]["muon"], equal[1]["tp1_cp1_zero1"]
     assert muon[0]["train/loss"] == adamw[0]["train/loss"] and muon[-1]["train/loss"] != adamw[-1]["train/loss"]
     assert muon[-1]["train/loss"] < muon[0]["train/loss"] - 0.3
@@ -51,17 +51,17 @@ def test_every_zero_stage_is_the_same_on_one_process(equal, stage):
 
 @pytest.mark.parametrize("size, variant", [(size, variant) for size in VARIANTS for variant in VARIANTS[size]])
 def test_variants_equal_one_process(equal, size, variant):
-    """Sampling text leaves training as it is."""
-    alone = equal[1]["packed" if variant == "sampled" else variant]
-    assert_close(equal[size][variant], alone)
-    assert alone[-1]["train/loss"] != equal[1]["tp1_cp1_zero1"][-1]["train/loss"]
+    """Sampling text does not change training, so its rows are compared with those of `packed`."""
+    one_process = equal[1]["packed" if variant == "sampled" else variant]
+    assert_close(equal[size][variant], one_process)
+    assert one_process[-1]["train/loss"] != equal[1]["tp1_cp1_zero1"][-1]["train/loss"]
 
 
 @pytest.mark.parametrize("size, layout", [(1, "tp1_cp1_zero3"), (2, "tp1_cp2_zero1"), (4, "tp2_cp1_zero3")])
-def test_evaluation_tasks_find_the_same_under_every_layout_and_change_no_bit_of_training(equal, size, layout):
+def test_evaluation_tasks_agree_under_every_layout_and_do_not_change_training(equal, size, layout):
     keys = ("step", "train/loss", "train/grad_norm", "validation/loss")
-    for row, other in zip(equal[size]["evaluated"], equal[size][layout], strict=True):
-        assert [row.get(key) for key in keys] == [other.get(key) for key in keys]
+    for row, other_row in zip(equal[size]["evaluated"], equal[size][layout], strict=True):
+        assert [row.get(key) for key in keys] == [other_row.get(key) for key in keys]
     alone = [of_tasks(row) for row in equal[1]["evaluated"]]
     for row, expected in zip(equal[size]["evaluated"], alone, strict=True):
         assert of_tasks(row) == pytest.approx(expected, rel=1e-4)
@@ -83,7 +83,7 @@ def test_bf16_stays_near_fp32(equal):
 
 
 @pytest.mark.parametrize("variant", ["packed", "generated"])
-def test_the_z_loss_is_logged_beside_the_loss_and_falls(equal, variant):
+def test_the_z_loss_is_logged_in_addition_to_the_loss_and_falls(equal, variant):
     rows = equal[1][variant]
     assert rows[-1]["train/z_loss"] < rows[0]["train/z_loss"]
     assert 0.01 * math.log(64) ** 2 == pytest.approx(rows[0]["train/z_loss"], rel=0.2), "logits are small at first"
