@@ -1,4 +1,4 @@
-"""What settings are refused, each by the key of its error, and what can run."""
+"""Incompatible settings are refused with an error about one of their keys, and compatible ones are accepted."""
 
 import pytest
 from configurations import make
@@ -70,14 +70,14 @@ def test_a_malformed_split_is_refused(split):
              "logging__sample_tokens": 0}),
     ],
 )  # fmt: skip
-def test_what_can_run_is_accepted(world_size, changes):
+def test_compatible_settings_are_accepted(world_size, changes):
     validate(make(**changes), world_size)
 
 
 @pytest.mark.parametrize(
     "key, changes",
     [
-        # The number of processes.
+        # The number of processes, batch sizes and checkpoints.
         (PROCESSES, {"processes": 3, TENSOR: 2}),
         (PROCESSES, {"processes": 0}),
         (PROCESSES, {"processes": 6, TENSOR: 2, CONTEXT: 2}),
@@ -143,7 +143,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.attention_backend", {"model__attention_backend": "torch_wide", "train__precision": "fp32"}),
         ("model.attention_backend", {"model__attention_backend": "torch_wide", "model__kv_channels": 128}),
         ("model.attention_backend", {"model__attention_backend": "triton", "model__kv_channels": 48}),
-        # Choices and types.
+        # Types and precision.
         ("deepspeed.zero_stage", {"deepspeed__zero_stage": True}),
         ("deepspeed.communication_precision",
          {"deepspeed__communication_precision": "bf16", "train__precision": "fp32"}),
@@ -213,7 +213,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("extension.lora_targets[0]", {"extension__trains": ["lora"], "extension__lora_targets": ["x"]}),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_by_its_key(key, changes):
+def test_incompatible_settings_are_refused(key, changes):
     changes = dict(changes)
     processes = changes.pop("processes", 1)
     with pytest.raises(ConfigError) as refused:
@@ -222,7 +222,7 @@ def test_what_cannot_run_is_refused_by_its_key(key, changes):
     assert "\n" not in str(refused.value) and ". " not in str(refused.value)
 
 
-def test_a_profiled_rank_is_compared_with_the_number_of_processes_once_that_is_known():
+def test_a_profiled_rank_must_be_below_the_number_of_processes():
     config = make(train__profile={"steps": [1, 2], "ranks": [0, 2]})
     check(config, Level.SETTINGS)
     check(config, Level.SETTINGS, processes=4)
@@ -230,7 +230,7 @@ def test_a_profiled_rank_is_compared_with_the_number_of_processes_once_that_is_k
         check(config, Level.SETTINGS, processes=2)
 
 
-def test_shifted_sparse_attention_needs_half_segments_groups_and_no_rows_of_scores(monkeypatch):
+def test_incompatible_settings_of_shifted_sparse_attention_are_refused(monkeypatch):
     shifted = {"extension__attention": "shifted_sparse", "model__seq_length": 64}
     validate(make(**shifted), 1)
     validate(make(**shifted, model__num_attention_heads=9, model__kv_channels=8, model__num_query_groups=3), 1)
@@ -253,14 +253,14 @@ def test_shifted_sparse_attention_needs_half_segments_groups_and_no_rows_of_scor
         ({VIRTUAL: 2, "train__global_batch_size": 7}, "make it a multiple of 2"),
     ],
 )
-def test_what_stages_cannot_share_is_refused_with_the_nearest_that_works(changes, fix):
+def test_an_error_about_pipeline_stages_suggests_a_valid_value(changes, fix):
     settings = STAGED | changes
     with pytest.raises(ConfigError) as refused:
         validate(make(**{key: value for key, value in settings.items() if key != "processes"}), settings["processes"])
     assert fix in refused.value.fix
 
 
-def test_stages_are_refused_where_only_some_are_sent_a_state(monkeypatch):
+def test_pipeline_stages_are_refused_if_only_some_receive_a_state(monkeypatch):
     settings = {key: value for key, value in STAGED.items() if key != "processes"}
     validate(make(**settings), 2)
     monkeypatch.setattr(ENCODINGS["tape"], "updates", lambda self, layer: layer > 0)
@@ -269,11 +269,11 @@ def test_stages_are_refused_where_only_some_are_sent_a_state(monkeypatch):
     assert refused.value.subjects == ("parallel.pipeline_model_parallel_size", "model.position_encoding")
 
 
-def test_weights_and_biases_is_refused_without_its_package(monkeypatch):
-    given = {"logging__wandb": {"project": "tape"}}
+def test_logging_to_wandb_is_refused_without_the_package(monkeypatch):
+    config = make(logging__wandb={"project": "tape"})
     monkeypatch.setattr(combinations, "installed", lambda: True)
-    validate(make(**given), 1)
+    validate(config, 1)
     monkeypatch.setattr(combinations, "installed", lambda: False)
     with pytest.raises(ConfigError, match="run pip install wandb==") as refused:
-        validate(make(**given), 1)
+        validate(config, 1)
     assert refused.value.key == "logging.wandb"

@@ -1,4 +1,4 @@
-"""Patterns in `data.prefix`: which datasets they stand for, and when that is decided."""
+"""Patterns in `data.prefix`: which datasets they match, and that a run records these when it starts."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 @pytest.fixture
 def datasets(tmp_path, monkeypatch):
-    """Three datasets of one, two and three tokens, whose names are not in their order on disk."""
+    """Write the datasets web-1, web-2 and books with 2, 4 and 6 bytes, not in alphabetical order."""
     monkeypatch.chdir(tmp_path)
     for name, size in (("web-2", 4), ("books", 6), ("web-1", 2)):
         (tmp_path / f"{name}.idx").touch()
@@ -34,7 +34,7 @@ def datasets(tmp_path, monkeypatch):
         ({"web-*": 3, "web-2": 1}, {"web-1": 1.0, "web-2": 3.0}),
     ],
 )
-def test_matching_datasets_are_sorted_and_share_the_weight_by_tokens(datasets, prefix, expected):
+def test_matching_datasets_are_sorted_and_share_the_weight_by_size(datasets, prefix, expected):
     assert (
         resolve_patterns(prefix) == pytest.approx(expected)
         if isinstance(expected, dict)
@@ -42,12 +42,12 @@ def test_matching_datasets_are_sorted_and_share_the_weight_by_tokens(datasets, p
     )
 
 
-def test_an_existing_name_with_such_characters_is_no_pattern(datasets):
+def test_the_name_of_an_existing_dataset_is_not_a_pattern(datasets):
     (datasets / "web-[12].idx").touch()
     assert resolve_patterns("web-[12]") == "web-[12]"
 
 
-def test_a_run_records_what_matched_when_it_began(datasets):
+def test_a_run_records_the_datasets_that_matched_at_its_start(datasets):
     stages = "--data.stages=[{prefix: ./web-*, share: 0.5}]"
     config = parse_run_config(["--config", RECIPE, "--data.prefix=web-*", stages, "--data.tokenizer=null"])
     assert config.data.prefix == ["web-1", "web-2"]
@@ -57,16 +57,16 @@ def test_a_run_records_what_matched_when_it_began(datasets):
     assert parse_run_config(["--config", "recorded.yaml"]).data == config.data
 
 
-def test_incomplete_datasets_and_patterns_without_any_are_refused(datasets):
+def test_incomplete_datasets_and_patterns_without_matches_are_refused(datasets):
     (datasets / "web-3.idx.partial").touch()
     for pattern, problem in (("web-*", "web-3.idx does not exist"), ("none-*", "no dataset matches it")):
         config = parse_run_config(["--config", RECIPE, f"--data.prefix={pattern}", "--data.tokenizer=null"])
-        with pytest.raises(ConfigError, match=problem) as caught:
+        with pytest.raises(ConfigError, match=problem) as error_info:
             check_data_files(config)
-        assert caught.value.key == "data.prefix"
+        assert error_info.value.key == "data.prefix"
 
 
-def test_a_part_that_does_not_exist_is_refused_unless_the_pattern_leaves_it_out(datasets):
+def test_a_missing_part_is_refused_if_the_pattern_matches_its_name(datasets):
     for number in (0, 2):
         for ending in (".idx", ".bin"):
             (datasets / f"part-{number:05}-of-00003{ending}").touch()

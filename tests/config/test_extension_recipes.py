@@ -1,4 +1,4 @@
-"""Recipes of context extensions: each is complete with the model that it extends, and methods differ only as such."""
+"""Recipes of context extensions are valid with a base model, and recipes of two methods differ only in the method."""
 
 import dataclasses
 import json
@@ -40,31 +40,31 @@ METHODS = {
     "full": {"extension.trains": ["all"]},
     "tape_lora": {"model.position_encoding": "tape", "extension.trains": ["position", "lora", "embeddings", "norms"]},
 }
-"""What each recipe of the paper's experiment changes in lora.yaml."""
+"""Settings in which each recipe of the paper's experiment differs from lora.yaml."""
 FOR_CPUS = {"tiny_tape", "tiny_rope", "smollm2_tape", "smollm2_lora"}
-"""Recipes of the two demos, which run on any machine."""
+"""Recipes of the two demos, which also run on a CPU."""
 OTHERS = {"prolong_llama3_8b_64k": LLAMA3_8B, "olmo_like_8k_64k_yarn": LLAMA3_8B, "drope_llama3_8b": LLAMA3_8B}
 
 
 @pytest.fixture(scope="module")
 def extend(tmp_path_factory):
-    """Read a recipe with a base whose files have names and shapes, but no contents."""
+    """Return a function that reads a recipe with a Hugging Face model as base, whose weight file contains no data."""
 
     def read(name, base):
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(huggingface_config(base, base.vocab_size, "bf16")))
-        write_hollow_weights(folder / "model.safetensors", base)
+        write_sparse_weights(folder / "model.safetensors", base)
         path = RECIPES / "extend" / f"{name}.yaml"
         config = parse_run_config(["--config", str(path), f"--extension.from={folder}"])
-        # The demo's tokenizer is made by the demo, and others' are downloaded.
+        # The tokenizers of the recipes do not exist here: the demo writes its own, and others are downloaded.
         check_base(dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=None)))
         return config
 
     return read
 
 
-def write_hollow_weights(path, model):
-    """Write a sparse file, which takes no space on the disk."""
+def write_sparse_weights(path, model):
+    """Write a safetensors file with the tensors of a model as a sparse file, which takes no space on the disk."""
     header, end = {}, 0
     for name, shape in whole_shapes(model).items():
         size = 2 * math.prod(shape)
@@ -82,18 +82,19 @@ def methods(extend):
     return {name: extend(name, LLAMA2_7B) for name in METHODS}
 
 
-def by_keys(settings, name=""):
-    """Settings by dotted keys."""
-    found = {}
+def by_dotted_key(settings, prefix=""):
+    """Return nested settings by dotted key."""
+    result = {}
     for key, value in settings.items():
-        inner = isinstance(value, dict) and value
-        found |= by_keys(value, f"{name}{key}.") if inner else {f"{name}{key}": value}
-    return found
+        is_section = isinstance(value, dict) and value
+        result |= by_dotted_key(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return result
 
 
 def flat(config):
-    kept = ("extension.from", "logging.directory", "checkpoint.directory")
-    return {key: value for key, value in by_keys(config_dict(config)).items() if key not in kept}
+    """Return the settings by dotted key, except those that differ between all recipes."""
+    ignored = ("extension.from", "logging.directory", "checkpoint.directory")
+    return {key: value for key, value in by_dotted_key(config_dict(config)).items() if key not in ignored}
 
 
 def test_every_recipe_is_tested():
@@ -101,11 +102,11 @@ def test_every_recipe_is_tested():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_differ_only_in_what_they_are(methods, name):
+def test_recipes_of_two_methods_differ_only_in_the_method(methods, name):
     names = [{item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)} for encoding in ("tape", "rope")]
-    own = {f"model.position.{key}" for key in names[0] - names[1]}
-    found = {key: value for key, value in flat(methods[name]).items() if key not in own}
-    assert found == flat(methods["lora"]) | METHODS[name]
+    only_tape = {f"model.position.{key}" for key in names[0] - names[1]}
+    settings = {key: value for key, value in flat(methods[name]).items() if key not in only_tape}
+    assert settings == flat(methods["lora"]) | METHODS[name]
     assert all(
         flat(methods[name])[key] == flat(methods["lora"])[key] for key in ORDER_KEYS if key in flat(methods["lora"])
     )
@@ -113,7 +114,7 @@ def test_methods_differ_only_in_what_they_are(methods, name):
         validate(methods[name], world_size)
 
 
-def test_the_experiment_is_the_papers(methods):
+def test_the_recipes_have_the_settings_of_the_paper(methods):
     config = methods["lora"]
     assert (config.train.steps, config.train.global_batch_size, config.model.seq_length) == (1000, 64, 8192)
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.0)
@@ -127,14 +128,14 @@ def test_the_experiment_is_the_papers(methods):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_recipes_of_others_can_run_where_they_say(extend, name):
+def test_recipes_of_other_papers_are_valid_for_their_numbers_of_gpus(extend, name):
     config = extend(name, OTHERS[name])
     for world_size in (8, 16, 512):
         validate(config, world_size)
     assert config.train.global_batch_size * config.model.seq_length == 2**22
 
 
-def test_the_demos_models_are_extended_alike(extend):
+def test_the_demo_extends_tape_and_rope_with_the_same_settings(extend):
     configs = {name: extend(f"tiny_{name}", recipe(f"{name}_demo").model) for name in ("tape", "rope")}
     for config in configs.values():
         for world_size in (1, 2):

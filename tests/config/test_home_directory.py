@@ -1,4 +1,4 @@
-"""A `~` in any setting that is a path is the home directory, in recipes, overrides and tasks of evaluations."""
+"""A leading `~` is expanded in every setting that is a path, in recipes, overrides and settings of evaluation tasks."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ SETTINGS = {
     "logging.directory": ("~/run", "HOME/run"),
 }
 EXAMPLES = "{path: ~/train.jsonl, validation: ~/held_out.jsonl, template: '~ {input}'}"
-OF_TASKS = {
+TASK_SETTINGS = {
     "perplexity": {"data": "~/a"},
     "context_gain": {"data": "{a: ~/a}"},
     "positions": {"data": "~/a"},
@@ -42,12 +42,12 @@ def parsed(*overrides):
     return parse_run_config(["--config", str(RECIPE), *overrides])
 
 
-def test_a_path_in_the_home_directory_is_whole_in_the_configuration():
-    config = parsed(*(f"--{key}={given}" for key, (given, _) in SETTINGS.items()))
-    found = config_dict(config)
+def test_a_tilde_is_expanded_in_every_setting_that_is_a_path():
+    config = parsed(*(f"--{key}={text}" for key, (text, _) in SETTINGS.items()))
+    sections = config_dict(config)
     for key, (_, expected) in SETTINGS.items():
         section, _, name = key.partition(".")
-        value = found[section][name]
+        value = sections[section][name]
         assert (value if key != "evaluation.perplexity" else {"data": value["data"]}) == expected, key
     assert "~" not in to_yaml(config)
 
@@ -55,40 +55,42 @@ def test_a_path_in_the_home_directory_is_whole_in_the_configuration():
 @pytest.mark.parametrize("character", [r"\n", r"\x85"])
 def test_a_control_character_in_a_path_is_refused(character, tmp_path):
     (tmp_path / "mine.yaml").write_text(f'logging: {{directory: "a{character}b"}}\n')
-    with pytest.raises(ConfigError, match="control character") as caught:
+    with pytest.raises(ConfigError, match="control character") as error_info:
         parsed("--config", str(tmp_path / "mine.yaml"))
-    assert caught.value.key == "logging.directory"
+    assert error_info.value.key == "logging.directory"
 
 
-def test_examples_have_paths_and_texts():
+def test_a_tilde_is_expanded_in_paths_of_examples_but_not_in_their_template():
     settings = parsed("--data.prefix=null", f"--data.examples={EXAMPLES}").data.examples
     assert (settings.path, settings.validation) == ("HOME/train.jsonl", "HOME/held_out.jsonl")
     assert settings.template == "~ {input}"
 
 
-def test_stages_and_what_follows_from_a_path_are_in_the_home_directory():
+def test_a_tilde_is_expanded_in_stages_and_in_default_directories():
     config = parsed("--data.prefix=~/a", "--data.stages=[{prefix: ~/b, share: 0.5}]", "--logging.directory=~/run")
     assert [stage.config.data.prefix for stage in stages_of(config)] == ["HOME/a", "HOME/b"]
     assert config.data.cache_directory == "HOME/index_cache" and config.checkpoint.directory == "HOME/run/checkpoints"
 
 
-def test_the_home_directory_of_nobody_is_refused_with_the_setting(tmp_path):
+def test_the_home_directory_of_an_unknown_user_is_refused(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data:\n  tokenizer: ~no-such-user/t\n")
     for arguments in (["--data.tokenizer=~no-such-user/t"], ["--config", str(recipe)]):
-        with pytest.raises(ConfigError, match="who has none; give the full path") as caught:
+        with pytest.raises(
+            ConfigError, match="no home directory was found for this user; give the full path"
+        ) as error_info:
             parsed(*arguments)
-        assert caught.value.key == "data.tokenizer"
+        assert error_info.value.key == "data.tokenizer"
     with pytest.raises(UserError):
         parse_run_config(["--config=~no-such-user/recipe.yaml"])
 
 
-@pytest.mark.parametrize("name", OF_TASKS)
-def test_paths_of_tasks_are_in_the_home_directory(name):
-    given = [f"--{name}.{key}={value}" for key, value in OF_TASKS[name].items()]
-    options, (task,) = read_command([name, "--model=~/model", "--output=~/results", "--trust-remote-code", *given])
+@pytest.mark.parametrize("name", TASK_SETTINGS)
+def test_a_tilde_is_expanded_in_paths_of_evaluation_tasks(name):
+    settings = [f"--{name}.{key}={value}" for key, value in TASK_SETTINGS[name].items()]
+    options, (task,) = read_command([name, "--model=~/model", "--output=~/results", "--trust-remote-code", *settings])
     assert (options.model, options.output) == ("HOME/model", "HOME/results")
-    for key in OF_TASKS[name]:
+    for key in TASK_SETTINGS[name]:
         value = getattr(task.settings, key)
         values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
         assert all(item.startswith("HOME/") for item in values), key

@@ -6,7 +6,7 @@ from megatron_tape.planning.parameters import parameter_count
 SIZES = dict(num_layers=3, hidden_size=8, ffn_hidden_size=5, num_attention_heads=4, seq_length=6, vocab_size=11)
 
 
-def test_parameters_are_counted_matrix_by_matrix():
+def test_the_parameter_count_is_the_sum_over_all_matrices():
     model = model_config(**SIZES, num_query_groups=2, mlp_size=7)
     layer = 8 * (4 + 2 * 2) * 2 + 8 * 8 + 3 * 8 * 5 + 2 * 8
     tape = 2 * 4 + 7 * 8 + 7 * 2 + 2 * 7
@@ -25,7 +25,7 @@ def test_parameters_are_counted_matrix_by_matrix():
     assert parameter_count(per_head) - parameter_count(with_values(per_head, token_mixing="full")) == 2 * (4 - 16)
 
 
-def test_flops_are_counted_matmul_by_matmul():
+def test_the_flop_count_is_the_sum_over_all_matmuls():
     model = model_config(**SIZES, num_query_groups=2, mlp_size=7)
     matrices = 8 * (4 + 2 * 2) * 2 + 8 * 8 + 3 * 8 * 5
     rope_pairs, tape_pairs = 3 * 4 * (2 + 2), 3 * 4 * (2 + 4)

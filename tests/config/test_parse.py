@@ -23,7 +23,7 @@ from megatron_tape.synthetic import Recall
 
 @pytest.fixture
 def parse(tmp_path):
-    """Parse MINIMAL, some changes to it, and arguments."""
+    """Return a function that parses a recipe, MINIMAL with some sections replaced, and arguments."""
 
     def run(*argv, **changes):
         path = tmp_path / "recipe.yaml"
@@ -34,28 +34,28 @@ def parse(tmp_path):
 
 
 def refusal(capsys, call, *args, **kwargs):
-    """The one line that parsing ends with."""
+    """Return the line that is printed if `call` raises an error, and check that it is the only one."""
     assert status_of(lambda: call(*args, **kwargs)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.endswith("\n") and error.count("\n") == 1
     return error
 
 
-def test_a_file_fills_what_it_names_and_the_rest_has_defaults(parse):
+def test_settings_that_are_not_in_the_recipe_have_defaults(parse):
     config = parse()
     assert config_dict(config)["model"] == as_dict(model_config(**MODEL))
     assert config.train == TrainConfig(steps=100, global_batch_size=8)
     validate(config, world_size=1)
 
 
-def test_the_command_line_overrides_the_file_and_a_later_file_an_earlier_one(parse, tmp_path):
+def test_later_recipes_and_options_override_earlier_recipes(parse, tmp_path):
     (tmp_path / "later.yaml").write_text("train: {steps: 7}\noptimizer: {lr: 2e-3}\n")
     config = parse("--config", str(tmp_path / "later.yaml"), "--model.hidden_size", "128")
     assert (config.train.steps, config.train.global_batch_size) == (7, 8)
     assert (config.optimizer.lr, config.model.hidden_size) == (2e-3, 128)
 
 
-def test_directories_that_are_not_set_follow_the_recipes_name(parse):
+def test_default_directories_contain_the_name_of_the_recipe(parse):
     config = parse()
     assert (config.logging.directory, config.checkpoint.directory) == ("runs/recipe", "runs/recipe/checkpoints")
     assert config.data.cache_directory == "somewhere/index_cache"
@@ -68,7 +68,7 @@ def test_directories_that_are_not_set_follow_the_recipes_name(parse):
     assert config.to_start_another_run.endswith(" --logging.directory NEW --checkpoint.directory NEW")
 
 
-def test_the_output_of_print_config_is_a_recipe_of_the_same_run(parse, tmp_path, capsys):
+def test_the_output_of_print_config_is_a_recipe_for_the_same_run(parse, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         parse("--print_config", "--optimizer.lr", "3e-4")
     assert ended.value.code == 0
@@ -82,7 +82,7 @@ def test_the_output_of_print_config_is_a_recipe_of_the_same_run(parse, tmp_path,
 
 
 @pytest.mark.parametrize("options", [["--print_config"], []])
-def test_settings_that_cannot_work_together_are_named_with_file_and_line(parse, tmp_path, capsys, options):
+def test_an_error_about_incompatible_settings_names_file_and_line(parse, tmp_path, capsys, options):
     error = refusal(capsys, parse, *options, model=MODEL | {"hidden_size": 65})
     place = rf"{tmp_path}/recipe.yaml:\d+"
     assert re.match(rf"error: {place} and {place}: model.hidden_size 65 is not divisible", error)
@@ -93,15 +93,15 @@ def test_settings_that_cannot_work_together_are_named_with_file_and_line(parse, 
 
 
 @pytest.mark.parametrize("text", ["def é:\n ", "1e-3", "08", "1:30", "2024-01-01", "null", "yes", "*a", "&b", "", " "])
-def test_yaml_keeps_every_setting(tmp_path, text):
+def test_settings_are_equal_after_writing_and_reading_yaml(tmp_path, text):
     config = make(data__prefix={"a/b.c": 0.5, "d": 2.0}, logging__sample_prompt=text, optimizer__lr=1e-5)
-    config = with_directories(config, text.replace("\n", ""))  # a path has none
+    config = with_directories(config, text.replace("\n", ""))  # paths contain no line breaks
     (tmp_path / "written.yaml").write_text(to_yaml(config))
     assert parse_run_config(["--config", str(tmp_path / "written.yaml")]) == config
     assert yaml.safe_load(to_yaml(config)) == config_dict(config)
 
 
-def test_help_shows_every_key_with_its_explanation(capsys):
+def test_help_shows_every_setting_with_its_description(capsys):
     with pytest.raises(SystemExit):
         parse_run_config(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
@@ -117,7 +117,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
 
 
 @pytest.mark.parametrize(
-    "section, text, first, among",
+    "section, text, first, included",
     [
         ("train.spikes", SpikeSettings.__doc__, "train.spikes", "train.spikes.action"),
         ("optimizer", OptimizerConfig.__doc__, "optimizer.kind", "optimizer.lr_scale_of"),
@@ -125,17 +125,17 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         ("train.steps", TrainConfig.__doc__, "train.steps", "train.steps"),
     ],
 )
-def test_help_of_a_section_shows_only_its_settings(capsys, section, text, first, among):
+def test_help_of_a_section_shows_only_its_settings(capsys, section, text, first, included):
     with pytest.raises(SystemExit) as ended:
         parse_run_config(["--help", section])
     shown = capsys.readouterr().out
     options = re.findall(r"^  --(\S+)", shown, re.MULTILINE)
-    assert ended.value.code == 0 and options[0] == first and among in options
+    assert ended.value.code == 0 and options[0] == first and included in options
     assert all(f"{option}.".startswith(f"{section}.") for option in options)
     assert " ".join(text.split()) in " ".join(shown.split())
 
 
-def test_help_names_the_sections_and_refuses_others(capsys):
+def test_help_lists_the_sections_and_refuses_unknown_ones(capsys):
     with pytest.raises(SystemExit):
         parse_run_config(["--help"])
     assert "Sections of settings: model, data, optimizer, " in capsys.readouterr().out
@@ -193,11 +193,11 @@ def test_help_names_the_sections_and_refuses_others(capsys):
         (["--config", "tape_155M"], "or the name of a recipe, such as tape_155m"),
     ],
 )
-def test_an_invalid_argument_is_named_in_one_line(parse, capsys, argv, words):
+def test_an_error_about_an_invalid_argument_is_one_line(parse, capsys, argv, words):
     assert words in refusal(capsys, parse, *argv)
 
 
-def test_names_of_other_stacks_lead_to_settings_that_exist_and_are_no_settings_themselves():
+def test_suggestions_for_names_of_other_stacks_are_existing_settings():
     known = {setting.key for setting in settings_of(RunConfig)}
     for name, keys in OTHER_NAMES.items():
         assert set(keys) <= known, name
@@ -245,21 +245,22 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"- 3", " must hold sections such as model: and data:"),
     ],
 )
-def test_a_mistake_in_one_of_two_files_names_file_and_line(tmp_path, capsys, content, words):
-    wrong, right = tmp_path / "wrong.yaml", tmp_path / "right.yaml"
-    wrong.write_bytes(content)
-    right.write_text(yaml.safe_dump(MINIMAL | {"logging": {"sample_prompt": "2024-13-45"}}))
-    error = refusal(capsys, parse_run_config, ["--config", str(right), "--config", str(wrong), "--data.tokenizer", "x"])
-    assert error.startswith(f"error: {wrong}{words}"), error
+def test_an_error_in_one_of_two_recipes_names_file_and_line(tmp_path, capsys, content, words):
+    invalid, valid = tmp_path / "invalid.yaml", tmp_path / "valid.yaml"
+    invalid.write_bytes(content)
+    valid.write_text(yaml.safe_dump(MINIMAL | {"logging": {"sample_prompt": "2024-13-45"}}))
+    arguments = ["--config", str(valid), "--config", str(invalid), "--data.tokenizer", "x"]
+    error = refusal(capsys, parse_run_config, arguments)
+    assert error.startswith(f"error: {invalid}{words}"), error
 
 
-def test_a_mistake_on_the_command_line_does_not_name_a_file(parse, capsys):
+def test_an_error_on_the_command_line_names_no_file(parse, capsys):
     assert refusal(capsys, parse, "--train.steps=wide").startswith("error: train.steps is 'wide'; ")
     refused = refusal(capsys, parse, "--train.profile.ranks=[]", train=MINIMAL["train"] | {"profile": {"ranks": [1]}})
     assert refused.startswith("error: train.profile.ranks is []; ")
 
 
-AS_IT_STANDS = ["runs/tape #2", " The ", '"Hi"', "'x'", "a\nb", "--- a", "[unclosed", "a: b"]
+VERBATIM = ["runs/tape #2", " The ", '"Hi"', "'x'", "a\nb", "--- a", "[unclosed", "a: b"]
 
 
 def test_numbers_are_decimal_and_text_needs_no_quotes_on_the_command_line(parse):
@@ -267,16 +268,16 @@ def test_numbers_are_decimal_and_text_needs_no_quotes_on_the_command_line(parse)
     assert (config.optimizer.lr, config.train.seed, config.train.steps, config.optimizer.eps) == (1e-3, 10, 1000, 0.5)
     config = parse("--logging.sample_prompt", "*a: [", "--data.tokenizer", "null", "--train.hang_timeout", "null")
     assert (config.logging.sample_prompt, config.data.tokenizer, config.train.hang_timeout) == ("*a: [", None, None)
-    for text in ("3", "null", "yes", "2024-01-01", "", "1:30", *AS_IT_STANDS):
+    for text in ("3", "null", "yes", "2024-01-01", "", "1:30", *VERBATIM):
         assert parse("--logging.sample_prompt", text).logging.sample_prompt == text
-        path = f"/d/{text}".replace("\n", "")  # which a path may not have
+        path = f"/d/{text}".replace("\n", "")  # paths contain no line breaks
         assert parse(f"--data.prefix={path}").data.prefix == path
     config = parse(logging={"tensorboard": False, "interval": 5, "sample_prompt": "3"}, optimizer={"lr": 1})
     assert (config.logging.tensorboard, config.logging.interval, config.optimizer.lr) == (False, 5, 1.0)
     assert isinstance(config.optimizer.lr, float) and config.logging.sample_prompt == "3"
 
 
-def test_settings_within_a_section_add_to_those_that_were_given_before(parse):
+def test_settings_of_a_section_are_merged_with_earlier_ones(parse):
     train = MINIMAL["train"] | {"spikes": {"window": 50, "limit": 3}}
     spikes = parse("--train.spikes.action", "skip", train=train).train.spikes
     assert (spikes.action, spikes.window, spikes.limit) == ("skip", 50, 3)
@@ -286,7 +287,7 @@ def test_settings_within_a_section_add_to_those_that_were_given_before(parse):
     assert parse("--train.spikes={}").train.spikes == SpikeSettings()
 
 
-def test_another_encoding_keeps_the_settings_that_it_has(parse):
+def test_a_later_encoding_keeps_the_earlier_settings_that_it_has(parse):
     model = MODEL | {"position": {"rope_theta": 5e5, "token_mixing": "per_head"}}
     position = parse("--model.position_encoding", "rope", model=model).model.position
     assert type(position) is ENCODINGS["rope"].Settings and position.rope_theta == 5e5
@@ -294,18 +295,18 @@ def test_another_encoding_keeps_the_settings_that_it_has(parse):
 
 
 def test_a_setting_of_another_encoding_is_refused(parse, capsys):
-    given = MODEL | {"position_encoding": "nope", "position": {"increments": "signed"}}
-    assert "recipe.yaml:" in (error := refusal(capsys, parse, model=given))
+    model = MODEL | {"position_encoding": "nope", "position": {"increments": "signed"}}
+    assert "recipe.yaml:" in (error := refusal(capsys, parse, model=model))
     assert "model.position.increments does not apply to the selected task or positional encoding" in error
 
 
-def test_another_task_of_a_generator_does_not_keep_the_settings_of_the_first(parse):
+def test_a_later_task_of_a_generator_keeps_no_earlier_settings(parse):
     data = {"generator": {"task": "addition", "digits": 3}}
     changed = ["--data.generator={task: recall, keys: 64}", "--model.vocab_size=999", "--model.seq_length=999"]
     assert parse(*changed, data=data).data.generator == Recall(keys=64)
 
 
-def test_a_recipe_may_come_from_a_pipe(tmp_path):
+def test_a_recipe_can_be_read_from_a_pipe(tmp_path):
     pipe = tmp_path / "recipe.yaml"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=(yaml.safe_dump(MINIMAL),))
@@ -318,7 +319,7 @@ def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
     assert "give --config RECIPE, such as --config tape_demo" in refusal(capsys, parse_run_config, [])
 
 
-def test_a_recipe_is_found_by_its_name_from_any_directory_unless_a_file_has_that_name(tmp_path, monkeypatch, capsys):
+def test_a_recipe_is_found_by_name_unless_a_file_has_this_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tape_demo").mkdir()
     assert parse_run_config(["--config", "tape_demo"]).logging.directory == "runs/tape_demo"
@@ -330,7 +331,7 @@ def test_a_recipe_is_found_by_its_name_from_any_directory_unless_a_file_has_that
     assert "recipe nowhere does not exist; " in error and " tape_demo, " in error and " extend/tiny_tape, " in error
 
 
-def test_missing_keys_are_named(parse, capsys):
+def test_an_error_names_all_missing_settings(parse, capsys):
     sentence = "error: train.steps must be set, as must train.global_batch_size; "
     assert sentence in refusal(capsys, parse, train={"seed": 1})
     assert "data.prefix must be set; " in refusal(capsys, parse, data={})
@@ -344,10 +345,10 @@ def test_missing_keys_are_named(parse, capsys):
         ({"a": 0.3, "b": 2}, (["a", "b"], [0.3, 2.0])),
     ],
 )
-def test_a_blend_may_be_spelled_in_three_ways(parse, prefix, expected):
+def test_datasets_can_be_a_path_a_list_or_a_mapping(parse, prefix, expected):
     assert blend(prefix) == expected
     assert blend(parse(data={"prefix": prefix}).data.prefix) == expected
 
 
-def test_a_path_that_looks_like_a_number_stays_as_it_is(parse):
+def test_a_path_that_looks_like_a_number_is_not_changed(parse):
     assert parse("--data.prefix={1.10: 2, null: 1}").data.prefix == {"1.10": 2.0, "null": 1.0}

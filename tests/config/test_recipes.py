@@ -1,4 +1,4 @@
-"""Recipes: each parses and can run where it says, differs from others as it should, and the paper's are the paper's."""
+"""Recipes: each is valid for its numbers of processes, and those of the papers have the settings of the papers."""
 
 import difflib
 import re
@@ -22,7 +22,7 @@ ENCODINGS = ["yarn", *(encoding.name for encoding in BUILT_IN)]
 SYNTHETIC = [
     f"synthetic/{task}{size}" for task in ("addition", "selective_copy", "grid_navigation") for size in ("", "_small")
 ]
-# Numbers of processes: what each recipe is meant for, then others that must work as well.
+# Numbers of processes: first the one in the recipe's description, then others that must be valid too.
 WORLD_SIZES = {
     "tape_demo": (1, 2),
     "rope_demo": (1, 2),
@@ -40,18 +40,18 @@ def lines_of(name):
     return [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if not line.startswith("#")]
 
 
-def changed(a, b):
+def changed_lines(a, b):
     return [line for line in difflib.ndiff(lines_of(a), lines_of(b)) if line[:2] in ("- ", "+ ")]
 
 
 def test_every_recipe_is_tested():
     found = {path for pattern in ("*", "encodings/*", "synthetic/*") for path in RECIPES.glob(f"{pattern}.yaml")}
     assert {str(path.relative_to(RECIPES).with_suffix("")) for path in found} == WORLD_SIZES.keys()
-    assert {path.stem for path in (RECIPES / "finetune").glob("*")} == BEGINS_WITH.keys()
+    assert {path.stem for path in (RECIPES / "finetune").glob("*")} == BASE_RECIPES.keys()
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)
-def test_a_recipe_parses_and_can_run_where_it_says(name):
+def test_a_recipe_is_valid_for_its_numbers_of_processes(name):
     config = recipe(name)
     for world_size in WORLD_SIZES[name]:
         validate(config, world_size)
@@ -62,20 +62,20 @@ def test_a_recipe_parses_and_can_run_where_it_says(name):
 @pytest.mark.parametrize(
     "tape, rope", [("tape_demo", "rope_demo"), *((f"{name}_tape", f"{name}_rope") for name in SYNTHETIC)]
 )
-def test_tape_and_rope_differ_in_one_line(tape, rope):
-    assert changed(tape, rope) == ["-   position_encoding: tape", "+   position_encoding: rope"]
+def test_recipes_of_tape_and_rope_differ_in_one_line(tape, rope):
+    assert changed_lines(tape, rope) == ["-   position_encoding: tape", "+   position_encoding: rope"]
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_an_encodings_recipe_differs_from_the_demo_in_its_line_alone(name):
+def test_the_recipe_of_an_encoding_differs_from_the_demo_only_in_the_encoding(name):
     expected = ["-   position_encoding: tape", f"+   position_encoding: {'rope' if name == 'yarn' else name}"]
     if name == "yarn":
         expected += ["+   position:", "+     rope_scaling_type: yarn", "+     rope_scaling_factor: 4"]
         expected += ["+     rope_original_seq_length: 64"]
-    assert changed("tape_demo", f"encodings/{name}") == ([] if name == "tape" else expected)
+    assert changed_lines("tape_demo", f"encodings/{name}") == ([] if name == "tape" else expected)
 
 
-def test_the_155m_recipe_is_the_papers():
+def test_the_155m_recipe_has_the_settings_of_the_paper():
     config = recipe("tape_155m")
     model, train = config.model, config.train
     assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (12, 768, 12)
@@ -86,8 +86,8 @@ def test_the_155m_recipe_is_the_papers():
     assert config.deepspeed.zero_stage == 2
 
 
-def test_the_papers_flops_of_the_rope_model_are_counted_where_no_key_is_masked():
-    # The paper's 321.10 GFLOPs are a forward pass over 1,024 tokens; it counts the masked half of the keys, too.
+def test_the_flops_of_the_rope_model_equal_those_of_the_paper_without_masking():
+    # The paper reports 321.10 GFLOPs for a forward pass over 1,024 tokens, including the masked half of the keys.
     model = with_values(recipe("tape_155m").model, position_encoding="rope")
     forward = flops_per_token(model) // 3 * model.seq_length
     masked_half = model.num_layers * 2 * 2 * model.hidden_size * model.seq_length**2 // 2
@@ -95,13 +95,13 @@ def test_the_papers_flops_of_the_rope_model_are_counted_where_no_key_is_masked()
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "evaluate").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_file_of_evaluations_parses(path):
+def test_a_recipe_of_evaluations_is_valid(path):
     _, tasks = evaluate.read_command(["--config", str(path), "--model", "runs/demo/tape"])
     assert tasks
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_the_evaluation_that_a_recipe_of_a_task_names_is_of_what_it_trains(name):
+def test_the_evaluation_in_the_recipe_of_a_synthetic_task_matches_its_training(name):
     config = recipe(f"{name}_tape")
     generator = config.data.generator
     assert generator.vocab_size == config.model.vocab_size and config.data.cache_directory is None
@@ -114,14 +114,14 @@ def test_the_evaluation_that_a_recipe_of_a_task_names_is_of_what_it_trains(name)
     assert trained == (generator if task.name != "addition" else generator.digits)
 
 
-BEGINS_WITH = {"scrolls": "tape_155m", "tiny": "tape_demo"}
-"""The recipe of the model that each recipe of fine-tuning trains further."""
+BASE_RECIPES = {"scrolls": "tape_155m", "tiny": "tape_demo"}
+"""Recipe of the model that each recipe of fine-tuning starts from."""
 
 
-@pytest.mark.parametrize("name", BEGINS_WITH)
-def test_a_recipe_of_fine_tuning_trains_all_of_its_model_on_targets_with_the_papers_numbers(name, tmp_path):
-    base = recipe(BEGINS_WITH[name])
-    model = tmp_path / "model.yaml"  # as if read from what it begins with
+@pytest.mark.parametrize("name", BASE_RECIPES)
+def test_a_recipe_of_fine_tuning_trains_all_parameters_on_the_targets(name, tmp_path):
+    base = recipe(BASE_RECIPES[name])
+    model = tmp_path / "model.yaml"  # the settings that a run would read from the model that it starts from
     model.write_text(yaml.safe_dump({"model": config_dict(base)["model"]}))
     files = ["--config", str(model), "--config", str(RECIPES / "finetune" / f"{name}.yaml")]
     config = parse_run_config(files)
@@ -137,5 +137,5 @@ def test_a_recipe_of_fine_tuning_trains_all_of_its_model_on_targets_with_the_pap
     train, examples = config.train, config.data.examples
     assert (train.steps, train.global_batch_size, config.optimizer.lr) == (1000, 64, 1e-5)
     assert config.schedule.warmup_steps == 0.1 * train.steps
-    # The released code's.
+    # Values of TAPE's released code.
     assert (config.model.seq_length, examples.target_tokens, examples.template) == (8192, 200, "{input}")

@@ -1,4 +1,4 @@
-"""Stale launcher variables in the environment are refused before a process group is created."""
+"""Programs refuse stale environment variables of a launcher before they create a process group."""
 
 import re
 
@@ -23,11 +23,11 @@ def launched(monkeypatch):
     return set_variables
 
 
-WHOLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-ALONE = [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}]
+LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+SINGLE = [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}]
 
 
-@pytest.mark.parametrize("variables", [WHOLE, *ALONE])
+@pytest.mark.parametrize("variables", [LAUNCHED, *SINGLE])
 def test_a_launched_process_and_a_single_process_may_start(launched, variables):
     launched(**variables)
     check_launcher_environment()
@@ -37,10 +37,10 @@ def test_a_launched_process_and_a_single_process_may_start(launched, variables):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_missing_launcher_variable_is_named(launched, missing, rank):
     ranks = {"RANK": rank, "LOCAL_RANK": rank}
-    launched(**{name: value for name, value in (WHOLE | ranks).items() if name != missing})
-    with pytest.raises(UserError, match=f"but {missing} is not set; .*unset") as caught:
+    launched(**{name: value for name, value in (LAUNCHED | ranks).items() if name != missing})
+    with pytest.raises(UserError, match=f"but {missing} is not set; .*unset") as error_info:
         check_launcher_environment()
-    assert missing in caught.value.subjects
+    assert missing in error_info.value.subjects
 
 
 INVALID_NUMBERS = ["x", "-1", "²", "01", "9" * 5000]
@@ -52,10 +52,10 @@ INVALID_NUMBERS = ["x", "-1", "²", "01", "9" * 5000]
     + [(name, value) for name in ("RANK", "SLURM_RESTART_COUNT", "LOCAL_WORLD_SIZE") for value in INVALID_NUMBERS],
 )
 def test_an_invalid_launcher_variable_is_named_with_its_value(launched, name, value):
-    launched(**WHOLE | {name: value})
-    with pytest.raises(UserError, match=re.escape(value[:40])) as caught:
+    launched(**LAUNCHED | {name: value})
+    with pytest.raises(UserError, match=re.escape(value[:40])) as error_info:
         check_launcher_environment()
-    assert caught.value.subject == name and len(str(caught.value)) < 300
+    assert error_info.value.subject == name and len(str(error_info.value)) < 300
 
 
 RECIPE = "pretrain/recipes/tape_demo.yaml"
@@ -70,8 +70,9 @@ STARTS = {
 @pytest.mark.parametrize("program", STARTS)
 def test_programs_refuse_a_world_size_left_by_an_earlier_launcher(launched, program, capfd):
     launched(WORLD_SIZE="4")
-    status, said = started(program, capfd)
-    assert status == 2 and said.startswith("error: WORLD_SIZE is 4, but RANK is not set; ") and said.count("\n") == 1
+    status, output = status_and_output(program, capfd)
+    assert status == 2 and output.count("\n") == 1
+    assert output.startswith("error: WORLD_SIZE is 4, but RANK is not set; ")
 
 
 @pytest.mark.parametrize("rank", ["1", "x"])
@@ -79,8 +80,9 @@ def test_programs_refuse_a_world_size_left_by_an_earlier_launcher(launched, prog
 def test_programs_refuse_a_rank_left_by_an_earlier_launcher(launched, monkeypatch, program, rank, capfd):
     monkeypatch.setattr(command_line, "REPORT_TIMEOUT", 0.0)
     launched(RANK=rank)
-    status, said = started(program, capfd)
-    assert status == 2 and "RANK is " in said and "unset the launcher's variables" in said and said.count("\n") == 1
+    status, output = status_and_output(program, capfd)
+    assert status == 2 and output.count("\n") == 1
+    assert "RANK is " in output and "unset the launcher's variables" in output
 
 
 @pytest.mark.parametrize("number", ["abc", "", "7"])
@@ -90,12 +92,12 @@ def test_an_invalid_attempt_number_is_refused(launched, tmp_path, program, numbe
     module = {"train": train, "preflight": preflight}[program]
     with pytest.raises(SystemExit) as stop:
         module.main(["--config", RECIPE, f"--logging.directory={tmp_path}"])
-    said = capfd.readouterr().err
-    assert stop.value.code == 2 and said.startswith("error: TAPE_ATTEMPT is ") and said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert stop.value.code == 2 and output.startswith("error: TAPE_ATTEMPT is ") and output.count("\n") == 1
 
 
-def started(program, capfd):
-    """Start a program; return its exit status and its output on stderr."""
+def status_and_output(program, capfd):
+    """Start a program, and return its exit status and its output on stderr."""
     try:
         return STARTS[program](), capfd.readouterr().err
     except SystemExit as stop:
@@ -106,6 +108,6 @@ def started(program, capfd):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_program_that_starts_processes_refuses_a_launcher(launched, rank, capfd):
-    launched(**WHOLE | {"RANK": rank})
-    status, said = started("compare", capfd)
-    assert status == 2 and "run it without torchrun or srun, and unset RANK and MASTER_ADDR" in said
+    launched(**LAUNCHED | {"RANK": rank})
+    status, output = status_and_output("compare", capfd)
+    assert status == 2 and "run it without torchrun or srun, and unset RANK and MASTER_ADDR" in output

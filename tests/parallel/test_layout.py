@@ -35,7 +35,7 @@ def without_process_groups():
     abort_process_groups()
 
 
-def test_all_process_groups_time_out_later_than_the_watch():
+def test_all_process_groups_time_out_later_than_the_watchdog():
     initialize_distributed(timeout=100.0)
     assert timeouts() == {timedelta(seconds=700)}
     initialize_distributed(timeout=7200.0)
@@ -78,10 +78,11 @@ def test_gloo_uses_the_address_of_the_hostname(monkeypatch):
         raise socket.gaierror
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for own, found in (("127.0.0.9", "127.0.0.9"), ("203.0.113.7", "127.0.0.1")):  # no interface has the second address
-        places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, type, places=places: places)
-        assert launcher.gloo_address() == found
+    # No network interface has the second address.
+    for hostname_address, expected in (("127.0.0.9", "127.0.0.9"), ("203.0.113.7", "127.0.0.1")):
+        addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (hostname_address, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, type, addresses=addresses: addresses)
+        assert launcher.gloo_address() == expected
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     assert launcher.gloo_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
@@ -105,7 +106,7 @@ def test_deterministic_kernels_restores_all_settings():
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Return a function that imitates a node with `gpus` GPUs, `seen` by torch, and a number of processes."""
+    """Return a function that imitates a node with `gpus` GPUs, of which torch finds `seen`."""
 
     def change(gpus, seen, processes=1, cuda="13.0"):
         monkeypatch.setattr(layouts, "NVIDIA_DRIVER", pathlib.Path("/dev/null" if gpus else tmp_path / "none"))

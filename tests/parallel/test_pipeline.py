@@ -1,4 +1,4 @@
-"""Pipeline stages equal one process: losses, gradients, checkpoints, and the other features of a run."""
+"""A run with pipeline stages has the losses, gradients, checkpoints and other features of a run on one process."""
 
 from pathlib import Path
 
@@ -51,10 +51,10 @@ def test_pipeline_stages_have_the_losses_of_one_process(equal, run):
 
 
 def tolerance(run, case):
-    """Return the relative tolerance of a loss.
+    """Return the relative tolerance for the losses of a run.
 
-    With tensor parallelism, sums are rounded differently, which Adam amplifies in the following steps. In bf16, the two
-    gradients of a tied embedding are summed in bf16 without stages, and in fp32 with stages.
+    With tensor parallelism, sums are rounded differently, which Adam amplifies in later steps. In a bf16 run, the two
+    gradients of a tied embedding are summed in bf16 without stages, but in fp32 with stages.
     """
     if "bf16" in case:
         return 2e-3 if "tied" in case else 1e-4
@@ -64,20 +64,20 @@ def tolerance(run, case):
 @pytest.mark.parametrize("run", [run for run in RUNS if run.partition("-")[0] in COMPARED])
 def test_pipeline_stages_have_the_gradients_of_one_process(equal, run):
     case, _, layout = run.partition("-")
-    alone = layout in ("pp2", "pp2_v2", "pp4")
-    # Where sums keep their order, also the second step, in which TAPE's matrices are no longer zero.
-    for step in (1, 2) if alone and case != "tied" else (1,):
+    same_sums = layout in ("pp2", "pp2_v2", "pp4")
+    # If sums have the same order, also compare the second step, in which TAPE's matrices are no longer zero.
+    for step in (1, 2) if same_sums and case != "tied" else (1,):
         gradients, expected = (equal["gradients"][name][step] for name in (run, f"{case}-alone"))
         assert gradients.keys() == expected.keys() and len(gradients) > 25
-        # TAPE's first gradients, about 1e-5, differ by more if sums change their order.
-        bound = 1e-6 if alone else 1e-5
+        # The first gradients of TAPE are only about 1e-5, so they differ by more if sums have another order.
+        bound = 1e-6 if same_sums else 1e-5
         for key, value in expected.items():
             assert torch.allclose(gradients[key], value, rtol=0, atol=bound * value.abs().max()), (step, key)
 
 
 @pytest.mark.parametrize("run", ["evaluated", "frozen", "not_finite", "extended"])
 def test_other_features_of_a_run_are_the_same_with_stages(more, run):
-    """The features: evaluation, samples, a stage without trainable parameters, a non-finite loss, LoRA."""
+    """Compares evaluation, sampled text, a stage without trainable parameters, a non-finite loss, and LoRA."""
     expected, rows = (group["rows"][run] for group in more)
     for row, other in zip(rows, expected, strict=True):
         keys, others = (
@@ -85,7 +85,7 @@ def test_other_features_of_a_run_are_the_same_with_stages(more, run):
         )
         assert keys == others
         for key in keys:
-            assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-4)), key  # NaN is null
+            assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-4)), key  # None if not finite
     assert more[0]["updates"] == more[1]["updates"] == STEPS - 1
 
 

@@ -1,5 +1,5 @@
-"""Two tensor- or context-parallel processes equal one: weights, logits, losses, all gradients, communication, training
-with every encoding, and checkpoints."""
+"""Two tensor- or context-parallel processes have the weights, logits, losses, gradients and checkpoints of one process,
+and the estimated communication."""
 
 import pytest
 import tensor_parallel_cases
@@ -52,7 +52,7 @@ def test_shifting_positions_changes_no_logit(results):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tape_adds_at_most_two_small_all_to_alls_per_layer(results, direction):
-    """TAPE may add 2 * S*B*C/tp elements per layer and direction to RoPE's collectives."""
+    """Per layer and direction, TAPE may send at most 2 * S*B*C / 2 elements more than RoPE on two processes."""
     shape = results["shape"]
     for layout in ("tp2_cp1", "tp1_cp2"):
         tape, rope = (sum(results["numbers"][f"{name}_{layout}"][direction].values()) for name in ("tape", "rope"))
@@ -72,8 +72,8 @@ def test_an_encoding_sends_the_estimated_bytes(results, encoding):
         of_layers = [(found.sent_forward, found.sent_backward) for found in costs]
         for direction, counted in zip(("forward", "backward"), zip(*of_layers)):
             numbers = (results["numbers"][f"{name}_{layout}"][direction] for name in (encoding, "rope"))
-            own, without = (sum(found.values()) for found in numbers)
-            assert 4 * (own - without) == sum(counted) > 0
+            sent, by_rope = (sum(collectives.values()) for collectives in numbers)
+            assert 4 * (sent - by_rope) == sum(counted) > 0
 
 
 @pytest.mark.parametrize("encoding", tensor_parallel_cases.COUNTED)
@@ -95,7 +95,7 @@ def test_under_zero_3_each_rank_initializes_its_partition_of_the_same_weights(re
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 @pytest.mark.parametrize("layout", ["tensor", "sharded"])
 def test_an_encoding_has_the_same_losses_under_every_layout(group, name, layout):
-    """Under ZeRO 3, parameters that attention reads must be gathered."""
+    """The layout "sharded" uses ZeRO 3, under which parameters that attention reads must be gathered."""
     steps = group["encodings"]["steps"][name]
     assert steps[layout] == pytest.approx(steps["alone"], rel=5e-5)
 
@@ -110,15 +110,16 @@ def test_an_encoding_resumes_under_tensor_parallelism(group, name):
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 def test_parameters_and_activations_of_an_encoding_per_process_equal_the_estimate(group, name):
     model = small_model(**settings_of(name))
-    held, saved = group["encodings"]["costs"][name]
-    assert held == parameter_count(model, tensor_size=2)
-    assert on_cpu(model, 2, "fp32", parallel__tensor_model_parallel_size=2) == pytest.approx(saved, rel=0.02)
+    parameters, activation_bytes = group["encodings"]["costs"][name]
+    assert parameters == parameter_count(model, tensor_size=2)
+    estimate = on_cpu(model, 2, "fp32", parallel__tensor_model_parallel_size=2)
+    assert estimate == pytest.approx(activation_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_save_sends_each_rank_only_the_tensors_that_it_writes(group, stage):
     state = group["saves"]["states"][stage]
-    # About half of a rank's half belongs to the other rank.
+    # Each rank holds half of the tensors' elements, and the other rank writes about half of these.
     assert state["right"] and 0.1 < state["share"] < 0.4
 
 

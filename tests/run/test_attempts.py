@@ -1,4 +1,4 @@
-"""Ownership of a run, and the decisions that follow from the records of its attempts."""
+"""Ownership of a run by its newest attempt, and the verdict that follows from the records of its attempts."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def verdict(run):
     return decide(run, run / "checkpoints", read_attempts(run)[-1].number)
 
 
-def test_attempts_count_up_and_the_newest_owns_the_run(run):
+def test_the_newest_attempt_owns_the_run(run):
     first = claim(run)
     assert first.number == 1 and first.is_owner()
     second = claim(run)
@@ -46,7 +46,7 @@ def test_attempts_count_up_and_the_newest_owns_the_run(run):
         first.check_owner()
 
 
-def test_a_stale_attempt_cannot_stage_or_publish_a_checkpoint_or_damage_an_existing_one(run):
+def test_a_stale_attempt_cannot_change_checkpoints(run):
     first = claim(run)
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
@@ -61,7 +61,7 @@ def test_a_stale_attempt_cannot_stage_or_publish_a_checkpoint_or_damage_an_exist
 
 
 @pytest.mark.parametrize("moment", ["before the rename", "after the rename", "before the staged rename"])
-def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_absent(run, monkeypatch, moment):
+def test_a_checkpoint_published_during_a_takeover_is_complete_or_absent(run, monkeypatch, moment):
     first = claim(run)
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
@@ -84,7 +84,7 @@ def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_absent(r
         rename(source, target)
         if count[0] == 1 and moment == "after the rename":
             publish(staging)
-        if count[0] == 1 and moment == "before the staged rename":  # through a handle that a network file system kept
+        if count[0] == 1 and moment == "before the staged rename":  # with a path that a network file system has cached
             publish(target / staging.name)
 
     monkeypatch.setattr(os, "rename", renamed)
@@ -95,7 +95,7 @@ def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_absent(r
     assert not list((run / "checkpoints").glob(".revoked*"))
 
 
-def test_taking_a_run_over_touches_nothing_that_a_link_leads_to(run, tmp_path):
+def test_a_takeover_does_not_follow_symbolic_links(run, tmp_path):
     other = save(claim(tmp_path / "other"), 7).parent
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / ".attempt-000001").symlink_to(other)
@@ -103,7 +103,7 @@ def test_taking_a_run_over_touches_nothing_that_a_link_leads_to(run, tmp_path):
     assert (other / "step-00000007").is_dir() and os.listdir(run / "checkpoints") == [".attempt-000002"]
 
 
-def test_only_names_that_an_attempt_can_have_are_numbers(run):
+def test_directories_with_other_names_are_not_attempts(run):
     names = ("٠٠٠٠٠٧", "7", "0000008", "00000a")
     for name in names:
         (run / "attempts" / name).mkdir(parents=True)
@@ -112,14 +112,14 @@ def test_only_names_that_an_attempt_can_have_are_numbers(run):
     assert claim(run).number == 4 and [record.number for record in read_attempts(run)] == [4]
 
 
-def test_a_run_without_its_records_is_stopped_while_it_can_save(run, monkeypatch):
+def test_a_run_stops_if_the_directory_of_its_records_vanishes(run, monkeypatch):
     attempt = Attempt.claim(run, run.parent / "elsewhere", {})
     monkeypatch.setattr(watching, "POLL_SECONDS", 0.01)
-    looked = threading.Event()
-    monkeypatch.setattr(watching, "stop_reason", lambda folder: looked.set() or stop_reason(folder))
+    polled = threading.Event()
+    monkeypatch.setattr(watching, "stop_reason", lambda folder: polled.set() or stop_reason(folder))
     with contextlib.closing(watching.Watch(None)) as watch:
         watch.attach(attempt, 0)
-        assert looked.wait(10) and watch.stop is None
+        assert polled.wait(10) and watch.stop is None
         run.rename(run.with_name("moved"))
         wait_for(lambda: watch.stop == f"the loss of {attempt.directory}")
 
@@ -139,21 +139,21 @@ def wait_for(condition):
         ([(0, "refused", "why")], "stop", "why"),
         ([(0, "failed", "why")], "again", "why"),
         ([(0, "unready", "why")], "again", "why"),
-        # Not its echo on other ranks.
+        # The cause comes before the errors of ranks that lost a peer.
         ([(1, "failed", "the cause"), (0, "failed", "connection closed by peer")], "again", "rank 1: the cause"),
         ([(1, "failed", "connection closed by peer"), (0, "refused", "bad steps")], "stop", "bad steps"),
-        # The first record of a rank stays.
+        # Only the first record of a rank is kept.
         ([(0, "hung", "first"), (0, "failed", "second")], "again", "rank 0: first"),
     ],
 )
-def test_verdicts_follow_what_the_ranks_recorded(run, ends, word, reason):
+def test_the_verdict_follows_from_the_records_of_the_ranks(run, ends, word, reason):
     attempt = claim(run)
     for end in ends:
         attempt.record_end(*end)
     assert verdict(run)[0] == word and reason in verdict(run)[1]
 
 
-def test_an_attempt_that_vanished_is_tried_again_and_one_that_was_asked_to_stop_did_not_crash(run):
+def test_a_killed_attempt_is_repeated_and_a_stopped_attempt_did_not_crash(run):
     claim(run)
     assert verdict(run)[0] == "again" and "killed or its node was lost" in verdict(run)[1]
     attempt = claim(run)
@@ -163,7 +163,7 @@ def test_an_attempt_that_vanished_is_tried_again_and_one_that_was_asked_to_stop_
 
 
 NCCL_ERROR = "DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
-ECHOES = {
+LOST_PEER_ERRORS = {
     "gloo": "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
     "[127.0.0.1]:50305. This is typically caused by a remote process that ended",
     "nccl remote": NCCL_ERROR + "remote process exited or there was a network error, NCCL version 2.14.3\n"
@@ -175,20 +175,21 @@ ECHOES = {
 }
 
 
-@pytest.mark.parametrize("echo", ECHOES.values(), ids=ECHOES)
-def test_every_backends_echo_comes_after_the_cause_and_alone_means_a_lost_rank(run, echo):
+@pytest.mark.parametrize("error", LOST_PEER_ERRORS.values(), ids=LOST_PEER_ERRORS)
+def test_an_error_about_a_lost_peer_is_not_the_cause_of_a_failure(run, error):
     attempt = claim(run)
-    attempt.record_end(0, "failed", echo)
+    attempt.record_end(0, "failed", error)
     assert read_attempts(run)[0].lost_peer
     attempt.record_end(1, "failed", "OutOfMemoryError: the cause")
     assert read_attempts(run)[0].message == "OutOfMemoryError: the cause"
 
 
-def test_an_error_of_nccl_that_may_be_the_ranks_own_is_not_an_echo(run):
-    own = (
+def test_a_system_error_of_nccl_is_not_taken_for_a_lost_peer(run):
+    error = (
         NCCL_ERROR + "unhandled system error, NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) "
+        "or external library call failed.\nLast error:\nError: network not found."
     )
-    claim(run).record_end(0, "failed", own + "or external library call failed.\nLast error:\nError: network not found.")
+    claim(run).record_end(0, "failed", error)
     assert not read_attempts(run)[0].lost_peer
 
 
@@ -200,7 +201,7 @@ def crash(run, job="7", step=None):
     return attempt
 
 
-def test_three_crashes_without_a_new_checkpoint_are_a_loop(run):
+def test_a_job_stops_after_three_crashes_without_a_new_checkpoint(run):
     for expected in ("again", "again", "stop"):
         crash(run)
         word, reason = verdict(run)
@@ -210,13 +211,13 @@ def test_three_crashes_without_a_new_checkpoint_are_a_loop(run):
 
 
 @pytest.mark.parametrize("when", [0, 1, 2])
-def test_a_new_checkpoint_in_any_of_the_three_is_progress(run, when):
+def test_a_job_continues_after_three_crashes_with_a_new_checkpoint(run, when):
     for index in range(3):
         crash(run, step=10 if index == when else None)
     assert verdict(run)[0] == "again"
 
 
-def test_interruptions_and_other_jobs_break_the_count(run):
+def test_crashes_before_an_interruption_or_of_another_job_are_not_counted(run):
     crash(run)
     crash(run)
     claim(run).record_end(0, "interrupted", "USR1")
@@ -229,14 +230,14 @@ def test_interruptions_and_other_jobs_break_the_count(run):
     assert crash_loop(attempts, 0, "7") is None
 
 
-def test_a_job_that_is_always_interrupted_before_its_first_step_stops_in_the_end(run):
+def test_a_job_stops_after_ten_interruptions_before_its_first_step(run):
     for count in range(1, 11):
         claim(run).request_stop("USR1")
         assert verdict(run)[0] == ("again" if count < 10 else "stop")
     assert "the last: USR1 came before the first step" in verdict(run)[1]
 
 
-def test_a_rank_that_fails_after_a_warning_did_not_crash_and_a_stale_attempt_without_a_newer_one_did(run):
+def test_a_failure_after_a_warning_is_no_crash_but_a_stale_attempt_without_a_newer_one_is(run):
     attempt = claim(run)
     attempt.request_stop("TERM")
     attempt.record_end(1, "failed", "connection closed by peer")
@@ -245,7 +246,7 @@ def test_a_rank_that_fails_after_a_warning_did_not_crash_and_a_stale_attempt_wit
     assert verdict(run)[0] == "again" and read_attempts(run)[-1].crashed
 
 
-def test_bad_nodes_are_left_out_unless_none_would_remain_and_endless_bad_nodes_are_a_crash_loop(run):
+def test_bad_nodes_are_excluded_unless_no_node_would_remain(run):
     for bad, excluded in ((["b"], ["b"]), (["x", "c"], ["c"]), (["a", "b", "c"], []), ([], [])):
         attempt = Attempt.claim(run, run / "checkpoints", {"job": str(bad), "nodes": ["a", "b", "c"]})
         attempt.record_end(0, "unready", "preflight: b: no answer", bad_nodes=bad)
@@ -261,7 +262,7 @@ def test_bad_nodes_are_left_out_unless_none_would_remain_and_endless_bad_nodes_a
         assert verdict(run)[0] == ("again" if count < 2 else "stop")
 
 
-def test_which_data_is_skipped_is_recorded_by_the_newest_attempt_alone_and_a_damaged_record_is_refused(run):
+def test_only_the_newest_attempt_records_skipped_data(run):
     first, newest = claim(run), claim(run)
     assert read_skipped_data(run / "checkpoints") is None
     with pytest.raises(FileNotFoundError):
@@ -282,7 +283,7 @@ def test_which_data_is_skipped_is_recorded_by_the_newest_attempt_alone_and_a_dam
         ("attempt.json", ['{"checkpoint_step": "5"}']),
     ],
 )
-def test_records_that_cannot_be_used_are_ignored_with_a_warning(run, caplog, name, contents):
+def test_invalid_records_are_ignored_with_a_warning(run, caplog, name, contents):
     path = claim(run).directory / name
     for content in contents:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -293,7 +294,7 @@ def test_records_that_cannot_be_used_are_ignored_with_a_warning(run, caplog, nam
         assert f"{path} cannot be used: " in caplog.text
 
 
-def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(run):
+def test_a_run_with_a_checkpoint_of_a_newer_version_is_not_taken_over(run):
     first = claim(run)
     manifest = save(first, 5) / "manifest.json"
     version = checkpoint_files.FORMAT_VERSION
@@ -307,18 +308,18 @@ def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(r
     assert word == "stop" and "newer version" in reason
 
 
-def test_a_signal_that_comes_while_the_file_system_answers_is_not_lost(run, monkeypatch):
-    asked, signaled = threading.Event(), threading.Event()
+def test_a_signal_during_a_slow_file_operation_is_not_lost(run, monkeypatch):
+    polled, signaled = threading.Event(), threading.Event()
 
     def slow(directory):
-        asked.set()
+        polled.set()
         signaled.wait(10)
 
     monkeypatch.setattr(watching, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(watching, "stop_reason", slow)
     with contextlib.closing(watching.Watch(None)) as watch:
         watch.attach(claim(run), 0)
-        assert asked.wait(10)
+        assert polled.wait(10)
         signal.raise_signal(signal.SIGTERM)
         signaled.set()
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What became of a run's time, by the records that attempts leave."""
+"""Goodput: the uses of a run's time, computed from the records of its attempts."""
 
 import time
 
@@ -24,7 +24,7 @@ from megatron_tape.run.watch import Watch
 
 
 def record(run, number, started, ended=None, outcome="failed", **beat):
-    """An attempt with its start and, if they are given, its end and its last heartbeat."""
+    """Write the records of an attempt: its start, and its end and heartbeat if they are given."""
     attempt = Attempt.open(run, run / "checkpoints", number)
     attempt.directory.mkdir(parents=True)
     write_record(attempt.directory / "attempt.json", {"started": started, "nodes": []})
@@ -42,7 +42,7 @@ def totals(run, until=None):
     return {kind: seconds for kind, seconds in found.items() if seconds}
 
 
-def test_an_uninterrupted_run_is_divided_by_its_stages(tmp_path):
+def test_the_time_of_an_uninterrupted_run_is_divided_by_stage(tmp_path):
     stages = {"training": 70.0, "saving": 6.0, "waiting to save": 1.0, "evaluating": 9.0, "sampling text": 1.0}
     record(tmp_path, 1, 1000, 1100, "finished", since=1098, began=1011, from_step=0, step=50, stages=stages)
     found = totals(tmp_path)
@@ -50,24 +50,24 @@ def test_an_uninterrupted_run_is_divided_by_its_stages(tmp_path):
     assert sum(found.values()) == 100 and shares(found)[KEPT] == 0.72
 
 
-def test_steps_after_the_one_from_which_a_later_attempt_went_on_are_repeated_ones(tmp_path):
+def test_steps_that_a_later_attempt_runs_again_count_as_repeated(tmp_path):
     record(tmp_path, 1, 0, 110, since=110, began=10, from_step=0, step=10, stages={"training": 100.0})
     record(tmp_path, 2, 120, 180, since=180, began=130, from_step=8, step=13, stages={"training": 50.0})
-    # Its checkpoints were damaged, so that the third attempt goes on from one of the first.
+    # The third attempt continues from a checkpoint of the first one, since those of the second are damaged.
     record(tmp_path, 3, 180, 250, since=250, began=190, from_step=6, step=12, stages={"training": 60.0})
     assert totals(tmp_path) == {KEPT: 60.0 + 60, REPEATED: 40.0 + 50, START: 10.0 + 10 + 10, BETWEEN: 10.0}
     assert totals(tmp_path, until=300)[BETWEEN] == 10 + 50
 
 
 @pytest.mark.parametrize("outcome, limit", [("hung", 1000.0), ("failed", 29.0)])
-def test_the_silence_before_a_hang_ends_is_a_stall(tmp_path, outcome, limit):
+def test_the_time_without_progress_before_a_hang_is_a_stall(tmp_path, outcome, limit):
     stages = {"training": 40.0}
     beat = {"since": 50, "time": 80, "began": 10, "from_step": 0, "step": 4, "stages": stages, "hang_timeout": limit}
     record(tmp_path, 1, 0, 80, outcome, **beat)
     assert totals(tmp_path) == {KEPT: 40.0, START: 10.0, STALLS: 30.0}
 
 
-def test_a_killed_attempt_ended_with_its_last_heartbeat_or_when_the_next_one_began(tmp_path):
+def test_a_killed_attempt_ended_at_its_last_heartbeat_or_the_next_start(tmp_path):
     beat = {"since": 20, "began": 10, "from_step": 0, "step": 4, "stages": {"training": 10.0}}
     record(tmp_path, 1, 0, time=25, **beat)
     record(tmp_path, 2, 40, time=90, **beat | {"since": 60, "began": 50, "from_step": 4, "step": 8})
@@ -75,7 +75,7 @@ def test_a_killed_attempt_ended_with_its_last_heartbeat_or_when_the_next_one_beg
     assert totals(tmp_path) == {KEPT: 10.0 + 5 + 10 + 20, START: 20.0, BETWEEN: 15.0}
 
 
-def test_a_watch_counts_each_stage_from_the_beginning_of_training(tmp_path, monkeypatch):
+def test_the_watchdog_measures_each_stage_since_training_began(tmp_path, monkeypatch):
     moment = [100.0]
     monkeypatch.setattr(watching.time, "monotonic", lambda: moment[0])
     monkeypatch.setattr(watching.threading.Thread, "start", lambda thread: None)

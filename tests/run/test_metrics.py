@@ -26,7 +26,7 @@ SCALARS = {
 
 @pytest.fixture(autouse=True)
 def files_in_order(monkeypatch):
-    """Count a test's event files from 0: those of one second are read in the order of their names, 10 before 9."""
+    """Number the event files from 0 in each test. Those of the same second are read in the order of their names."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
@@ -36,10 +36,10 @@ def rows(directory):
 
     content = (directory / "metrics.jsonl").read_text()
     assert content == "" or content.endswith("\n")
-    found = [json.loads(line, parse_constant=refuse) for line in content.splitlines()]
-    for row in found:
+    parsed = [json.loads(line, parse_constant=refuse) for line in content.splitlines()]
+    for row in parsed:
         del row["time"], row["seconds_left"]
-    return found
+    return parsed
 
 
 def steps(directory):
@@ -65,7 +65,7 @@ def write(directory, steps, tensorboard=False, **settings):
     writer.close()
 
 
-def test_a_row_holds_the_step_every_scalar_and_the_time_of_day_as_soon_as_it_is_logged(tmp_path):
+def test_a_row_is_written_at_once_with_step_scalars_and_time(tmp_path):
     before, writer = time.time(), plain(tmp_path)
     writer.log(10, SCALARS)
     assert rows(tmp_path) == [{"step": 10, **SCALARS}]
@@ -84,7 +84,7 @@ def test_numbers_that_are_not_finite_are_written_as_null(tmp_path):
     assert [row["validation/loss"] for row in rows(tmp_path)] == [2.0, 1e4, None, None, None]
 
 
-def test_a_resumed_run_leaves_one_line_without_gaps_or_repeats_and_a_fresh_one_starts_an_empty_file(tmp_path):
+def test_a_resumed_run_repeats_no_row_and_a_new_run_starts_an_empty_file(tmp_path):
     write(tmp_path, [10, 20, 30, 40])
     write(tmp_path, [30, 40, 50], resume_step=20)
     assert steps(tmp_path) == [10, 20, 30, 40, 50]
@@ -92,7 +92,7 @@ def test_a_resumed_run_leaves_one_line_without_gaps_or_repeats_and_a_fresh_one_s
     assert steps(tmp_path) == [5]
 
 
-def test_a_file_torn_at_any_byte_resumes(tmp_path, monkeypatch):
+def test_a_run_resumes_from_a_file_that_ends_at_any_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1.7e9)
     write(tmp_path, [10, 20, 30], clock=lambda: 1.0)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
@@ -103,7 +103,7 @@ def test_a_file_torn_at_any_byte_resumes(tmp_path, monkeypatch):
         assert (tmp_path / "metrics.jsonl").read_bytes() == whole
 
 
-def test_the_console_line_names_everything_once(tmp_path, capsys):
+def test_the_console_line_shows_each_metric_once(tmp_path, capsys):
     times = iter([0.0, 30.0])
     writer = plain(tmp_path, clock=lambda: next(times))
     writer.log(10, {**SCALARS, "validation/loss": 2.0, "validation/perplexity": 7.389, "toy": 1.0})
@@ -114,9 +114,9 @@ def test_the_console_line_names_everything_once(tmp_path, capsys):
     )
 
 
-def test_the_time_left_counts_sequences_as_a_ramp_makes_later_steps_larger(tmp_path, capsys):
+def test_the_remaining_time_is_estimated_from_sequences_during_a_batch_ramp(tmp_path, capsys):
     train = TrainConfig(steps=20, global_batch_size=32, batch_ramp=BatchRampSettings(from_=16, over_samples=160))
-    seconds = itertools.accumulate([0, *train.batch_sizes(0, 20)])  # a second for each sequence
+    seconds = itertools.accumulate([0, *train.batch_sizes(0, 20)])  # each sequence takes a second
     writer = MetricsWriter(tmp_path, 20, tensorboard=False, clock=lambda: next(seconds), work=train.samples_after)
     for step in range(1, 11):
         writer.log(step, SCALARS)
@@ -145,11 +145,11 @@ def test_a_metric_has_the_same_name_in_a_row_in_tensorboard_and_in_wandb(tmp_pat
     assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(values)
     assert all(curve(tmp_path, name) == [(1, pytest.approx(value))] for name, value in values.items())
     assert rows(tmp_path) == [{"step": 1, **values}] == [wandb.logged]
-    (found,) = events(tmp_path).Tensors("configuration/text_summary")
-    assert found.tensor_proto.string_val[0] == b"    model:\n      num_layers: 2"
+    (event,) = events(tmp_path).Tensors("configuration/text_summary")
+    assert event.tensor_proto.string_val[0] == b"    model:\n      num_layers: 2"
 
 
-def test_an_attempt_that_is_still_alive_elsewhere_is_shut_out(tmp_path):
+def test_an_earlier_attempt_that_is_still_alive_adds_no_rows(tmp_path):
     stale = MetricsWriter(tmp_path, 100)
     for step in (1, 2, 3):
         stale.log(step, {"train/loss": 9.0, "train/stale": 1.0})
@@ -164,7 +164,7 @@ def test_an_attempt_that_is_still_alive_elsewhere_is_shut_out(tmp_path):
     assert curve(tmp_path, "train/stale") == [(1, 1), (2, 1)]
 
 
-def test_many_attempts_leave_each_step_once(tmp_path):
+def test_each_step_has_one_row_after_many_attempts(tmp_path):
     for attempt, resume_step in enumerate((0, 4, 4, 2, 2, 6)):
         writer = MetricsWriter(tmp_path, 100, resume_step=resume_step)
         for step in range(resume_step + 1, resume_step + 6):
@@ -176,7 +176,7 @@ def test_many_attempts_leave_each_step_once(tmp_path):
     assert curve(tmp_path) == expected
 
 
-def test_the_event_file_of_a_killed_attempt_is_read_as_far_as_it_goes(tmp_path):
+def test_the_truncated_event_file_of_a_killed_attempt_is_read(tmp_path):
     write(tmp_path, [1, 2], tensorboard=True)
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-3])
@@ -184,7 +184,7 @@ def test_the_event_file_of_a_killed_attempt_is_read_as_far_as_it_goes(tmp_path):
     assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
 
 
-def test_tensorboard_goes_on_at_the_first_sync_after_there_is_room_again(tmp_path, monkeypatch, caplog):
+def test_tensorboard_continues_at_the_first_sync_after_a_full_disk(tmp_path, monkeypatch, caplog):
     writer = MetricsWriter(tmp_path, 100)
     with monkeypatch.context() as full_disk:
         full_disk.setattr(RecordWriter, "write", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
@@ -202,7 +202,7 @@ def test_tensorboard_goes_on_at_the_first_sync_after_there_is_room_again(tmp_pat
 
 
 class Disk:
-    """Makes os.write fail like a full disk: it writes what still fits, and only the next call raises."""
+    """Makes os.write fail as on a full disk: it writes what fits into `room` bytes, and only the next call raises."""
 
     def __init__(self, monkeypatch):
         self.room = math.inf
@@ -217,7 +217,7 @@ class Disk:
         return count
 
 
-def test_a_disk_that_fills_at_any_byte_loses_and_tears_no_row(tmp_path, monkeypatch):
+def test_a_full_disk_loses_and_truncates_no_row(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     for room in range(0, 600, 7):
         disk.room = math.inf
@@ -232,7 +232,7 @@ def test_a_disk_that_fills_at_any_byte_loses_and_tears_no_row(tmp_path, monkeypa
         assert rows(tmp_path) == [{"step": step, **SCALARS} for step in range(1, 6)]
 
 
-def test_a_full_disk_is_reported_once_until_it_ends_and_so_is_the_end(tmp_path, monkeypatch, caplog):
+def test_each_time_the_disk_is_full_is_reported_once(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     disk = Disk(monkeypatch)
     writer = plain(tmp_path)
@@ -246,7 +246,7 @@ def test_a_full_disk_is_reported_once_until_it_ends_and_so_is_the_end(tmp_path, 
     assert len(caplog.records) == 2
 
 
-def test_rows_that_cannot_be_used_are_left_out(tmp_path):
+def test_invalid_rows_are_dropped(tmp_path):
     write(tmp_path, [1, 2])
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"[" * 100_000 + b"\n" + path.read_bytes() + b'{"step": 3')

@@ -1,4 +1,4 @@
-"""What the preflight compares between nodes; tests/slurm/test_preflight.py runs it in real jobs."""
+"""The problems that the preflight finds in the facts of nodes. tests/slurm/test_preflight.py runs it in jobs."""
 
 import shutil
 
@@ -16,14 +16,14 @@ def node(**versions):
     }
 
 
-def test_the_odd_node_is_named_with_both_versions():
+def test_a_node_with_another_version_is_named_with_both_versions():
     assert nodes.differences({"a": node(), "b": node()}) == []
     (problem,) = nodes.differences({"a": node(), "b": node(torch="2.12.0"), "c": node()})
     assert problem.sentence.startswith("b: torch is 2.12.0, but 2.13.0 on a")
     assert problem.nodes == ("b",) and not problem.mistake
 
 
-def test_without_a_majority_each_start_leaves_out_another_side(monkeypatch):
+def test_without_a_majority_each_restart_excludes_another_node(monkeypatch):
     found = []
     for start in "0123":
         monkeypatch.setenv("SLURM_RESTART_COUNT", start)
@@ -31,19 +31,19 @@ def test_without_a_majority_each_start_leaves_out_another_side(monkeypatch):
     assert found == [("b",), ("a",)] * 2
 
 
-def test_other_code_other_data_and_unreadable_data_are_named():
-    other, blind = node(code="xyz"), node()
+def test_nodes_with_different_code_or_data_or_unreadable_data_are_named():
+    other, without_file = node(code="xyz"), node()
     other["data"] = {"a.bin": "10 bytes, sha256 2"}
-    blind["data"] = {"a.bin": "not readable (No such file or directory)"}
+    without_file["data"] = {"a.bin": "not readable (No such file or directory)"}
     assert [problem.sentence[:12] for problem in nodes.differences({"a": node(), "b": other, "c": node()})] == [
         "b: code is x",
         "b: a.bin is ",
     ]
-    (problem,) = nodes.differences({"a": node(), "b": blind})
+    (problem,) = nodes.differences({"a": node(), "b": without_file})
     assert problem == nodes.Problem("b: a.bin is not readable (No such file or directory)", ("b",))
 
 
-def test_the_files_of_every_source_of_data_are_compared():
+def test_the_files_of_every_data_source_are_compared():
     def files(**data):
         return nodes.inputs(make(data__tokenizer=None, **data))
 
@@ -61,7 +61,7 @@ def home(tmp_path):
     return home
 
 
-def test_a_directory_that_is_not_shared_or_cannot_be_written_is_named(home):
+def test_a_node_whose_directory_is_not_shared_or_not_writable_is_named(home):
     assert nodes.directory_problems({"a": node()}, home, "t", 1000, 2) == []
     elsewhere, unseen, failing = node(), node(), node()
     elsewhere["directory"]["token"] = "another"
@@ -73,7 +73,7 @@ def test_a_directory_that_is_not_shared_or_cannot_be_written_is_named(home):
     assert "shared" in sentences[0] and "shared" in sentences[1] and "Permission denied" in sentences[2]
 
 
-def test_a_directory_that_no_other_node_sees_is_a_mistake_but_one_that_some_see_is_not(home):
+def test_a_directory_that_no_other_node_shares_is_a_mistake(home):
     def problems(*tokens):
         facts = {name: node() for name, _ in zip("abcd", tokens)}
         for name, token in zip("abcd", tokens):
@@ -85,7 +85,7 @@ def test_a_directory_that_no_other_node_sees_is_a_mistake_but_one_that_some_see_
     assert problems("t", "other") == [(("b",), False)]
 
 
-def test_two_checkpoints_must_fit_or_one_if_the_others_already_exist(home, monkeypatch):
+def test_there_must_be_space_for_two_checkpoints_or_one_if_others_exist(home, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
     (problem,) = nodes.directory_problems({"a": node()}, home, "t", 1000, 1)
     assert "two checkpoints need" in problem.sentence and not problem.mistake and problem.nodes == ()
@@ -99,8 +99,8 @@ def test_missing_and_small_gpus_are_named():
     large = {"name": "H100", "total": 80 * gib}
     small = {"name": "T4", "total": 15 * gib}
     assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
-    missing, weak = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
+    missing, too_small = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
     assert missing == nodes.Problem("a: torch finds 1 of the 2 GPUs that the job has on this node", ("a",))
-    assert weak.sentence.startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0 GiB")
-    assert weak.nodes == ("b",) and not weak.mistake
+    assert too_small.sentence.startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0 GiB")
+    assert too_small.nodes == ("b",) and not too_small.mistake
     assert all(problem.mistake for problem in nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib))

@@ -1,4 +1,4 @@
-"""Weights & Biases as a second place for a run's metrics; a small module stands in for its package."""
+"""Logging to Weights & Biases, whose package is replaced by a small module."""
 
 import json
 import sys
@@ -22,11 +22,11 @@ class Run:
         self.id, self.url, self.file = id, f"https://wandb.example/{project}/{id}", os.path.join(dir, "logged.jsonl")
         self.write({"init": id, **{key: settings[key] for key in ("name", "mode", "resume", "entity")}})
 
-    def write(self, what):
+    def write(self, entry):
         if os.path.exists(os.path.join(os.path.dirname(self.file), "fails")):
             raise ConnectionError("no answer")
         with open(self.file, "a") as file:
-            file.write(json.dumps(what) + "\\n")
+            file.write(json.dumps(entry) + "\\n")
 
     def define_metric(self, name, step_metric):
         self.write({"by": step_metric})
@@ -57,7 +57,7 @@ def logged(folder):
     return [json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines()]
 
 
-def test_a_continued_run_is_the_same_run_there_and_trains_as_without_it(tmp_path, capfd):
+def test_a_continued_run_logs_to_the_same_wandb_run_and_trains_as_without_wandb(tmp_path, capfd):
     def start(name, *overrides):
         given = ["--config", str(RECIPE), option("data.prefix", f"{write_all(tmp_path / name)}/a"), *overrides]
         assert train.main([*given, f"--logging.directory={tmp_path / name}", "--train.eval_interval=null"]) == 0
@@ -67,16 +67,16 @@ def test_a_continued_run_is_the_same_run_there_and_trains_as_without_it(tmp_path
     start("run", *wandb, "--train.steps=3")
     run, alone = start("run", *wandb, "--train.steps=4"), start("alone", "--train.steps=4", "--schedule.kind=constant")
     assert [row["train/loss"] for row in rows(run)] == [row["train/loss"] for row in rows(alone)]
-    begun = {"init": read_wandb(run)["id"], "name": "run", "mode": "online", "resume": "allow", "entity": "us"}
-    found = logged(run)
-    assert [entry for entry in found if "step" not in entry] == [begun, {"by": "step"}, "finished"] * 2
-    losses = [(entry["step"], entry["train/loss"]) for entry in found if "step" in entry]
+    init = {"init": read_wandb(run)["id"], "name": "run", "mode": "online", "resume": "allow", "entity": "us"}
+    entries = logged(run)
+    assert [entry for entry in entries if "step" not in entry] == [init, {"by": "step"}, "finished"] * 2
+    losses = [(entry["step"], entry["train/loss"]) for entry in entries if "step" in entry]
     assert losses == [(row["step"], row["train/loss"]) for row in rows(run)]
     assert status.main([str(run)]) == 0
-    assert f"wandb       https://wandb.example/tape/{begun['init']}\n" in capfd.readouterr().out
+    assert f"wandb       https://wandb.example/tape/{init['init']}\n" in capfd.readouterr().out
 
 
-def test_what_fails_there_is_a_warning_and_metrics_are_still_written(tmp_path, caplog):
+def test_a_failure_of_wandb_is_a_warning_and_metrics_are_still_written(tmp_path, caplog):
     writer = MetricsWriter(tmp_path, 9, tensorboard=False, wandb=WandbRun(SETTINGS, tmp_path, {}))
     writer.log(1, {"train/loss": 1.0})
     (tmp_path / "fails").touch()
