@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def _check_shape(name: str, x: Tensor, *expected: int | str, broadcasts: bool = False) -> None:
+    """Raise ValueError unless `x` has the expected sizes; letters match any, and `broadcasts` allows a batch of 1."""
+    if broadcasts and x.shape[:1] == (1,):
+        expected = (1, *expected[1:])
+    matches = (isinstance(size, str) or size == given for size, given in zip(expected, x.shape))
+    if x.dim() != len(expected) or not all(matches):
+        raise ValueError(f"{name} has the shape {tuple(x.shape)}; expected ({', '.join(map(str, expected))})")
+
+
 def initial_position_state(positions: Tensor, num_query_groups: int, head_dim: int, rope_theta: float = 1e4) -> Tensor:
     """Return the first layer's position state: RoPE's phases exp(i p theta_f) of positions p (B, S) or (S,).
 
@@ -65,6 +74,9 @@ class TapeAttention(nn.Module):
 
         `hidden_states` (B, S, C) must be normalized; `position_state` is (B or 1, S, G, D).
         """
+        _check_shape("hidden_states", hidden_states, "B", "S", self.q_proj.in_features)
+        expected = *hidden_states.shape[:2], self.num_query_groups, self.head_dim
+        _check_shape("position_state", position_state, *expected, broadcasts=True)
         # In `ops`, the sequence axis comes first.
         q, k, v = (
             project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
@@ -111,12 +123,15 @@ class PositionUpdate(nn.Module):
         from `TapeAttention`. `gate_input` (B, S, C) is the output of the layer's MLP or attention, without the residual
         stream.
         """
+        _check_shape("averaged", averaged, "B", "S", self.token_mixing.in_features, "D")
+        B, S, _, D = averaged.shape
+        _check_shape("position_state", position_state, B, S, self.token_mixing.out_features, D, broadcasts=True)
+        _check_shape("gate_input", gate_input, B, S, self.x_proj.in_features)
         gate = self.x_proj(gate_input).flatten(0, 1)
         position_state = position_state.expand(len(averaged), -1, -1, -1)
         z, u = position_state.flatten(0, 1), averaged.flatten(0, 1).to(gate.dtype)
         matrices = [linear.weight.to(gate.dtype) for linear in (self.token_mixing, self.up_proj, self.down_proj)]
-        _, G, D = z.shape
-        fused = z.is_cuda and fits_fused(G, u.shape[1]) and not unsupported("triton", z.device, u.dtype, D)
+        fused = z.is_cuda and fits_fused(z.shape[1], u.shape[1]) and not unsupported("triton", z.device, u.dtype, D)
         update = fused_update if fused else compact_update
         with torch.autocast(z.device.type, enabled=False):
             return update(z, u, gate, *matrices).view_as(position_state)
@@ -222,9 +237,18 @@ class TapeModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> TapeOutput:
         """Run the model on token ids (B, S). `positions` (B, S) or (S,) default to 0, 1, ..."""
-        hidden_states = [self.model["embed_tokens"](input_ids)]
+        _check_shape("input_ids", input_ids, "B", "S")
+        B, S = input_ids.shape
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids has the dtype {input_ids.dtype}; expected torch.int64 or torch.int32")
         if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            positions = torch.arange(S, device=input_ids.device)
+        _check_shape("positions", positions, *([S] if positions.dim() == 1 else [B, S]), broadcasts=positions.dim() > 1)
+        try:
+            hidden_states = [self.model["embed_tokens"](input_ids)]
+        except IndexError:  # only on CPUs
+            expected = f"expected ids of at least 0 and below vocab_size {self.lm_head.out_features}"
+            raise ValueError(f"input_ids are from {input_ids.min()} to {input_ids.max()}; {expected}") from None
         attention = self.model["layers"][0].self_attn
         z = initial_position_state(positions, attention.num_query_groups, attention.head_dim, self.rope_theta)
         position_states = [z.expand(len(input_ids), -1, -1, -1)]

@@ -1,5 +1,6 @@
 """Tests that the plain torch modules compute the same results and gradients as the reference."""
 
+import re
 import subprocess
 import sys
 
@@ -111,6 +112,25 @@ def test_a_layer_equals_the_sequence_of_its_modules():
     _, expected = layer(x, z)
     assert expected.shape == (2, 9, 2, 8)
     torch.testing.assert_close(update(z, averaged, output), expected)
+
+
+def test_inputs_of_another_shape_or_dtype_are_refused_with_what_is_expected():
+    model, x, z = small_model(), torch.randn(2, 9, 32), initial_position_state(torch.arange(9), 2, 8)
+    attention, update, u = TapeAttention(32, 4, 2), PositionUpdate(32, 4, 2), torch.randn(2, 9, 4, 8)
+    for call, words in (
+        (lambda: model(IDS[0]), "input_ids has the shape (37,); expected (B, S)"),
+        (lambda: model(IDS.float()), "input_ids has the dtype torch.float32; expected torch.int64 or torch.int32"),
+        (lambda: model(IDS + 13), "; expected ids of at least 0 and below vocab_size 50"),
+        (lambda: model(IDS, torch.arange(36)), "positions has the shape (36,); expected (37)"),
+        (lambda: model(IDS, torch.zeros(3, 37)), "positions has the shape (3, 37); expected (2, 37)"),
+        (lambda: attention(x[0], z), "hidden_states has the shape (9, 32); expected (B, S, 32)"),
+        (lambda: attention(x, z[:, 1:]), "position_state has the shape (1, 8, 2, 8); expected (1, 9, 2, 8)"),
+        (lambda: update(z, u[:, :, 1:], x), "averaged has the shape (2, 9, 3, 8); expected (B, S, 4, D)"),
+        (lambda: update(z[0], u, x), "position_state has the shape (9, 2, 8); expected (2, 9, 2, 8)"),
+        (lambda: update(z, u, x[:1]), "gate_input has the shape (1, 9, 32); expected (2, 9, 32)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
 
 
 @pytest.mark.parametrize("sizes", [(32, 3, 3), (36, 4, 4), (32, 4, 3)])
