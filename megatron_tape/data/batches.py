@@ -22,8 +22,9 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.index_cache import build_on_rank_0, digest_of
 from megatron_tape.data.indexed_dataset import raise_file_limit
+from megatron_tape.data.long_documents import log_epochs
 from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all
-from megatron_tape.data.samples import SampleSource, sample_source
+from megatron_tape.data.samples import ExampleSamples, SampleSource, sample_source
 from megatron_tape.errors import ConfigError, UserError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -232,7 +233,10 @@ def build_batches(
     evaluates = train.validates
     if config.data.source in SAMPLE_SOURCES:
         validation = sample_source(config, validation=True) if evaluates else None
-        return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples, remaining)
+        training = sample_source(config, validation=False)
+        if isinstance(training, ExampleSamples) and layout.rank == 0:
+            log_epochs(samples.stop / len(training.lines), config.data.examples.path)
+        return Batches(training, validation, config, layout, eod, samples, remaining)
     raise_file_limit()
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
     is_rank_0 = layout.rank == 0

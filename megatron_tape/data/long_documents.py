@@ -3,6 +3,7 @@
 Here, a document is a sequence of the indexed dataset, the unit that Megatron-core shuffles.
 """
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ from megatron_tape.config.data import blend, split_shares
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MANY_EPOCHS = 4
 """Up to four epochs, repeated text is nearly as useful as new text (Muennighoff et al., "Scaling Data-Constrained
@@ -77,6 +80,15 @@ def epochs_by_dataset(parts: list[DatasetPart], tokens: int) -> dict[str, float]
     """Return the epochs over each part of a pool, by prefix, for a run that draws `tokens` tokens from the pool."""
     total = sum(part.weight for part in parts)
     return {part.prefix: tokens * part.weight / total / part.tokens for part in parts}
+
+
+def log_epochs(times: float, data: str) -> None:
+    """Log how many epochs a run trains on `data`; warn above MANY_EPOCHS."""
+    line = f"the run trains {times:,.2f} epochs on {data}"
+    if times > MANY_EPOCHS:
+        logger.warning("warning: %s; lower train.steps or train.global_batch_size, or add data", line)
+    else:
+        logger.info("%s", line)
 
 
 def training_lengths(prefix: str, split: str) -> np.ndarray:

@@ -28,10 +28,11 @@ from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
 from megatron_tape.data.inputs import large_enough
 from megatron_tape.data.long_documents import (
-    MANY_EPOCHS,
+    DatasetPart,
     DocumentPools,
     epochs_by_dataset,
     find_pools,
+    log_epochs,
     training_lengths,
 )
 from megatron_tape.errors import ConfigError
@@ -231,8 +232,7 @@ def mix_with_long_documents(
     if not build and dist.get_rank() == 0:
         for kind, parts, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
             for prefix, epochs in epochs_by_dataset(parts, count * seq_length).items():
-                level, start = (logging.WARNING, "warning: ") if epochs > MANY_EPOCHS else (logging.INFO, "")
-                logger.log(level, "%sthe run trains %.2f epochs on the %s documents of %s", start, epochs, kind, prefix)
+                log_epochs(epochs, f"the {kind} documents of {prefix}")
     return mix
 
 
@@ -264,6 +264,13 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
         samples = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
         split_settings = replace(settings, blend=split_blend)  # type: ignore[call-arg]
         datasets.append(open_split(AllDocuments, split_settings, i, samples, build))
+        if i == 0 and not build and dist.get_rank() == 0:
+            prefixes, weights = split_blend
+            tokens = [int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes]
+            parts = map(DatasetPart, prefixes, weights or tokens, tokens)
+            epochs = epochs_by_dataset(list(parts), size * config.model.seq_length)
+            prefix, most = max(epochs.items(), key=lambda item: item[1])
+            log_epochs(most, prefix if len(epochs) == 1 else f"{prefix}, the most repeated of {len(epochs)} datasets")
     return datasets
 
 

@@ -73,14 +73,14 @@ class ExampleSamples(SampleSource):
                     lines.append(number)
         if not lines:
             raise FileError(self._path, "contains no examples", "choose another file for data.examples")
-        self._starts, self._lines = np.array(starts), np.array(lines)
+        self._starts, self.lines = np.array(starts), np.array(lines)
         self._epoch, self._order = -1, np.empty(0, int)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        epoch, place = divmod(index, len(self._lines))
+        epoch, place = divmod(index, len(self.lines))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._order_of(epoch)
-        number = int(self._lines[self._order[place]])
+        number = int(self.lines[self._order[place]])
         with open(self._path, "rb") as file:
             file.seek(self._starts[number - 1])
             line = file.read(int(self._starts[number] - self._starts[number - 1]))
@@ -91,7 +91,7 @@ class ExampleSamples(SampleSource):
         return padded_sample(tokens, in_loss | self._all, self._seq_length)
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        count = len(self._lines)
+        count = len(self.lines)
         return np.arange(count) if self._seed is None else random_of(self._seed, TRAINING, epoch).permutation(count)
 
 

@@ -21,6 +21,7 @@ from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.data import megatron_datasets
 from megatron_tape.data.batches import build_batches, documents_from_tokens
+from megatron_tape.data.long_documents import training_lengths
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.parallel.layout import initialize_distributed
 
@@ -59,7 +60,8 @@ def warnings_in(caplog):
 def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, build, caplog):
     """The small one's 4 documents give about 100 training tokens, and none to validate on."""
     built = build({f"{folder}/a": 0.3, f"{folder}/small": 0.6, f"{folder}/b": 0.1})
-    (warning,) = warnings_in(caplog)
+    warning, epochs = warnings_in(caplog)
+    assert f"epochs on {folder}/small" in epochs
     assert f"0 tokens of {folder}/small" in warning and "excluded from the validation data" in warning
     assert [len(built.train.datasets), len(built.validation.datasets)] == [3, 2]
     assert built.train.weights == pytest.approx([0.3, 0.6, 0.1])
@@ -70,6 +72,7 @@ def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, 
     assert [warning.split(";")[1] for warning in warnings_in(caplog)] == [
         " the dataset is excluded from the training data",
         " the dataset is excluded from the validation data",
+        " lower train.steps or train.global_batch_size, or add data",
     ]
     assert next(built.training())["tokens"].shape == (1, 256)
 
@@ -106,6 +109,18 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
     train, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, [160, 8, 0], lambda: True, settings).build()
     assert tokens_of(built.train, 160) == tokens_of(train, 160)
     assert tokens_of(built.validation, 8) == tokens_of(validation, 8)
+
+
+def test_the_epochs_of_a_run_are_logged_once_and_many_are_a_warning(folder, build, caplog):
+    """The run reads 160 sequences of 16 tokens."""
+    caplog.set_level("INFO", "megatron_tape")
+    tokens = {name: int(training_lengths(f"{folder}/{name}", "900,100,0").sum()) for name in ("a", "small")}
+    build(f"{folder}/a")
+    times = {name: f"the run trains {160 * 16 / count:.2f} epochs on {folder}/{name}" for name, count in tokens.items()}
+    assert caplog.messages.count(times["a"]) == 1 and warnings_in(caplog) == []
+    build({f"{folder}/a": 1, f"{folder}/small": 3})
+    times = f"{160 * 16 * 3 / 4 / tokens['small']:.2f} epochs on {folder}/small, the most repeated of 2 datasets; lower"
+    assert len(found := [text for text in warnings_in(caplog) if "epochs" in text]) == 1 and times in found[0]
 
 
 def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(folder, build, caplog):

@@ -8,9 +8,11 @@ from datasets_for_tests import EOD, write_tokenizer
 from models import small_model
 
 from megatron_tape.config.schema import replace_settings
+from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.data.samples import sample_source
 from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.layout import initialize_distributed
 
 LINES = [
     {"id": "1", "input": "w1 w2 w3", "output": "w4"},
@@ -53,6 +55,12 @@ def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_
         ([10] * 11 + [9, 11, 12, 13, 14], [11, 12, 13, 14, EOD]),
         ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
     ]
+
+
+def test_the_epochs_of_a_run_over_examples_are_warned_about(make, caplog):
+    config = replace_settings(make(), {"train.steps": 9, "train.eval_interval": None})
+    build_batches(config, initialize_distributed(1), EOD)
+    assert f"warning: the run trains 48.00 epochs on {config.data.examples.path}; lower" in caplog.text
 
 
 def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decides(make):

@@ -10,7 +10,8 @@ from launch import alone, free_port
 from training_cases import RECIPE
 
 REPOSITORY = Path(__file__).parents[2]
-OWN_LINES = ("loading torch", "building ", "index ready", "training with ", "attention backend: ", "saved ", "step ")
+OWN_LINES = ("loading torch", "building ", "index ready", "the run trains ", "training with ", "attention backend: ")
+OWN_LINES += ("saved ", "step ")
 
 
 @pytest.fixture(scope="module")
