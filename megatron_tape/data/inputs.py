@@ -44,7 +44,7 @@ def check_data_files(config: RunConfig) -> None:
         key = f"data.examples.{name}"
         with convert_path_errors(key, path):
             missing = not Path(path).is_file()
-        refuse(missing, key, f"is {path}, but there is no such file", "correct the path")
+        refuse(missing, key, f"is {path}, but there is no such file", _how_to_provide(path, "correct the path"))
         fix = "choose uncompressed JSON lines (unzip those of SCROLLS first)"
         refuse(not path.endswith((".jsonl", ".json")), key, f"is {path}, which does not end in .jsonl or .json", fix)
 
@@ -55,8 +55,15 @@ def _check_prefixes(config: RunConfig) -> None:
             with convert_path_errors("data.prefix", prefix):
                 missing = not Path(prefix + suffix).is_file()
             problem = "no dataset matches it" if is_pattern(prefix) else f"{prefix}{suffix} does not exist"
-            fix = "correct it, or finish preprocessing the corpus"
+            fix = _how_to_provide(prefix, "correct it, or finish preprocessing the corpus")
             refuse(missing, "data.prefix", f"contains {prefix}, but {problem}", fix)
+
+
+def _how_to_provide(path: str, fix: str) -> str:
+    """Return `fix`, for data that is missing, with what a user must know about a relative path and the demo's data."""
+    if path.startswith("runs/demo/data/stdlib"):
+        fix = "run `make demo` in a clone of the repository to make the demo's data, and start this command there"
+    return fix if os.path.isabs(path) else f"{fix} (the path is relative to the current directory, {os.getcwd()})"
 
 
 def check_writable(key: str, directory: str | None, existing_is_enough: bool = False) -> None:

@@ -33,6 +33,15 @@ def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
     check_inputs(config)
 
 
+def test_a_missing_relative_path_is_named_with_its_directory_and_the_demos_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for prefix, fix in (("data/web", "correct it, or finish"), ("runs/demo/data/stdlib", "run `make demo`")):
+        with pytest.raises(ConfigError) as error:
+            check_data_files(make(data__prefix=prefix))
+        assert error.value.fix.startswith(fix)
+        assert error.value.fix.endswith(f"(the path is relative to the current directory, {tmp_path})")
+
+
 def test_a_cache_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
