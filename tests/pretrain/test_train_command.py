@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import configurations
 import pytest
 import torch
 from datasets_for_tests import write_all
@@ -23,7 +24,9 @@ from megatron_tape.model import backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.backends.choice import Choice
 from megatron_tape.ops.kernels import triton_attention
+from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.run.judging import read_attempts
+from megatron_tape.training import model_building
 from megatron_tape.training.engine import Engine
 from pretrain import train
 
@@ -347,3 +350,10 @@ def test_the_automatic_backend_falls_back_to_torch_only_if_allowed(run, wrong_ke
     log = capfd.readouterr().err
     assert "WARNING: training continues with slower attention in plain torch: model.attention_backend is triton" in log
     assert "attention backend: torch" in log
+
+
+@pytest.mark.parametrize("capability, warns", [("avx2", True), ("avx512_bf16", False)])
+def test_bf16_on_a_cpu_without_its_instructions_is_warned_about(monkeypatch, caplog, capability, warns):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    model_building._log_settings(configurations.make(), initialize_distributed(1))
+    assert ("fp32 is faster: --train.precision fp32" in caplog.text) == warns
