@@ -22,9 +22,9 @@ _TENSORS = re.compile(r"tensors-tp([0-9]{2,9})-\w+\.safetensors", re.ASCII)
 
 CHOOSE_ANOTHER = "choose another checkpoint"
 FILE_BYTES = 1 << 30
-"""Size in bytes of a tensor file from which another rank writes, too, up to `MAX_FILES`."""
+"""Target size of a tensor file in bytes: a shard is divided into ceil(its size / FILE_BYTES) files."""
 MAX_FILES = 512
-"""Maximum number of tensor files if `checkpoint.writers` is not set."""
+"""Maximum number of tensor files of a checkpoint, if `checkpoint.writers` is not set."""
 
 
 class Index(TypedDict):
@@ -76,8 +76,8 @@ def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) ->
 def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> dict[str, int]:
     """Return the rank, of `ranks` ranks, for each item of `sizes`, so that all ranks have about the same total size.
 
-    Totals differ by at most the largest item. Only `limit` ranks have items; they are spread evenly over all ranks, and
-    therefore over the nodes.
+    Totals differ by at most the largest item. At most `limit` ranks have items; they are spread evenly over all ranks,
+    and therefore over the nodes.
     """
     count = min(len(sizes), ranks if limit is None else min(ranks, limit))
     loads = [(0, number) for number in range(count)]

@@ -92,9 +92,9 @@ def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
 def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> files.Source | None:
     """Return the reference to the checkpoint with the `frozen` parameters, for checkpoints that omit them.
 
-    `checkpoint` is the one that the run starts from. Return None if the run's checkpoints contain the frozen
-    parameters, because of `checkpoint.frozen`. Raises ConfigError if they would be lost, since no checkpoint outside of
-    the run has them, and CheckpointError if the run's last checkpoint omits other parameters than `frozen`.
+    `checkpoint` is the one that the run continues or starts from. Return None with `checkpoint.frozen: true`, since the
+    run's own checkpoints then contain them. Raises ConfigError if no checkpoint outside of the run contains them, and
+    CheckpointError if the run's last checkpoint omits other parameters than `frozen`.
     """
     if config.checkpoint.frozen or not frozen:
         return None
