@@ -29,7 +29,7 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "layer_activations": "activations",
-    "logits": "logits and loss",
+    "output_gradient": "output gradient",
     "buffers": "ZeRO buffers (reduce_bucket_size)",
     "working": "extra at the peak",
 }
@@ -168,7 +168,7 @@ def _assumed(hardware: Hardware) -> str:
 
 
 def _room(gib: float) -> str:
-    return f"{gib:g} GiB, of which {HEADROOM:.0%} must stay free"
+    return f"{gib:g} GiB with {HEADROOM:.0%} kept free"
 
 
 def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> Iterator[str]:

@@ -1,10 +1,15 @@
 """Activation memory of one micro-batch on a GPU, counted tensor by tensor. Imports no torch.
 
-Attention is assumed to keep no S x S scores, although torch's SDPA may keep them in fp32 for grouped keys, for which
-it has no fast kernel. All backends are counted like SDPA, with three exceptions: only SDPA keeps the mask of packed
-documents; the Triton kernel keeps no rotated queries and keys; one SDPA call for values and states keeps them in one
-tensor. Shifted sparse attention is counted as full attention, although it keeps a second copy of its outputs in layers
-that are not recomputed.
+To keep a tensor means to save it for the backward pass. All attention backends are counted like torch's SDPA, with
+these exceptions:
+
+- Only `torch`, `torch_wide` and `naive` keep the mask of packed documents.
+- The Triton kernel keeps no rotated queries and keys.
+- `torch_wide` computes values and position state in one call, and keeps them in one tensor.
+
+The estimate is too low in two cases. With grouped keys, SDPA has no fast kernel and may keep the S x S scores of a
+sequence of S tokens in fp32. Shifted sparse attention, which is counted as full attention, keeps a second copy of its
+outputs in layers that are not recomputed.
 """
 
 from dataclasses import dataclass
@@ -19,12 +24,12 @@ from megatron_tape.position import encoding_of
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one GPU of all micro-batches in flight."""
+    """Activation memory of one GPU, in bytes."""
 
     layers: int
-    """Activations that the layers, the embedding and the last norm keep for the backward pass."""
-    logits: int
-    """Memory that the loss keeps after the logits are freed: the gradient of the output layer's weight."""
+    """Tensors that the layers, the embedding and the last norm keep, of all micro-batches in flight."""
+    output_gradient: int
+    """Gradient of the output layer's weight. The forward pass computes it with the loss, and keeps no logits."""
     loss: int
     """Additional memory while the loss is computed: a chunk of logits, and the output layer's gradient in fp32."""
     backward: int
@@ -33,27 +38,27 @@ class Activations:
     @property
     def saved(self) -> int:
         """Bytes that the forward pass saves for the backward pass."""
-        return self.layers + self.logits
+        return self.layers + self.output_gradient
 
 
 def activations(plan: Plan, fused_norms: bool = True) -> Activations:
-    """Return the activation memory on one GPU, as autograd saves it.
+    """Return the activation memory of one GPU on the plan's pipeline stage.
 
-    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. GPUs have `fused_norms`; without them,
-    as on CPUs, RMSNorm keeps its input and, for its weight gradient, a normalized copy in fp32. A frozen matrix keeps
-    no input unless it has LoRA layers.
+    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. `fused_norms` are the fused kernels of
+    GPUs. Without them, as on CPUs, RMSNorm keeps its input and, for its weight gradient, a normalized copy in fp32. The
+    input of a frozen matrix is kept only if the matrix has LoRA layers.
     """
     model, width = plan.model, plan.width
     layers = [_layer(plan, layer, fused_norms) for layer in plan.contents.layers]
     inputs = _inputs(plan)
     backward = sum(layers)
     if plan.recomputes:
-        whole = layers
+        recomputed = layers
         keeps = plan.config.train.recompute == "selective" and keeps_attention(model)
-        attended = [_attention_outputs(plan, layer) if keeps else 0 for layer in plan.contents.layers]
-        layers = [_layer_input(plan, layer) + kept for layer, kept in zip(plan.contents.layers, attended)]
+        outputs = [_attention_outputs(plan, layer) if keeps else 0 for layer in plan.contents.layers]
+        layers = [_layer_input(plan, layer) + kept for layer, kept in zip(plan.contents.layers, outputs)]
         # Each layer is recomputed after the layers above it have freed their activations.
-        backward = max(below + layer - kept for below, layer, kept in zip(accumulate(layers), whole, attended))
+        backward = max(below + layer - kept for below, layer, kept in zip(accumulate(layers), recomputed, outputs))
     # The backward pass of a layer needs about as much memory as its MLP keeps; the logits are freed by then.
     backward += inputs + plan.matrix_tokens * 5 * model.ffn_hidden_size // plan.tensor_size * width
     # The loss keeps the gradient of the last norm's output.
@@ -63,49 +68,49 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     loss = _loss(plan, gradient) if plan.contents.last else 0
     backward -= kept + gradient
     if plan.stages > 1:
-        # A stage keeps the received tensor in addition to the hidden states and the position state that are copied out
-        # of it, and with virtual stages also the tensors it has sent.
+        # A stage keeps the tensor that it receives, and copies of the hidden states and the position state in it. With
+        # virtual stages, it also keeps the tensors that it sends.
         received = sum(chunk.start > 0 for chunk in plan.model_chunks) * plan.encoding.sends_state(1)
         returned = sum(chunk.stop < model.num_layers for chunk in plan.model_chunks) * (len(plan.model_chunks) > 1)
-        kept = int(plan.in_flight * (kept + (received + returned) * plan.sent_bytes)) + _on_their_way(plan)
+        kept = int(plan.in_flight * (kept + (received + returned) * plan.sent_bytes)) + _in_transit(plan)
     return Activations(kept, gradient, loss, backward)
 
 
-def _on_their_way(plan: Plan) -> int:
-    """Return the bytes of a pipeline stage's latest output, and of the gradients that it has just received and sent."""
+def _in_transit(plan: Plan) -> int:
+    """Return the bytes of a pipeline stage's latest output and of the latest gradients that it received and sent."""
     between = (not plan.contents.last) + (not plan.contents.first)
     gradients = between if plan.micro_batches > plan.in_flight else 0
     return plan.sent_bytes * ((not plan.contents.last) + gradients)
 
 
 def keeps_attention(model: ModelConfig) -> bool:
-    """Return whether selective recomputation keeps the outputs of attention."""
+    """Return whether selective recomputation keeps the outputs of attention instead of recomputing them."""
     return not _computes_whole_rows(model) and model.attention_backend != "naive"
 
 
 def _inputs(plan: Plan) -> int:
-    """Return the bytes kept once for all layers: tokens, positions and the mask of packed documents."""
+    """Return the bytes kept once for all layers: token ids, initial position state and mask of packed documents."""
     model, encoding, width = plan.model, plan.encoding, plan.width
     entering = plan.costs[0]
     packed = plan.config.data.reset_attention_mask
-    # Sequences share their positions, unless positions restart in each document of a packed sequence.
+    # All sequences have the same initial state, unless positions restart in each document of a packed sequence.
     states = plan.batch.tokens if packed and encoding.restarts_in_documents else model.seq_length
-    # A recomputed layer keeps its input state in its own precision; otherwise attention keeps it in the run's.
+    # A recomputed layer keeps its input state in the state's precision; otherwise attention keeps it in the run's.
     state = entering.state_bytes(width) if plan.recomputes else entering.state * width
     mask = plan.batch.tokens * model.seq_length * width if packed and _needs_mask(plan) else 0
     return plan.matrix_tokens * 8 + states * state + mask
 
 
 def _layer_input(plan: Plan, layer: int) -> int:
-    """Return the bytes of a recomputed layer's inputs: hidden states, and the state if the layer before updated it."""
+    """Return the bytes of a recomputed layer's inputs: hidden states, and a state that the previous layer changed."""
     encoding = plan.encoding
-    made = layer > 0 and (encoding.updates(layer - 1) or encoding.learns_on_entry(layer - 1))
-    state = plan.costs[layer].state_bytes(plan.width) if made else 0
+    changed = layer > 0 and (encoding.updates(layer - 1) or encoding.learns_on_entry(layer - 1))
+    state = plan.costs[layer].state_bytes(plan.width) if changed else 0
     return plan.batch.local_tokens * (plan.model.hidden_size * plan.width + state)
 
 
 def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
-    """Return the bytes that a layer keeps without recomputation."""
+    """Return the bytes that a layer keeps if it is not recomputed."""
     model, encoding, batch, trained = plan.model, plan.encoding, plan.batch, plan.trained_kinds
     costs = plan.costs[layer]
     only_encoding = not trained - {"position", "output"}
@@ -130,7 +135,7 @@ def _norm(plan: Plan, fused: bool) -> int:
 
 
 def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
-    """Return the bytes that one layer's attention keeps, without its outputs."""
+    """Return the bytes that one layer's attention keeps, except those of `_attention_outputs`."""
     model, encoding, batch, width = plan.model, plan.encoding, plan.batch, plan.width
     dim, groups = model.head_dim, batch.groups(model.query_groups)
     heads = model.num_attention_heads // batch.head_shards
@@ -139,7 +144,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     learned = plan.costs[layer].learns_rotation or encoding.state_is_learned(layer)
     learns_rotation = ROTATION in encoding.needs_in(layer) and learned
     averages_state = AVERAGE in encoding.needs and encoding.updates(layer)
-    # The state is counted here unless an earlier layer or the encoding already keeps it.
+    # The position state is counted here unless an earlier layer or the encoding already keeps it.
     before = next((earlier for earlier in reversed(range(layer)) if encoding.needs_in(earlier)), None)
     kept_elsewhere = encoding.state_is_learned(layer) and (before is None or not encoding.updates(before))
     states = groups if learns_rotation and not kept_elsewhere else 0
@@ -150,31 +155,31 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     # Megatron copies queries when it separates them from keys and values.
     copied = heads if grouped and groups > 1 and (model.qk_norm or not exchanged) else 0
     if model.qk_norm:
-        # Context ranks exchange queries, keys and values as one tensor.
+        # Context-parallel ranks exchange queries, keys and values as one tensor.
         normed = projected if exchanged else heads + groups if keeps_projection else 0
         keeps_projection = fused_norms or width == 4
-    # The input of the rotation, or of attention without one, is kept only if the rotation needs a gradient.
+    # The rotation's input (or attention's, if there is no rotation) is kept only if the rotation needs a gradient.
     if rotates_again or (ROTATION not in encoding.needs_in(layer) and not model.qk_norm):
         queries, keys = copied if keeps_projection or not model.qk_norm else 0, 0
     else:
         queries, keys = heads + (copied if keeps_projection else 0), groups
     values, widened = states, 0
     if plan.config.data.reset_attention_mask and grouped and _needs_mask(plan):
-        # Keys and values are repeated for every head; the projection's output is kept if parts of it are views.
+        # Keys and values are repeated for every head. The projection's output is kept only if kept tensors view it.
         keys, values = heads, heads + (heads if averages_state else 0) + states
         projected = projected if keeps_projection or not queries else 0
     if _computes_whole_rows(model) and width == 2:
-        # Blocks of rows use fp32 copies.
+        # Attention by whole rows of scores converts its inputs to fp32.
         projected, queries, keys = (projected, copied, 0) if keeps_projection else (0, 0, 0)
         widened = 4 * (heads + (3 if averages_state else 2) * groups) * dim
     # The output gate keeps its sigmoid and the product.
     gate = 2 * heads if model.attention_output_gate else 0
-    # The output projection or gate keeps the tensor that returns from the other context ranks.
+    # The output projection or gate keeps the heads' outputs that the other context-parallel ranks return.
     returned = heads if exchanged else 0
-    # FlashAttention-4 is assumed where it takes [v | z]; versions 2 and 3 keep less.
+    # FlashAttention-4 is assumed where it accepts values and state in one tensor; versions 2 and 3 keep less.
     called_once = {"torch_wide": True, "flash_attn": dim in (64, 128) and not grouped}
     if averages_state and called_once.get(plan.attention.backend, False):
-        # Values and states are one tensor, and so are their averages; the output projection gets a copy.
+        # Values and states are one tensor, and so are their averages; the output projection keeps a copy.
         values, returned = values + 2 * groups, heads
         if not learns_rotation:
             # The original values, and queries and keys before their rotation, are not kept.
@@ -188,7 +193,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
 
 
 def _attention_outputs(plan: Plan, layer: int) -> int:
-    """Return the bytes of one layer's attention outputs and their log-sum-exp."""
+    """Return the bytes of the outputs of one layer's attention: averages of values and state, and log-sum-exp."""
     encoding, model = plan.encoding, plan.model
     averages = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
     heads = model.num_attention_heads // plan.batch.head_shards
@@ -197,13 +202,13 @@ def _attention_outputs(plan: Plan, layer: int) -> int:
 
 
 def _loss(plan: Plan, gradient: int) -> int:
-    """Return the additional bytes while the loss is computed; `gradient` is the size of its weight gradient."""
+    """Return the additional bytes while the loss is computed, given the bytes of the output weight's `gradient`."""
     width, tokens = plan.width, plan.matrix_tokens
     vocabulary = plan.model.vocab_size // plan.tensor_size
     chunk = min(tokens, chunk_size(vocabulary))
     logits = chunk * vocabulary * 4
     rounded = chunk * vocabulary * width if width == 2 else 0
-    # The gradient is accumulated over chunks in fp32; the product of a chunk has the run's precision.
+    # The weight gradient is summed over chunks in fp32; each chunk's gradient has the run's precision.
     total = 0 if chunk == tokens else 4 * gradient // width
     product = gradient if chunk == tokens or width == 2 else 0
     # Sequence parallelism gathers the hidden states of all tokens; otherwise only their gradient is additional.
@@ -212,11 +217,11 @@ def _loss(plan: Plan, gradient: int) -> int:
 
 
 def _needs_mask(plan: Plan) -> bool:
-    """Return whether attention takes a mask of documents; with a bias, gates or whole rows it is computed in parts."""
+    """Return whether attention needs a mask tensor for packed documents, rather than masking block by block."""
     parts = {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS}
     return plan.attention.backend in ("torch", "torch_wide", "naive") and not parts & plan.encoding.needs
 
 
 def _computes_whole_rows(model: ModelConfig) -> bool:
-    """Return whether scores are computed in blocks of whole rows, which keep no log-sum-exp and are recomputed."""
+    """Return whether attention computes blocks of whole rows of scores, recomputed in the backward pass."""
     return bool({SCORES, REFLECTIONS} & encoding_of(model).needs)

@@ -13,17 +13,19 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatt
 SEND, BROADCAST = "send", "broadcast"
 
 PERSISTENCE_THRESHOLD = 100_000
-"""DeepSpeed's default of stage3_param_persistence_threshold: smaller parameters are not partitioned."""
+"""DeepSpeed's default of stage3_param_persistence_threshold: parameters with fewer elements are not partitioned."""
 REUSE_DISTANCE = 1_000_000_000
-"""DeepSpeed's default of stage3_max_reuse_distance: elements between two uses of a parameter that is kept gathered."""
+"""DeepSpeed's default of stage3_max_reuse_distance: a parameter stays gathered if it is used again within this many
+elements."""
 
 
 def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tuple[str, str]]:
-    """Return the bytes of a step's collectives on one GPU by group and kind, without collectives of single numbers.
+    """Return the bytes of one step's collectives on one GPU, by process group and kind. Scalars are not counted.
 
-    Bytes are those of the whole tensor: the output of an all-gather, the input of a reduce-scatter. `replicated_share`
-    is the number of elements in this GPU's partition of the optimizer that are replicated over tensor-parallel ranks;
-    None takes the mean over the GPUs, because ZeRO 1 and 2 partition at arbitrary elements.
+    A collective counts the bytes of the whole tensor: the output of an all-gather, the input of a reduce-scatter.
+    `replicated_share` is the number of elements in this GPU's optimizer partition that are replicated over
+    tensor-parallel ranks. It differs between GPUs, because ZeRO 1 and 2 partition at arbitrary elements; None stands
+    for the mean.
     """
     found = Counter()
     if plan.tensor_size > 1:
@@ -32,7 +34,7 @@ def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tu
     if plan.tensor_size > 1 and plan.config.parallel.uses_sequence_parallel:
         if replicated_share is None:
             replicated_share = -(-replicated_count(plan.model, plan.extension, plan.contents) // plan.replicas)
-        found[TENSOR, ALL_REDUCE] += 4 * replicated_share  # the sum of their gradients, in fp32
+        found[TENSOR, ALL_REDUCE] += 4 * replicated_share  # sums their gradients in fp32
     found.update(_between_stages(plan))
     if plan.replicas > 1:
         found.update(_of_zero(plan))
@@ -44,21 +46,22 @@ def _of_layers(plan: Plan) -> dict[str, int]:
     model, layers, recomputes = plan.model, len(plan.contents.layers), plan.recomputes
     tokens = plan.matrix_tokens * plan.micro_batches
     hidden_states = tokens * model.hidden_size * plan.width
-    # Attention and MLP each reduce their output and, backward, the gradient of their input; the embedding and the
-    # output layer do one of the two. The gate of attention's output gathers attention's input a second time.
+    # Attention and MLP each reduce their output and, in the backward pass, the gradient of their input. The embedding
+    # reduces only its output, the output layer only the gradient of its input. The gate of attention's output has its
+    # own gradient of attention's input.
     gate = layers * model.attention_output_gate
     summed = hidden_states * (layers * (4 + 2 * recomputes) + gate + plan.contents.first + plan.contents.last)
     # The loss reduces the maximum over the vocabulary, the sum of exponentials and the label's logit, in fp32.
     softmax = tokens * plan.contents.last * 3 * 4
     if not plan.config.parallel.uses_sequence_parallel:
         return {ALL_REDUCE: summed + softmax}
-    # Sequence parallelism scatters these sums and gathers inputs, a second time for the gradient of trained weights.
+    # Sequence parallelism reduce-scatters these sums and gathers inputs, twice if trained weights need a gradient.
     for_weights = (layers * 2 + gate) * plan.trains_matrices
     embedding = plan.contents.first and "embeddings" in plan.trained_kinds
     gathered = hidden_states * (
         layers * (4 + 2 * recomputes) + gate * plan.forward_passes + plan.contents.last + embedding + for_weights
     )
-    # LoRA gathers its low-rank tensors of q, k and v together and scatters that of o.
+    # LoRA gathers the low-rank tensors of q, k and v and reduce-scatters that of o; the backward pass does the reverse.
     of_qkv, of_o = len(plan.lora_targets & {*"qkv"}), len(plan.lora_targets & {"o"})
     narrow = tokens * plan.extension.lora_rank * plan.width * layers
     gathered += narrow * (of_qkv * plan.forward_passes + of_o)
@@ -69,8 +72,8 @@ def _of_layers(plan: Plan) -> dict[str, int]:
 def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes of the all-to-alls of attention and of the positional encoding.
 
-    Attention exchanges q, k and v together, and its output, among the context ranks; the encoding exchanges its state
-    among all ranks that compute the same sequences.
+    Context-parallel ranks exchange q, k and v as one tensor, and the output of attention. All ranks that compute the
+    same sequences exchange the encoding's position state.
     """
     model, batch = plan.model, plan.batch
     if plan.context_size == 1 and not plan.config.parallel.uses_sequence_parallel:
@@ -106,8 +109,8 @@ def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
     """Return the bytes that ZeRO exchanges among the ranks with the same weights."""
     trained, stage = plan.trained_elements, plan.zero_stage
     if stage == 3:
-        # Large parameters are gathered for each forward pass, and for the backward pass if they were released in
-        # between; small ones after each step.
+        # Parameters above the threshold are gathered for each forward pass, and for the backward pass if they were
+        # released in between. All others are gathered once, after the step.
         sizes = (
             (parameter.shape.elements(plan.tensor_size), count)
             for parameter, count in parameters(plan.model, plan.extension, plan.contents).items()

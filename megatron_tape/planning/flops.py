@@ -1,7 +1,8 @@
 """FLOPs of a model, calculated from its settings. Imports no torch.
 
-A multiply-add counts as two FLOPs, the backward pass of a matrix product as two forward passes. A query has `S / 2`
-keys, the causal mean, also with shifted sparse attention.
+A multiply-add counts as two FLOPs, the backward pass of a matrix product as two forward passes. In a sequence of `S`
+tokens, a query attends to `S / 2` keys, the mean of causal attention. Shifted sparse attention is counted as full
+attention.
 """
 
 import functools
@@ -21,12 +22,12 @@ class LayerWork(NamedTuple):
 
     total: int
     attention: int
-    """The part for scores and for averages of values and position states."""
+    """Multiply-adds for scores and for averages of values and position states, included in `total`."""
 
 
 @functools.lru_cache(maxsize=32)
 def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
-    """Return the multiply-adds of each layer, cached for the layouts of a search."""
+    """Return the multiply-adds of each layer. Cached, because a search calls it for every layout."""
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     encoding, works, sequence = encoding_of(model), [], MicroBatch(model.seq_length, model.seq_length, 2, 1)
     scores = heads * dim * model.seq_length // 2
@@ -46,7 +47,7 @@ def flops_per_token(
     """Return the FLOPs of matrix products and attention, forward and backward, for one token of a full sequence.
 
     The positional encoding and LoRA layers are included, recomputation is not. A frozen matrix needs no weight
-    gradient, which saves a third. `contents` restricts the count to a pipeline stage.
+    gradient, which saves a third of its FLOPs. `contents` restricts the count to a pipeline stage.
     """
     works = layer_works(model)
     layers = sum(work.total for work in (works if contents is None else (works[layer] for layer in contents.layers)))

@@ -14,15 +14,15 @@ class Hardware(NamedTuple):
 
     name: str
     generation: str
-    """The name in the table of attention backends."""
+    """The name of the GPU generation in the table of attention backends, `ops.backends.table`."""
     memory: float
     """GiB available to a process."""
     peak: float
     """Dense bf16 FLOP/s."""
     intra_node_bandwidth: float
-    """To GPUs of the same node."""
+    """Bandwidth to GPUs of the same node."""
     inter_node_bandwidth: float
-    """To GPUs of other nodes."""
+    """Bandwidth to GPUs of other nodes."""
 
 
 # From NVIDIA's data sheets of the SXM modules; NVLink's stated bandwidth is for both directions. Between nodes: one
@@ -47,11 +47,11 @@ PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
     "GB300": 2500e12,
     "MI300X": 1307.4e12,
 }
-"""Dense bf16 FLOP/s by a word in the name that CUDA reports."""
+"""Dense bf16 FLOP/s of GPU models. A key is a word of the device name that CUDA reports."""
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by the name that CUDA reports, or None if it is unknown."""
+    """Return the dense bf16 FLOP/s of the GPU whose device name in CUDA is `gpu`, or None if it is unknown."""
     if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower variant with the same name
         return None
     # Whole words, so that a GB200 is not taken for a B200.

@@ -1,8 +1,8 @@
 """GPU memory and disk space for checkpoints, calculated from the settings. Imports no torch.
 
 Memory consists of the model state (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed 0.19.8 store
-them) and the activations of the micro-batches in flight. The CUDA context, NCCL's buffers and fragmentation, a few per
-cent more, are not included.
+them) and the activations of the micro-batches in flight. The CUDA context, NCCL's buffers and fragmentation take a few
+per cent more, which are not included.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -28,35 +28,35 @@ class State:
     buffers: int = 0
     """Gradient buckets and, with ZeRO 3, gathered weights."""
     bucket_copy: int = 0
-    """Additional memory while a bucket is averaged."""
+    """Additional memory while a gradient bucket is averaged over data-parallel ranks."""
     update: int = 0
     """Additional memory during the optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(State):
-    """Bytes on the GPU that needs most. State, activations, buffers and `working` add up to `peak`."""
+    """Peak memory of one GPU by component, in bytes. `peak` is the sum without `bucket_copy` and `update`."""
 
     layer_activations: int
-    """Activations that the layers keep for the backward pass."""
-    logits: int
-    """Memory that the loss keeps for the backward pass."""
+    """Tensors that the layers keep for the backward pass."""
+    output_gradient: int
+    """Gradient of the output layer's weight, which the loss keeps for the backward pass."""
     working: int
-    """Additional memory at the peak, in the backward pass or in the optimizer step."""
+    """Additional memory at the peak, which is in the loss, the backward pass or the optimizer step."""
 
     @property
     def peak(self) -> int:
         state = self.weights + self.gradients + self.optimizer
-        return state + self.layer_activations + self.logits + self.buffers + self.working
+        return state + self.layer_activations + self.output_gradient + self.buffers + self.working
 
 
 def memory(plan: Plan) -> Memory:
-    """Return the memory of the pipeline stage that needs most, usually the first or the last."""
-    return max((memory_of_stage(stage) for stage in plan.of_stages()), key=lambda found: found.peak)
+    """Return the memory of a GPU on the pipeline stage that needs most, usually the first or the last."""
+    return max((memory_of_stage(stage) for stage in plan.of_stages()), key=lambda needed: needed.peak)
 
 
 def memory_of_stage(plan: Plan) -> Memory:
-    """Return the memory of a GPU of the plan's pipeline stage."""
+    """Return the memory of a GPU on the plan's pipeline stage."""
     state, kept, buffers = zero_state(plan), activations(plan), 0
     if plan.copies_embedding:
         copied = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
@@ -76,7 +76,7 @@ def memory_of_stage(plan: Plan) -> Memory:
     return Memory(
         **asdict(state) | {"buffers": buffers},
         layer_activations=kept.layers,
-        logits=kept.logits,
+        output_gradient=kept.output_gradient,
         working=max(loss, kept.backward, reducing, updating),
     )
 
@@ -85,40 +85,41 @@ def zero_state(plan: Plan) -> State:
     """Return the bytes of weights, gradients, optimizer state and buffers in DeepSpeed."""
     settings, stage, width, trained = plan.config.deepspeed, plan.zero_stage, plan.width, plan.trained_elements
     weights = width * (-(-plan.elements // plan.replicas) if stage == 3 else plan.elements)
-    share = -(-trained // plan.replicas)
-    state = _moments(plan, plan.replicas) + 4 * share
-    gradients = 4 * (trained if stage == 1 else share)  # accumulated in fp32, also those in bf16
+    partition = -(-trained // plan.replicas)
+    state = _moments(plan, plan.replicas) + 4 * partition  # ZeRO has master weights even in fp32 runs
+    gradients = 4 * (trained if stage == 1 else partition)  # accumulated in fp32 even if the run is in bf16
     if stage < 3:
-        # ZeRO copies the weights even if they are in fp32. The norm of each matrix is computed in float64.
-        contents = parameters(plan.model, plan.extension, plan.contents)
-        sizes = (one.shape.elements(plan.tensor_size) for one in contents if one.kind in plan.trained_kinds)
-        largest = min(share, max(sizes, default=0))
-        return State(weights, gradients, state, *_scattering(plan), update=4 * share - gradients + 8 * largest)
-    # A bucket has the communication precision. The update makes an fp32 copy of the gradients.
+        # The norm of each matrix is computed in float64.
+        counts = parameters(plan.model, plan.extension, plan.contents)
+        sizes = (x.shape.elements(plan.tensor_size) for x in counts if x.kind in plan.trained_kinds)
+        largest = min(partition, max(sizes, default=0))
+        return State(weights, gradients, state, *_buckets(plan), update=4 * partition - gradients + 8 * largest)
+    # A bucket is in the communication precision. The optimizer step makes an fp32 copy of the gradients.
     bucket = plan.gradient_width * settings.reduce_bucket_size
     gathered = width * min(plan.elements, LIVE_PARAMETERS) if plan.replicas > 1 else 0
-    return State(weights, gradients, state, bucket + gathered, update=4 * share + bucket)
+    return State(weights, gradients, state, bucket + gathered, update=4 * partition + bucket)
 
 
 def _moments(plan: Plan, ranks: int) -> int:
-    """Return the bytes of a rank's moments and averaged weights, divided over `ranks`."""
-    of_weight = 8 if plan.config.train.average is None else 12
-    return of_weight * -(-plan.trained_elements // ranks) - 4 * -(-plan.muon_elements // ranks)
+    """Return the bytes per rank of the optimizer's moments and the averaged weights, partitioned over `ranks`."""
+    bytes_per_element = 8 if plan.config.train.average is None else 12
+    return bytes_per_element * -(-plan.trained_elements // ranks) - 4 * -(-plan.muon_elements // ranks)
 
 
-def _scattering(plan: Plan) -> tuple[int, int]:
-    """Return the bytes of the bucket of ZeRO 1 or 2, and the additional bytes while a bucket is averaged."""
+def _buckets(plan: Plan) -> tuple[int, int]:
+    """Return the bytes of the gradient bucket of ZeRO 1 or 2, and the additional bytes while it is averaged."""
     trained, width = plan.trained_elements, plan.gradient_width
     bucket = min(plan.config.deepspeed.reduce_bucket_size, trained)
     if plan.zero_stage == 1:
-        # Buckets are views of the gradients. Averaging needs a copy, if it is sent in bf16, and this rank's partition.
+        # Buckets are views of the gradients. Averaging needs a copy if gradients are sent in bf16, and a tensor for
+        # this rank's partition.
         return 0, (width if width != 4 else 0) * bucket + 4 * -(-bucket // plan.replicas)
     # The next bucket is filled at the same time.
     return width * bucket, width * min(bucket, trained - bucket)
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the bytes of one checkpoint: fp32 weights, frozen ones only if they are saved, and optimizer state."""
+    """Return the bytes of one checkpoint: fp32 weights (frozen ones if `checkpoint.frozen` is set), optimizer state."""
     stages = plan.of_stages()
     trained = sum(stage.trained_elements for stage in stages)
     frozen = 4 * (sum(stage.elements for stage in stages) - trained) * plan.config.checkpoint.frozen
@@ -126,9 +127,9 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def checkpoints_bytes(plan: Plan) -> int:
-    """Return the disk space for all checkpoints, and one more: the oldest is only deleted after the next save.
+    """Return the bytes of disk space for a run's checkpoints: the newest `checkpoint.keep`, and the permanent ones.
 
-    Permanent checkpoints are counted in addition to the newest ones.
+    One more is counted, because the oldest is deleted only after the next save.
     """
     settings = plan.config.checkpoint
     return checkpoint_bytes(plan) * (settings.keep + 1 + settings.milestones(plan.config.train.steps))

@@ -11,7 +11,7 @@ from megatron_tape.model.shapes import ParameterShape, cut_shapes, lora_factors
 
 
 class Parameter(NamedTuple):
-    """The kind and shape of a parameter."""
+    """The kind of a parameter (one of `model.names.KINDS`) and its shape."""
 
     kind: str
     shape: ParameterShape
@@ -23,23 +23,23 @@ def trained_kinds(extension: ExtensionConfig | None) -> Collection[str]:
 
 
 def trains_matrices(extension: ExtensionConfig | None) -> bool:
-    """Return whether the matrices of attention and the MLP are trained, which is possible only for all of them."""
+    """Return whether the matrices of attention and the MLP are trained. A run trains all of them or none."""
     return not set(MATRICES).isdisjoint(trained_kinds(extension))
 
 
 def trains_output(model: ModelConfig, extension: ExtensionConfig | None) -> bool:
-    """Return whether the matrix of the output layer, which may be the embedding's, is trained."""
+    """Return whether the output layer's matrix is trained; with tied embeddings, it is the embedding's matrix."""
     return ("embeddings" if model.tie_embeddings else "output") in trained_kinds(extension)
 
 
 class StageContents(NamedTuple):
-    """The part of a model on a pipeline stage."""
+    """The layers of a pipeline stage, and whether it has the embedding and the output layer."""
 
     layers: tuple[int, ...]
     first: bool
-    """Whether the stage has the embedding."""
+    """Whether this is the first stage, which has the embedding."""
     last: bool
-    """Whether the stage has the output layer."""
+    """Whether this is the last stage, which has the last norm and the output layer."""
 
     def includes(self, name: str) -> bool:
         """Return whether the stage has the parameter of this name."""
@@ -79,14 +79,17 @@ def parameter_count(
     tensor_size: int = 1,
     contents: StageContents | None = None,
 ) -> int:
-    """Return the number of elements of these kinds on one of `tensor_size` tensor-parallel ranks."""
-    found = parameters(model, extension, contents).items()
-    return sum(count * parameter.shape.elements(tensor_size) for parameter, count in found if parameter.kind in kinds)
+    """Return the number of elements of the parameters of `kinds` on one of `tensor_size` tensor-parallel ranks.
+
+    `contents` restricts the count to a pipeline stage.
+    """
+    counts = parameters(model, extension, contents).items()
+    return sum(count * parameter.shape.elements(tensor_size) for parameter, count in counts if parameter.kind in kinds)
 
 
 def replicated_count(
     model: ModelConfig, extension: ExtensionConfig | None = None, contents: StageContents | None = None
 ) -> int:
     """Return the number of trained elements that are replicated over the tensor-parallel ranks, such as norms."""
-    found, trained = parameters(model, extension, contents).items(), trained_kinds(extension)
-    return sum(n * p.shape.elements() for p, n in found if p.kind in trained and p.shape.cut is None)
+    counts, trained = parameters(model, extension, contents).items(), trained_kinds(extension)
+    return sum(n * p.shape.elements() for p, n in counts if p.kind in trained and p.shape.cut is None)

@@ -25,9 +25,9 @@ but is not assumed to be installed."""
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run and the quantities that follow for one GPU of a pipeline stage.
+    """The settings of a run and the quantities that follow from them for one GPU of a pipeline stage.
 
-    The settings must be valid for this number of processes. All ranks of a stage have tensors of the same sizes.
+    The settings must be valid for `processes`. All ranks of a stage have tensors of the same sizes.
     """
 
     config: RunConfig
@@ -36,7 +36,7 @@ class Plan:
     stage: int = 0
     """The pipeline stage of this GPU."""
     generation: str = HOPPER
-    """The generation of the GPUs, which decides how `auto` computes attention."""
+    """The generation of the GPUs, which decides the attention backend that `auto` selects."""
 
     @property
     def model(self) -> ModelConfig:
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def extension(self) -> ExtensionConfig:
-        """The settings of the extension: trained parameters and LoRA layers."""
+        """The settings of the section `extension`, such as trained parameters and LoRA layers."""
         return self.config.extension
 
     @cached_property
@@ -53,12 +53,12 @@ class Plan:
 
     @cached_property
     def costs(self) -> tuple[Costs, ...]:
-        """The encoding's costs in each layer."""
+        """The costs of the positional encoding, one per layer."""
         return _costs(self.model, self.batch)
 
     @cached_property
     def attention(self) -> Row:
-        """The attention backend with its reason; for `auto`, the first that needs no package other than torch."""
+        """The attention backend and the reason for it; with `auto`, the first that needs only torch and Triton."""
         model, train = self.model, self.config.train
         case = Case(
             self.generation,
@@ -99,18 +99,18 @@ class Plan:
 
     @property
     def pipeline(self) -> str:
-        """The number of stages and, if there are several, of model chunks per stage, such as 4 or 4x2."""
+        """The number of stages, such as 4; with several model chunks per stage also their number, such as 4x2."""
         virtual = self.config.parallel.virtual_pipeline_size
         return f"{self.stages}x{virtual}" if virtual > 1 else str(self.stages)
 
     @cached_property
     def model_chunks(self) -> list[range]:
-        """The layers of each model chunk of this stage; with virtual stages there are several chunks."""
+        """The layers of each model chunk of this stage. There are several chunks with virtual stages."""
         return self.config.parallel.model_chunks(self.model.num_layers)[self.stage :: self.stages]
 
     @cached_property
     def contents(self) -> StageContents:
-        """The part of the model on this stage."""
+        """The layers of this stage, and whether it has the embedding and the output layer."""
         layers = tuple(layer for chunk in self.model_chunks for layer in chunk)
         return StageContents(layers, self.stage == 0, self.stage == self.stages - 1)
 
@@ -118,7 +118,7 @@ class Plan:
     def in_flight(self) -> float:
         """The largest number of micro-batches between their forward and backward passes on this stage.
 
-        With virtual stages, a micro-batch of one model chunk counts as a fraction.
+        With V virtual stages, a micro-batch in one of this stage's V model chunks counts as 1/V.
         """
         if self.stages == 1:
             return 1
@@ -141,7 +141,7 @@ class Plan:
         return self.stages > 1 and self.contents.last and self.model.tie_embeddings
 
     def of_stages(self) -> "list[Plan]":
-        """Return this plan for a GPU of each stage."""
+        """Return a copy of this plan for each pipeline stage."""
         return [replace(self, stage=stage) for stage in range(self.stages)]
 
     @property
@@ -222,18 +222,18 @@ class Plan:
 
     @cached_property
     def trained_elements(self) -> int:
-        """Elements of the trained parameters among them."""
+        """Elements of a tensor-parallel rank's trained parameters on this stage, before ZeRO partitions them."""
         return parameter_count(self.model, self.extension, self.trained_kinds, self.tensor_size, self.contents)
 
     @cached_property
     def muon_elements(self) -> int:
-        """Elements of the parameters that Muon updates, which have one moment instead of two."""
+        """Elements of a tensor-parallel rank's matrices on this stage that Muon updates, with one moment, not two."""
         kinds = MATRICES if self.config.optimizer.kind == "muon" else ()
         return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.contents)
 
 
 @lru_cache(maxsize=256)
 def _costs(model: ModelConfig, batch: MicroBatch) -> tuple[Costs, ...]:
-    """Return the encoding's costs in each layer, cached for the layouts of a search."""
+    """Return the encoding's costs in each layer. Cached, because many layouts of a search have the same costs."""
     encoding = encoding_of(model)
     return tuple(encoding.costs(layer, batch) for layer in range(model.num_layers))

@@ -1,14 +1,15 @@
-"""Run steps of the Trainer as one rank of many, on fake tensors and with a fake process group.
+"""Rehearse a run: train a few steps as one rank of many, on fake tensors and with a fake process group.
 
-A rehearsal measures memory and collectives of one rank, and finds operations that a GPU or NCCL would refuse and places
-where the host would synchronize with the GPU. The fake GPU is torch's device `meta:0`, on which autograd works on any
-machine. `FakeTensorMode` refuses operations that mix it with the CPU, collectives of the fake process group return
-immediately, and `MemTracker` follows storages. `Tracker` counts bytes by group, which `CommDebugMode` does not.
+A rehearsal measures the memory and the collectives of the rank. It finds operations that would fail on a GPU or in
+NCCL, and lines of code where the host would wait for the GPU. The fake GPU is torch's device `meta:0`, on which
+autograd works on any machine. `FakeTensorMode` raises an error if an operation mixes it with the CPU. Collectives of
+the fake process group return immediately. torch's `MemTracker` counts the bytes of storages. `Tracker` also counts the
+bytes of collectives by process group, which torch's `CommDebugMode` does not.
 
-Code that checks for CUDA takes its CPU branch: attention runs as SDPA or in tiles, and norms keep what a fused kernel
-keeps. Not rehearsed: Triton kernels and those of other libraries, pinned memory, streams, evaluation, logging and
-checkpoints. Not counted: FLOPs, kernel launches, the number of collectives, the allocator's rounding, and memory before
-the measured step. torch, Megatron and DeepSpeed remain patched, so a process can rehearse only one layout.
+Code that checks for CUDA takes its CPU branch: attention runs as SDPA or in tiles, and norms save the tensors of a
+fused kernel. Not rehearsed: Triton kernels and those of other libraries, pinned memory, streams, evaluation, logging
+and checkpoints. Not counted: FLOPs, kernel launches, the number of collectives, the allocator's rounding, and memory
+before the measured step. torch, Megatron and DeepSpeed remain patched, so a process can rehearse only one layout.
 """
 
 import contextlib
@@ -61,16 +62,17 @@ GPU, FAKE = torch.device("meta", 0), "cpu:fake,meta:fake"
 STEPS, MEASURED = 5, 4
 """The first steps allocate persistent tensors such as Adam's moments. The fourth step is measured and ends the run."""
 MICRO_BATCHES = 2
-"""Micro-batches per step and pipeline stage; more would only repeat these. With twice as many micro-batches as stages,
-the first stage reaches its peak, with the gradients of all its layers."""
+"""Micro-batches per step, for each pipeline stage. These suffice for the first stage to reach its peak memory, when it
+has the gradients of all its layers; more would only repeat the measurement."""
 TOLERANCE, PEAK_TOLERANCE, ANY = 0.05, 0.10, 1.0
+"""Allowed relative differences between measurement and estimate; ANY compares nothing."""
 KINDS = (sent.ALL_GATHER, sent.REDUCE_SCATTER, sent.ALL_TO_ALL, sent.ALL_REDUCE, sent.BROADCAST, sent.SEND)
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Row:
-    """Measured and estimated bytes of one quantity."""
+    """One line of the report: the measured and the estimated bytes of a quantity."""
 
     name: str
     rehearsed: int
@@ -89,48 +91,48 @@ class Row:
 
 @dataclass
 class Rehearsal:
-    """Measurements of one rank in the measured step, in bytes."""
+    """What a rehearsal measured on one rank. Sizes are in bytes and those of the measured step."""
 
     config: RunConfig
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Bytes by group and kind of collective, without collectives of single numbers."""
+    """Bytes of collectives by process group and kind. Scalars are not counted."""
     waits: Counter[str] = field(default_factory=Counter)
-    """The number of synchronizations of the host with the GPU, by pass, reason and place."""
+    """How often the host waits for the GPU, by pass, reason and line of code."""
     faults: Counter[str] = field(default_factory=Counter)
     """The number of operations in all steps that would fail or stall on a GPU, by description."""
     weights: int = 0
     optimizer: int = 0
     """Adam's moments and master weights."""
     activations: int = 0
-    """Memory that the last forward pass keeps for its backward pass."""
+    """Memory that the step's last forward pass keeps for the backward pass."""
     peak: int = 0
     replicated_share: int = 0
-    """Elements that this rank's optimizer updates and that are replicated over the tensor-parallel ranks."""
+    """Elements in this rank's optimizer partition that are replicated over the tensor-parallel ranks."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield the measurements of the shortened run with their estimates."""
+        """Yield each measurement with its estimate for the same shortened run."""
         parallel = self.config.parallel
         stage = dist.get_rank() // parallel.ranks_per_stage % parallel.pipeline_model_parallel_size
         plan = Plan(self.config, dist.get_world_size(), stage)
         expected = memory_of_stage(plan)
         yield Row("weights", self.weights, expected.weights, TOLERANCE)
         yield Row("optimizer state", self.optimizer, expected.optimizer, TOLERANCE)
-        kept = expected.layer_activations + expected.logits
+        kept = expected.layer_activations + expected.output_gradient
         yield Row("kept by a forward pass", self.activations, kept, TOLERANCE)
         yield Row("peak", self.peak, expected.peak, PEAK_TOLERANCE)
         planned = sent.communication(plan, self.replicated_share)
-        least = 0.001 * max(planned.values(), default=0)  # smaller ones are not compared
+        negligible = 0.001 * max(planned.values(), default=0)
         for group, kind in sorted({*self.traffic, *planned}):
-            here, there = self.traffic[group, kind], planned[group, kind]
+            pair = self.traffic[group, kind], planned[group, kind]
             by_muon = plan.muon_elements > 0 and kind == sent.ALL_GATHER  # Muon's are not estimated
-            yield Row(f"{group}: {kind}", here, there, ANY if max(here, there) <= least or by_muon else TOLERANCE)
+            yield Row(f"{group}: {kind}", *pair, ANY if max(pair) <= negligible or by_muon else TOLERANCE)
 
 
 def rehearse(config: RunConfig) -> Rehearsal:
-    """Run short steps of a valid `config` as the rank set by `install_fake_world`, which must be called first.
+    """Rehearse a valid `config` as the rank that `install_fake_world` set, which must be called first.
 
-    No data and no checkpoint is read, and only a temporary directory is written. An error that ends the run becomes a
-    fault.
+    Reads no data and no checkpoint, and writes only to a temporary directory. An exception that ends the run is
+    recorded in `faults`.
     """
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
         outcome, watch = Rehearsal(_shortened(config, home)), Watch(None)
@@ -149,15 +151,15 @@ def rehearse(config: RunConfig) -> Rehearsal:
             pass
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            place = _place(reversed([*traceback.walk_tb(error.__traceback__)]))
-            outcome.faults[f"{type(error).__name__}: {first_line} at {place}"] += 1
+            line = _code_line(reversed([*traceback.walk_tb(error.__traceback__)]))
+            outcome.faults[f"{type(error).__name__}: {first_line} at {line}"] += 1
         finally:
             watch.close()
     return outcome
 
 
 def install_fake_world(world_size: int, rank: int) -> None:
-    """Turn this process, until it ends, into rank `rank` of `world_size` on a fake GPU."""
+    """Make this process rank `rank` of `world_size` with a fake GPU, until the process ends."""
     import deepspeed
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
     from deepspeed.runtime import torch_autocast
@@ -197,7 +199,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
 
 
 class _Accelerator(CPU_Accelerator):
-    """Accelerator with which DeepSpeed places tensors on the fake GPU."""
+    """DeepSpeed's accelerator for the fake GPU."""
 
     def device_name(self, device_index: int | None = None) -> str:
         return str(GPU)
@@ -220,7 +222,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-    """Apply `function` in place; torch would replace fake parameters, to which other objects refer."""
+    """Replace `Module._apply`, which would create new fake parameters: other objects refer to the present ones."""
     for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
         with torch.no_grad():
             tensor.data = function(tensor)
@@ -228,7 +230,7 @@ def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) ->
 
 
 def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Call the SDPA operator that a GPU would select; the saved tensors depend on it."""
+    """Replace SDPA: call the operator that a GPU would select, because the saved tensors depend on the operator."""
     if v.shape[-1] != q.shape[-1]:  # only cuDNN supports wider values
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
     if attn_mask is None and q.dtype.itemsize == 2:
@@ -239,7 +241,7 @@ def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=No
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
-    """Return `config` with few steps and micro-batches, without inputs, writing only into `home`."""
+    """Return `config` with few steps and micro-batches, without data or tokenizer, and with its output in `home`."""
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
     train, schedule, assumed = config.train, config.schedule, Plan(config, dist.get_world_size())
     micro_batches = MICRO_BATCHES * config.parallel.pipeline_model_parallel_size
@@ -249,7 +251,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
         "train.device": "cpu",
         "train.global_batch_size": min(train.global_batch_size, micro_batches * train.micro_batch_size * data_size),
         "train.batch_ramp": None,
-        "train.average": None if train.average is None else AverageSettings(kind="ema"),  # all kinds have its size
+        "train.average": None if train.average is None else AverageSettings(kind="ema"),  # all kinds have the same size
         "train.steps": STEPS,
         "train.eval_interval": None,
         "train.evaluations": [],
@@ -291,15 +293,18 @@ class _Measured(Exception):
 
 
 class Tracker(MemTracker):
-    """Records collectives, synchronizations and memory; the caller marks the measured step and forward passes."""
+    """Records collectives, synchronizations and memory.
+
+    The caller sets `steady` at the measured step, and runs forward passes within `forward`.
+    """
 
     def __init__(self, outcome: Rehearsal):
         super().__init__()
         self.outcome = outcome
         self.steady = False
-        """Whether this is the measured step, in which a synchronization in a forward or backward pass is a fault."""
+        """Whether this is the measured step, where waiting for the GPU in a forward or backward pass is a fault."""
         self.names: dict[object, str] = {}
-        """Labels of groups, by the group's name and by its ranks."""
+        """Labels of process groups, by the name and by the ranks of the group."""
         self._in_opt = True
         # MemTracker's hooks for per-module figures support one micro-batch only, and would keep a pipeline's tensors.
         self._mod_tracker._fw_pre_hook = self._mod_tracker._fw_post_hook = lambda *_: None
@@ -312,13 +317,13 @@ class Tracker(MemTracker):
         self._in_opt = True
 
     def activations(self, others: list[Tensor]) -> int:
-        """Return the bytes of activations, excluding `others`."""
+        """Return the bytes that MemTracker counts as activations, except the tensors `others`."""
         known = (self._WINFO.get(storage) for storage in {x.untyped_storage() for x in others})
         of_others = sum(found[0].mem_consumed for found in known if found and found[0].reftype == _MemRefType.ACT)
         return self.get_tracker_snapshot("current")[GPU][_MemRefType.ACT] - of_others
 
     def _register_global_optimizer_hook(self) -> None:
-        """Leave `_in_opt` to `forward`."""
+        """Register no hook: `forward` sets `_in_opt`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run `func` on fake tensors, and record collectives and synchronizations."""
@@ -337,7 +342,7 @@ class Tracker(MemTracker):
     def _note_wait(self, reason: str) -> None:
         phase = "backward" if self._mod_tracker.is_bw else "update" if self._in_opt else "forward"
         if self.steady:
-            wait = f"{phase} pass: {reason} at {_place(traceback.walk_stack(None))}"
+            wait = f"{phase} pass: {reason} at {_code_line(traceback.walk_stack(None))}"
             self.outcome.waits[wait] += 1
             if phase != "update":
                 self.outcome.faults[f"the host waits for the GPU in the {wait}"] += 1
@@ -350,8 +355,8 @@ class Tracker(MemTracker):
         if group.size() == 1 or kind == "barrier":
             return
         if not all(x.device == GPU and x.is_contiguous() for x in inputs):
-            place = _place(traceback.walk_stack(None))
-            self.outcome.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {place}"] += 1
+            line = _code_line(traceback.walk_stack(None))
+            self.outcome.faults[f"{kind} of a tensor on the CPU or not contiguous fails with NCCL, at {line}"] += 1
         if self.steady and not name.startswith("recv") and any(x.numel() > 1 for x in inputs):
             ranks = tuple(dist.get_process_group_ranks(group))
             named = self.names.get(group.group_name) or self.names.get(ranks, f"{len(ranks)} other ranks")
@@ -360,7 +365,7 @@ class Tracker(MemTracker):
 
 
 def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: ParallelLayout) -> Engine:
-    """Return an engine that fills the tracker's outcome in the measured step."""
+    """Return an engine that fills `tracker.outcome` in the measured step, and raises _Measured after it."""
     groups, outcome = layout.groups, tracker.outcome
     for group, name in (
         (dist.group.WORLD, "all ranks"),
@@ -417,16 +422,16 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
 
 
 def _bytes_of(tensors: Any) -> int:
-    """Return the bytes of the storages of tensors on the GPU."""
+    """Return the bytes of the storages of those `tensors` that are on the fake GPU."""
     storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors if x.device == GPU}
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _place(frames: Any) -> str:
-    """Return file and line of the innermost frame in the project, outside of this module."""
+def _code_line(frames: Any) -> str:
+    """Return file and line of the innermost frame that is in this project and not in this module."""
     root = Path(__file__).parents[2]
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
         if path != Path(__file__) and path.is_relative_to(root) and "site-packages" not in path.parts:
             return f"{path.relative_to(root)}:{line}"
-    return "an unknown place"
+    return "an unknown line"

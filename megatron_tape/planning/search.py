@@ -20,7 +20,7 @@ GIB = 2**30
 STAGES = (1, 2, 3)
 """ZeRO stages."""
 MOST_VIRTUAL = 8
-"""Virtual stages. Beyond this, the additional messages cost more than the smaller bubble saves."""
+"""Largest number of virtual stages. With more, the additional messages cost more than the smaller bubble saves."""
 RECOMPUTATION = get_args(get_type_hints(TrainConfig)["recompute"])
 """Recomputation modes, from the one that keeps most activations."""
 CHOSEN = (
@@ -39,14 +39,14 @@ ONE_GPU = {name: "1" for name in CHOSEN if name.endswith("_size")} | {
     "parallel.sequence_parallel": "null",
     "parallel.pipeline_layers": "null",
 }
-"""A layout that is valid for every model; it replaces the configured one before a search."""
+"""Settings of the layout on one GPU, which is valid for every model. A search starts from it."""
 
 Validate = Callable[[RunConfig, int], None]
-"""Raises ConfigError if the settings are invalid for a number of processes."""
+"""A function that raises ConfigError if the settings are invalid for a number of processes."""
 
 
 def fits(needed: Memory, gib: float) -> bool:
-    """Return whether a run fits on GPUs of `gib` GiB."""
+    """Return whether a run that needs `needed` fits on GPUs of `gib` GiB, of which HEADROOM stays free."""
     return needed.peak <= (1 - HEADROOM) * gib * GIB
 
 
@@ -60,41 +60,41 @@ class Candidate(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """The layouts found, and why others were refused."""
+    """The layouts that a search found, and why others are invalid."""
 
     fitting: list[Candidate] = field(default_factory=list)
     """The fastest layouts that fit, fastest first."""
     too_large: list[Candidate] = field(default_factory=list)
-    """Faster layouts that do not fit."""
+    """Layouts that do not fit, fastest first; once `fitting` is complete, slower layouts are not examined."""
     refused: Counter[str] = field(default_factory=Counter)
-    """The number of invalid layouts by reason."""
+    """The number of invalid layouts by the message of their ConfigError."""
 
 
 def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, limit: int = 10) -> SearchResult:
-    """Find up to `limit` fastest layouts of a run on the plan's GPUs, each with `gib` GiB.
+    """Find the `limit` fastest layouts of a run that fit on the plan's GPUs, each with `gib` GiB.
 
     The search varies tensor, context and pipeline parallelism, virtual stages, the ZeRO stage, the micro-batch size and
-    recomputation; the global batch and all other settings are fixed. Tensor parallelism stays within a node. Stages
-    have equal numbers of layers, or the first and the last have one fewer. Raises ConfigError if the step time of the
-    run cannot be estimated.
+    recomputation; all other settings are fixed, including the global batch size. Tensor parallelism stays within a
+    node. Stages have equal numbers of layers, or the first and the last have one fewer than the others. Raises
+    ConfigError if the step time of the run cannot be estimated.
     """
-    found = SearchResult()
-    timed = [(step_time(changed, hardware), changed) for changed in candidates(plan, validate, found.refused)]
+    result = SearchResult()
+    timed = [(step_time(changed, hardware), changed) for changed in candidates(plan, validate, result.refused)]
     # The sort is stable: among equally fast layouts, the one that needs less memory comes first.
     for time, changed in sorted(timed, key=lambda pair: pair[0].total):
         candidate = Candidate(changed, time, memory(changed))
-        (found.fitting if fits(candidate.memory, gib) else found.too_large).append(candidate)
-        if len(found.fitting) == limit:
+        (result.fitting if fits(candidate.memory, gib) else result.too_large).append(candidate)
+        if len(result.fitting) == limit:
             break
-    return found
+    return result
 
 
 def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
-    """Yield `plan` in every layout that `validate` accepts, and count the reasons against others in `refused`."""
+    """Yield a copy of `plan` for every layout that `validate` accepts; count all others in `refused` by message."""
     processes, train = plan.processes, plan.config.train
     for tensor_size, context_size, stages, virtual, layers in _layouts(plan):
-        shared = train.global_batch_size * tensor_size * context_size * stages // processes
-        for micro_batch_size in (2**i for i in range(max(1, shared.bit_length()))):
+        samples = train.global_batch_size * tensor_size * context_size * stages // processes  # per rank and step
+        for micro_batch_size in (2**i for i in range(max(1, samples.bit_length()))):
             changes = {
                 "parallel.tensor_model_parallel_size": tensor_size,
                 "parallel.context_parallel_size": context_size,
@@ -125,9 +125,9 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
                 for virtual in _divisors(layers // stages, MOST_VIRTUAL) if layers % stages == 0 else ():
                     yield tensor_size, context_size, stages, virtual, None
                 # The embedding and the loss each take about as long as a layer.
-                each, rest = divmod(layers + 2, stages)
-                if rest == 0 and (stages > 2 or layers % stages):
-                    yield tensor_size, context_size, stages, 1, [each - 1, *[each] * (stages - 2), each - 1]
+                inner, remainder = divmod(layers + 2, stages)
+                if remainder == 0 and (stages > 2 or layers % stages):
+                    yield tensor_size, context_size, stages, 1, [inner - 1, *[inner] * (stages - 2), inner - 1]
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Estimated time of a training step, from FLOPs and bytes at assumed rates. Imports no torch.
 
-The estimate assumes that GPUs compute at `EFFICIENCY` of their peak, communicate at full bandwidth, and overlap
-nothing. Ring collectives share a node's links to other nodes among its members. It serves to rank layouts and does not
-predict a model's speed.
+The estimate assumes that GPUs compute at `EFFICIENCY` of their peak FLOP/s, communicate at full bandwidth, and do not
+overlap the two. In a ring collective over several nodes, the members on a node use their links to other nodes together.
+The estimate ranks layouts; it does not predict a model's speed.
 """
 
 from typing import NamedTuple
@@ -25,15 +25,15 @@ from megatron_tape.planning.hardware import NODE_SIZE, Hardware
 from megatron_tape.planning.plan import Plan
 
 EFFICIENCY = 0.4
-"""Assumed fraction of the peak. Measured on one H200 (benchmarks/results/h200/first/summary.md): TAPE reaches 0.32 with
-155M parameters and 1,024 tokens and 0.43 with 1.3B and 4,096 tokens, RoPE 0.38 and 0.50."""
+"""Assumed fraction of peak FLOP/s. Measured on one H200 (benchmarks/results/h200/first/summary.md): TAPE reaches 0.32
+with 155M parameters and 1,024 tokens and 0.43 with 1.3B and 4,096 tokens, RoPE 0.38 and 0.50."""
 
 
 class StepTime(NamedTuple):
-    """Seconds of one step."""
+    """The time of one step by component, in seconds."""
 
     computation: float
-    """Including recomputation."""
+    """Time of matrix products and attention, recomputation included."""
     communication: float
     bubble: float
     """Idle time of a pipeline stage at the beginning and end of a step."""
@@ -45,7 +45,7 @@ class StepTime(NamedTuple):
 
 def step_time(plan: Plan, hardware: Hardware) -> StepTime:
     """Return the estimated step time of the slowest pipeline stage. Raises ConfigError for runs in fp32."""
-    refuse(plan.width != 2, "train.precision", "is fp32", "step times are only estimated for bf16, so set it to bf16")
+    refuse(plan.width != 2, "train.precision", "is fp32", "step times can be estimated only for bf16; set it to bf16")
     stages = plan.of_stages()
     # Inner stages differ only in their number of layers.
     stages = stages if plan.config.parallel.pipeline_layers else [*stages[:2], *stages[2:][-1:]]
@@ -65,7 +65,7 @@ def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
 
 
 def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -> float:
-    """Return the time of all collectives of one kind in one group, with `size` bytes in total."""
+    """Return the seconds of all collectives of one `kind` in one process `group`, with `size` bytes in total."""
     tensor, context, stages = plan.tensor_size, plan.context_size, plan.stages
     stride = {CONTEXT: tensor, PIPELINE: tensor * context}.get(group, 1)
     ranks = {
@@ -75,15 +75,15 @@ def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -
         PIPELINE: stages,
         DATA: plan.replicas,
     }[group]
-    here = min(ranks, max(1, NODE_SIZE // stride))
-    if group == DATA:  # adjacent context ranks, and ranks beyond the pipeline's other stages
-        near = min(context, max(1, NODE_SIZE // tensor))
-        here = min(ranks, near * max(1, NODE_SIZE // (tensor * context * stages)))
-    inside, between = hardware.intra_node_bandwidth, hardware.inter_node_bandwidth
+    on_node = min(ranks, max(1, NODE_SIZE // stride))
+    if group == DATA:  # context-parallel ranks are adjacent; data-parallel ranks are separated by all pipeline stages
+        context_on_node = min(context, max(1, NODE_SIZE // tensor))
+        on_node = min(ranks, context_on_node * max(1, NODE_SIZE // (tensor * context * stages)))
+    intra, inter = hardware.intra_node_bandwidth, hardware.inter_node_bandwidth
     if kind in (SEND, BROADCAST):
         # Some neighbors are on different nodes, and all others wait for them.
-        return size / (inside if here == ranks else between)
+        return size / (intra if on_node == ranks else inter)
     if kind == ALL_TO_ALL:
-        return size / ranks * max((here - 1) / inside, (ranks - here) / between)
-    bandwidth = inside if here == ranks else min(inside, here * between)
+        return size / ranks * max((on_node - 1) / intra, (ranks - on_node) / inter)
+    bandwidth = intra if on_node == ranks else min(intra, on_node * inter)
     return size * (ranks - 1) / ranks / bandwidth * (2 if kind == ALL_REDUCE else 1)

@@ -101,7 +101,7 @@ TWO = ["--parallel.tensor_model_parallel_size=2", "--deepspeed.zero_stage=2"]
 )
 def test_exceeding_the_gpu_memory_is_a_warning(run, arguments, size):
     _, error = run(*TWO, *arguments)
-    assert re.fullmatch(rf"warning: .* GiB does not fit in {size} GiB, of which .*--search.*\n", error), error
+    assert re.fullmatch(rf"warning: .* GiB does not fit in {size} GiB with 10% kept free; .*--search.*\n", error), error
 
 
 def test_fitting_into_the_gpu_memory_gives_no_warning(run):
@@ -181,7 +181,7 @@ def test_a_search_lists_the_fastest_layouts_that_fit(run):
 
 def test_a_search_without_a_fitting_layout_lists_the_smallest_or_the_reasons(run):
     output = run("--search", "--processes=16", "--gpu-memory=1", status=1).out
-    assert "none fits in 1 GiB, of which 10% must stay free; the smallest:\n" in output
+    assert "none fits in 1 GiB with 10% kept free; the smallest:\n" in output
     sizes = [float(size) for size in re.findall(r" ([\d.]+)  [\d.]+ of them", output.partition("smallest:")[2])]
     assert len(sizes) == 5 and sizes == sorted(sizes)
     output = run("--search", "--processes=63", status=1).out

@@ -71,8 +71,8 @@ def test_frozen_parameters_have_weights_but_no_gradient_and_no_optimizer_state(s
 def test_the_parts_of_memory_sum_to_the_peak():
     found = memory(of_recipe(8))
     stays = found.weights + found.gradients + found.optimizer
-    assert found.peak == stays + found.layer_activations + found.logits + found.buffers + found.working
-    assert found.peak > stays + found.layer_activations + found.logits
+    assert found.peak == stays + found.layer_activations + found.output_gradient + found.buffers + found.working
+    assert found.peak > stays + found.layer_activations + found.output_gradient
 
 
 def test_memory_peaks_in_the_step_of_adam_if_activations_are_small():
