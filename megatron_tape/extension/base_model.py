@@ -48,20 +48,20 @@ class Base:
     """A checkpoint of this project, or a directory of a Hugging Face model."""
     model: ModelConfig
     state: State | None
-    """The checkpoint's state; None for a Hugging Face model."""
+    """The contents of the checkpoint's state.json; None for a Hugging Face model."""
     is_import_of_run: bool = False
     """Whether this is the run's own import of a Hugging Face model whose directory no longer exists."""
 
     @classmethod
     def made_by(cls, config: RunConfig) -> "Base":
-        """Return the model that a run will have trained when it is finished."""
+        """Return the model that a run with these settings will have trained when it is finished."""
         directory, tokenizer = Path(config.logging.directory), config.data.tokenizer
         state: Any = {"progress": {}, "config": {"data": {"tokenizer": tokenizer}}}
         return cls(directory, config.model, state)
 
     @property
     def tokenizer(self) -> Path | None:
-        """The path of its tokenizer, or None."""
+        """The path of the model's tokenizer, or None if there is none."""
         if self.state is None:
             return self.path
         if self.path.is_dir():
@@ -71,7 +71,7 @@ class Base:
 
     @property
     def identity(self) -> str:
-        """A digest of a Hugging Face model's settings and of the names, sizes and times of its files."""
+        """A digest of a Hugging Face model: of its config.json and its weight files' names, sizes and times."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in sorted(self.path.glob("*.safetensors*")):
             facts = file.stat()
@@ -80,11 +80,11 @@ class Base:
 
 
 def with_base_settings(values: dict[str, Any], base: Base | None = None, run: str | None = None) -> dict[str, Any]:
-    """Add the settings of the model that a run extends to the given settings.
+    """Return the settings `values`, with the settings of the model that the run extends as defaults of `model`.
 
-    The model is `base`, by default that of `extension.from`; if both are given, they must agree. `run` is the default
-    of `logging.directory`. A run as the model to extend is replaced by its newest complete checkpoint, so that the
-    configuration names the weights themselves. Raises ConfigError.
+    The model is `base`, by default that of `extension.from`; if both are given, they must agree. If it is a run, the
+    returned `extension.from` is the run's newest complete checkpoint, so that the configuration names exact weights.
+    `run` is the default of `logging.directory`. Raises ConfigError.
     """
     extension = values.get("extension", {})
     given = build(ExtensionConfig, extension, "extension").from_
@@ -94,14 +94,14 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
         given = str(base.path)
     model = values.get("model", {})
     if not isinstance(model, dict) or not isinstance(position := model.get("position", {}), dict):
-        return values  # building the sections refuses them
+        return values  # an error follows when the sections are built
     encoding = str(model.get("position_encoding") or "")
     complete = model.keys() >= _REQUIRED
     refuse(
         given is None and not complete and bool(extension),
         KEY,
         "is not set",
-        "give pretrain.extend_context a model: a run, a checkpoint, or the directory of a Hugging Face model",
+        "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging Face model",
     )
     if given is None:
         return values
@@ -109,7 +109,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
         directory = build(LoggingConfig, values.get("logging", {}), "logging").directory
         base = base or find_base(given, directory or run)
     except ConfigError:
-        if complete:  # the run may have started and need the model no more; otherwise it is refused later
+        if complete:  # a run that has started may no longer need the model; a new one is refused later
             return values
         raise
     inherited = _inherited(base.model, encoding or base.model.position_encoding)
@@ -133,19 +133,19 @@ def _keys_of_position(encoding: str) -> set[str]:
 def find_base(given: str, run: str | None = None) -> Base:
     """Return the model to extend: a run's newest checkpoint, one checkpoint, or a Hugging Face model.
 
-    If the directory of a Hugging Face model is gone, return its import in the directory `run` of a run that has
-    started. Of a checkpoint's files, only the sizes are checked. Raises ConfigError if the model is damaged, incomplete
-    or cannot be extended.
+    If the directory of a Hugging Face model is gone, but the run in the directory `run` has imported it before, return
+    this import. Checks the sizes of a checkpoint's files, but not their digests. Raises ConfigError if the model is
+    damaged, incomplete or cannot be extended.
     """
     path = Path(given)
     if not path.is_dir() and run is not None and (imported := _imported_by(Path(run), path)):
         return imported
     fix = (
-        "give a run, one of its checkpoints, or the directory of a Hugging Face model, or continue a run that has "
-        "started with --config RUN/config.yaml"
+        "give a run, one of its checkpoints, or the directory of a Hugging Face model; to continue a run that has "
+        "started, give --config RUN/config.yaml instead"
     )
     if _HUB_NAME.fullmatch(given) and not path.parent.exists():
-        fix += f"; to fetch a model of that name from the Hugging Face Hub: hf download {given} --local-dir DIR"
+        fix += f"; to download this model from the Hugging Face Hub: hf download {given} --local-dir DIR"
     refuse(not path.is_dir(), KEY, f"is {given}, which is not a directory", fix)
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
@@ -153,12 +153,12 @@ def find_base(given: str, run: str | None = None) -> Base:
         return _from_checkpoint(find_checkpoint(path, deep=False))
     except NoCheckpoint:
         fix = "give a run, one of its checkpoints, or the complete directory of a Hugging Face model"
-        raise ConfigError(KEY, f"is {given}, which has neither a checkpoint nor a config.json", fix) from None
+        raise ConfigError(KEY, f"is {given}, which contains neither a checkpoint nor a config.json", fix) from None
     except UserError as error:
-        problem = f"{given} cannot be extended: {error.subject} {error.problem}"
+        problem = f"is {given}, which cannot be extended: {error.subject} {error.problem}"
         raise ConfigError(KEY, problem, error.fix) from None
     except (ValueError, FileNotFoundError, PermissionError) as error:
-        raise ConfigError(KEY, f"{given} cannot be extended: {error}") from None
+        raise ConfigError(KEY, f"is {given}, which cannot be extended: {error}") from None
 
 
 def _imported_by(run: Path, source: Path) -> Base | None:
@@ -198,13 +198,13 @@ def _from_checkpoint(path: Path) -> Base:
 
 
 def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
-    """Return the base model's settings that are the defaults of an extension with this positional encoding."""
-    own, before = _keys_of_position(encoding), base.position_encoding
+    """Return the settings that a run with the positional encoding `encoding` inherits from its base model."""
+    keys, before = _keys_of_position(encoding), base.position_encoding
     excluded = {"attention_backend", *(["position_encoding"] if encoding != before else [])}
     if encoding in ENCODINGS and before in ENCODINGS[encoding].replaces:
-        excluded.add("layers_without_positions")  # no layer has positions then
+        excluded.add("layers_without_positions")  # the new encoding has no positions in any layer
     inherited = {key: value for key, value in as_dict(base).items() if key not in excluded}
-    return inherited | {"position": {key: value for key, value in inherited["position"].items() if key in own}}
+    return inherited | {"position": {key: value for key, value in inherited["position"].items() if key in keys}}
 
 
 def starts_from_base(config: RunConfig) -> bool:
@@ -238,7 +238,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         bool(differences),
         KEY,
         f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
-        "remove them from the recipe or the command line: an extension changes only model.seq_length, "
+        "remove these settings from the recipe or the command line: an extension changes only model.seq_length, "
         "model.attention_backend, model.position.rope_*, model.position.randpe_range, model.position.state_precision, "
         "model.position_encoding from rope to tape or nope, and model.position.increments from fixed to learned or "
         "signed",
@@ -258,17 +258,18 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     refuse(
         added and not {"position", "all"} & set(trains),
         ("extension.trains", KEY),
-        f"does not name position, but {new}, which {KEY} {base.path} does not have yet: its parameters would not train",
-        "add position, or keep that setting as it was",
+        f"does not include position, but {new}, unlike in {KEY} {base.path}: the new parameters would not be trained",
+        "add position, or remove the other setting",
     )
     _check_tokenizer(config, base)
 
 
 def _check_lengths(model: ModelConfig, base: Base) -> None:
-    """Raise ConfigError if positions are scaled for shorter contexts, or from a longer context than the base model's.
+    """Raise ConfigError if the scaling of RoPE does not fit the context lengths of a run and its base model.
 
-    Scaling from a shorter context is allowed, because some models state more tokens than they were trained on. Warns if
-    linear scaling leaves positions beyond the trained range.
+    A larger factor must come with a longer context, and `rope_original_seq_length` must not exceed the base model's
+    context. It may be shorter, because some models state a longer context than they were trained on. Warns if linear
+    scaling leaves positions beyond the trained range.
     """
     position, was = model.position, base.model.position
     factor, before = (getattr(settings, "rope_scaling_factor", 1.0) for settings in (position, was))
@@ -284,24 +285,24 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
         refuse(
             kind not in ("linear", getattr(was, "rope_scaling_type", "linear")),
             ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
-            f"is 1, with which model.position.rope_scaling_type {kind} changes nothing",
-            "set it to the new length over the old one",
+            f"is 1, so model.position.rope_scaling_type {kind} has no effect",
+            "set it to the new context length divided by the old one",
         )
         return
     scaling = was.rope_scaling_type if before != 1 else None
     if position.rope_scaling_type == "linear":
-        whole = before * model.seq_length / base.model.seq_length
-        if factor < whole and scaling in (None, "linear"):
+        needed = before * model.seq_length / base.model.seq_length
+        if factor < needed and scaling in (None, "linear"):
             command_line.log(
                 f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} "
-                f"grow from {base.model.seq_length} to {model.seq_length} tokens; set it to {whole:g} unless this is "
+                f"grow from {base.model.seq_length} to {model.seq_length} tokens; set it to {needed:g} unless this is "
                 "intended"
             )
         return
-    own = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
+    trained = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
     key, given = "model.position.rope_original_seq_length", position.rope_original_seq_length
-    problem = f"is {given}, but contexts of {KEY} {base.path} have {own} tokens"
-    refuse(given > own, (key, KEY), problem, f"set it to {own}")
+    problem = f"is {given}, but contexts of {KEY} {base.path} have {trained} tokens"
+    refuse(given > trained, (key, KEY), problem, f"set it to {trained}")
 
 
 def _encoding_parameters(model: ModelConfig) -> set[str]:
@@ -310,25 +311,26 @@ def _encoding_parameters(model: ModelConfig) -> set[str]:
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if `data.tokenizer` is not the model's tokenizer, if that is known."""
+    """Raise ConfigError if `data.tokenizer` is not the base model's tokenizer. An unknown tokenizer is not checked."""
     given = config.data.tokenizer
     if given is None or not Path(given).exists():
         return
     directory, name = base.tokenizer, f"that of {KEY} {base.path}"
-    own = None
+    tokenizer = None
     if base.state is not None and base.path.is_dir():
-        own = load_saved_tokenizer(base.path)
+        tokenizer = load_saved_tokenizer(base.path)
     elif directory is not None:
         with suppress(ValueError, OSError):
-            own = load_tokenizer(directory)
-    if own is not None:
-        check_same_tokenizer(given, own, name, f"give {directory}")
+            tokenizer = load_tokenizer(directory)
+    if tokenizer is not None:
+        check_same_tokenizer(given, tokenizer, name, f"give {directory}")
 
 
 def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:
-    """Return the settings with the tokenizer of the model that a run extends, and the record of that tokenizer.
+    """Return `config` with the tokenizer of the model that the run extends, and the record of that tokenizer.
 
-    The settings stay as they are if a Hugging Face model's tokenizer cannot be used. Raises ConfigError.
+    Returns `config` unchanged, and no record, if a Hugging Face model's tokenizer cannot be used or if `data` already
+    has a tokenizer or a generator. Raises ConfigError.
     """
     if base.state is not None:
         return with_saved_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
@@ -340,15 +342,19 @@ def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, Token
 
 
 def check_command(config: RunConfig, extends: bool) -> None:
-    """Raise ConfigError if a configuration that extends a model was given to `pretrain.train`, or the reverse."""
+    """Raise ConfigError if `config` is for the other command.
+
+    With `extends` (`pretrain.extend_context`), `extension.from` must be set. Otherwise (`pretrain.train`), the section
+    `extension` must have its defaults.
+    """
     given = config.extension.from_
-    fix = "set it, or train with pretrain.train"
-    refuse(extends and given is None, KEY, "is not set, so there is nothing to extend", fix)
-    problem = f"is {given}, which pretrain.train does not extend"
+    fix = "set it to the model to extend, or run pretrain.train"
+    refuse(extends and given is None, KEY, "is not set", fix)
+    problem = f"is {given}, but pretrain.train does not extend models"
     refuse(not extends and given is not None, KEY, problem, "run pretrain.extend_context")
     refuse(
         not extends and config.extension != ExtensionConfig(),
         "extension",
-        "has settings, which pretrain.train does not use",
+        "has settings, but pretrain.train does not use this section",
         "remove them, or run pretrain.extend_context",
     )

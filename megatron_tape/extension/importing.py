@@ -1,4 +1,4 @@
-"""Import a Hugging Face model into the directory of the run that extends it, once, while all ranks wait."""
+"""Import the Hugging Face model that a run extends into the run's directory, on rank 0 while the other ranks wait."""
 
 import dataclasses
 import logging
@@ -26,9 +26,10 @@ POLL_SECONDS = 0.5
 
 
 def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path:
-    """Return the checkpoint that a run starts from, importing it if necessary; all ranks call this together.
+    """Return the checkpoint that a run starts from. All ranks must call this together.
 
-    The import is `base` in the run's directory, complete or absent. Raises CheckpointError on every rank.
+    A Hugging Face model is imported to `base` in the run's directory, unless it was before. A failed import leaves
+    nothing there. Raises CheckpointError on every rank.
     """
     return import_on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
 
@@ -60,48 +61,49 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
     fix = f"move {target} away to import the model again, or {config.to_start_another_run}"
     state = read_state(target)
     if state["progress"].get("identity") != base.identity:
-        raise CheckpointError(str(target), f"was not imported from {base.path} as it is now", fix)
+        raise CheckpointError(str(target), f"was not imported from the files that {base.path} has now", fix)
     if state["config"]["model"].get("vocab_size") != config.model.vocab_size:
         problem = (
-            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but it is now "
+            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but the run's is "
             f"{config.model.vocab_size}"
         )
-        raise CheckpointError(str(target), problem, f"set it to the former, or {fix}")
+        raise CheckpointError(str(target), problem, f"set the run's model.vocab_size back, or {fix}")
 
 
 def import_on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
     """Run `work` on rank 0, and return its result or raise its error on every rank.
 
-    `work` calls its argument after each tensor, so that the watchdog does not take a long import for a hang.
+    `work` receives a function that it must call after each tensor, so that the watchdog does not take a long import for
+    a hang.
     """
-    done = {"steps": 0, "path": None, "error": None}
+    status = {"steps": 0, "path": None, "error": None}
 
     def advance() -> None:
-        done["steps"] += 1
+        status["steps"] += 1
 
     def run() -> None:
         try:
-            done["path"] = str(work(advance))
+            status["path"] = str(work(advance))
         except UserError as error:
-            done["error"] = CheckpointError(error.subjects, error.problem, error.fix)
+            status["error"] = CheckpointError(error.subjects, error.problem, error.fix)
         except Exception as error:
             reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-            done["error"] = CheckpointError(KEY, f"cannot be imported: {reason}")
+            status["error"] = CheckpointError(KEY, f"cannot be imported: {reason}")
 
     thread = threading.Thread(target=run, name="import", daemon=True)
     if layout.rank == 0:
         thread.start()
-    seen = -1
+    reported_steps = -1
     while True:
         if layout.rank == 0:
             thread.join(POLL_SECONDS)
-        shared = [dict(done)]
+        shared = [dict(status)]
         dist.broadcast_object_list(shared, src=0)
-        now = shared[0]
-        if now["error"] is not None:
-            raise now["error"]
-        if now["path"] is not None:
-            return Path(now["path"])
-        if now["steps"] > seen:
-            seen = now["steps"]
+        current = shared[0]
+        if current["error"] is not None:
+            raise current["error"]
+        if current["path"] is not None:
+            return Path(current["path"])
+        if current["steps"] > reported_steps:
+            reported_steps = current["steps"]
             watch.progress("importing the model to extend")

@@ -207,7 +207,7 @@ def test_a_run_continues_without_its_base_unless_the_base_has_its_frozen_weights
     moving.rename(tmp_path / "moved")
     capfd.readouterr()
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, str(moving), "whole"))
-    assert "continue a run that has started with --config RUN/config.yaml" in sentence
+    assert "to continue a run that has started, give --config RUN/config.yaml instead" in sentence
     again = {name: ["--config", f"{tmp_path}/{name}/config.yaml", "--train.steps=3"] for name in ("whole", "lean")}
     assert extend_context.main(again["whole"]) == 0
     sentence = refused(capfd, extend_context.main, again["lean"])
@@ -237,7 +237,7 @@ def test_a_hugging_face_model_is_imported_once_and_a_changed_one_is_refused(exte
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     os.utime(source / "model.safetensors", (1, 1))
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, source, "run"))
-    assert f"{base} was not imported from {source} as it is now; move {base} away" in sentence
+    assert f"{base} was not imported from the files that {source} has now; move {base} away" in sentence
 
 
 def test_a_run_continues_from_its_import_when_both_have_moved(extend, bases, data, tmp_path, capfd):
@@ -354,14 +354,18 @@ def damaged(folder, bases, name):
     [
         ("nowhere", [], "extension.from is nowhere, which is not a directory; give a run"),
         ("owner/name", [], "from the Hugging Face Hub: hf download owner/name --local-dir DIR"),
-        ("empty", [], "has neither a checkpoint nor a config.json; give a run"),
+        ("empty", [], "contains neither a checkpoint nor a config.json; give a run"),
         ("checkpoint", [], "has no complete checkpoint"),
         ("weights", [], "is not a complete safetensors file"),
         ("widths", [], "gate_proj.weight the shape (48, 32), but its settings require (64, 32)"),
         ("pickle", [], "is a pickle, which may run code"),
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "encodes text in another way than that of extension.from"),
-        ("rope", ["--extension.trains=[norms]"], "its parameters would not train; add position"),
-        ("rope", [*ROPE, "--model.position.increments=learned"], "model.position.increments is learned, which"),
+        ("rope", ["--extension.trains=[norms]"], "the new parameters would not be trained; add position"),
+        (
+            "rope",
+            [*ROPE, "--model.position.increments=learned"],
+            "model.position.increments is learned, unlike in extension.from",
+        ),
         ("rope", ["--model.hidden_size=64"], "model.hidden_size: checkpoint 32, configuration 64"),
         ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),
         ("llama", ["--model.vocab_size=60"], "model.vocab_size"),
@@ -412,7 +416,9 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
         assert "continue it with pretrain.extend_context" in refused(capfd, train.main, chosen, statuses=[2])
     assert not (tmp_path / "other").exists()
     assert "run pretrain.extend_context" in refused(capfd, train.main, [*tiny, f"--extension.from={base_step}"])
-    assert "which pretrain.train does not use" in refused(capfd, train.main, [*tiny, "--extension.trains=[norms]"])
+    assert "pretrain.train does not use this section" in refused(
+        capfd, train.main, [*tiny, "--extension.trains=[norms]"]
+    )
     chosen = arguments(tmp_path, data, bases["rope"], "new", f"--checkpoint.resume={base_step}")
     assert "set extension.from to it instead of checkpoint.resume" in refused(capfd, extend_context.main, chosen)
     without = ["--config", str(RECIPE), f"--data.prefix={data}/a"]
