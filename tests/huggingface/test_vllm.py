@@ -88,7 +88,7 @@ def test_the_cache_has_twice_the_head_size(plugin, given):
     "given, names",
     [
         ({"stages": 2}, "pipeline parallelism.*set pipeline_parallel_size to 1"),
-        ({"cache": "float32"}, "a cache of float32 for a model of torch.bfloat16"),
+        ({"cache": "float32"}, "kv_cache_dtype float32 with weights in torch.bfloat16"),
         ({"method": "eagle"}, "speculative method eagle.*ngram"),
     ],
 )
@@ -149,5 +149,5 @@ def test_vllm_refuses_unsupported_settings_before_loading_a_model(site, exports,
     assert "to serve TAPE models with vLLM, install the package transformers_tape" in without
     assert "vllm cannot serve models with the positional encoding t5" in t5
     assert "the positional encoding tape with model.position.increments learned" in learned
-    for line, name in zip(named, ("pipeline parallelism", "a cache of fp8", "extract_hidden_states"), strict=True):
+    for line, name in zip(named, ("pipeline parallelism", "kv_cache_dtype fp8", "extract_hidden_states"), strict=True):
         assert line.startswith("TAPE models in vLLM do not support") and name in line

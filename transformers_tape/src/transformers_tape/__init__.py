@@ -1,8 +1,8 @@
 """TAPE language models in transformers: `AutoModelForCausalLM.from_pretrained(export)` without `trust_remote_code`.
 
 transformers has no entry points for models, so this package adds entries to its model registries when their modules are
-imported. `transformers_tape.pth` imports this package at every start of Python, so imports here are deferred, and
-nothing here may fail. If .pth files are disabled, use `import transformers_tape`.
+imported. `transformers_tape.pth` imports this package at every start of Python, so this module must not fail, and must
+not import transformers or torch itself. If .pth files are disabled, use `import transformers_tape`.
 """
 
 import sys
@@ -22,7 +22,7 @@ LORA_TARGETS = [
     "position.up_proj",
     "position.down_proj",
 ]
-"""Default target_modules of peft's LoraConfig: those of Llama, and TAPE's matrices."""
+"""Default `target_modules` of peft's LoraConfig for TAPE models: those of Llama, and TAPE's matrices."""
 
 _MODULE = f"transformers.models.{MODEL_TYPE}"
 _FILES = {CONFIG: "configuration_tape", "TapePreTrainedModel": "modeling_tape"}
@@ -39,13 +39,13 @@ def __getattr__(name):
 
 
 def _add_architectures(transformers):
-    # For `transformers serve`.
+    # `transformers serve` looks up architectures in this dictionary.
     for name in _FILES:
         transformers._class_to_module.setdefault(name, f"models.{MODEL_TYPE}")
 
 
 def _add_architectures_again(module):
-    # This module executes transformers' __init__.py again, and replaces `transformers` by the result.
+    # transformers.processing_utils executes transformers' __init__.py again and replaces the module by the result.
     _add_architectures(sys.modules["transformers"])
 
 
@@ -107,7 +107,7 @@ def _run(name):
 
 
 class _Alias:
-    """Loader of `transformers.models.tape`, an alias of this package."""
+    """Loader of the module `transformers.models.tape`, an alias of this package."""
 
     @staticmethod
     def create_module(spec):

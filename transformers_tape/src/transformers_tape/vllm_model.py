@@ -1,6 +1,7 @@
 """TAPE language models for vLLM, built from vLLM's layers and the position update of exported models.
 
-Axes: N tokens of all requests, H query heads and G key/value heads of this process, D head dimension, C hidden size.
+Axes: N tokens of all requests, H query heads and G key/value heads of this process, K key/value heads of all
+processes, D head dimension, C hidden size.
 """
 
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ from .vllm_plugin import prepare
 
 
 class TapeAttention(nn.Module):
-    """Attention that rotates queries and keys by the position state, and averages it with the values."""
+    """Attention that rotates queries and keys by the position state, and averages the state with the values."""
 
     def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str):
         super().__init__()
@@ -56,7 +57,7 @@ class TapeAttention(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (N, C) and the averaged state (N, H, D), given (N, C) and the state of all groups."""
+        """Return the output (N, C) and the averaged state (N, H, D), given hidden states (N, C) and state (N, K, D)."""
         H, G, D = self.sizes
         N = hidden_states.shape[0]
         qkv, _ = self.qkv_proj(hidden_states)
@@ -71,7 +72,7 @@ class TapeAttention(nn.Module):
 
 
 class TapeDecoderLayer(nn.Module):
-    """One decoder layer, which maps hidden states and position state to those of the next layer."""
+    """One decoder layer, which computes the hidden states and the position state of the next layer."""
 
     def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str, last: bool):
         super().__init__()
@@ -88,15 +89,15 @@ class TapeDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.position = None if last else TapePosition(config)
         if self.position is not None and get_tensor_model_parallel_world_size() > 1:
-            # Each process multiplies its heads by its columns; the products are summed over processes.
+            # Each process multiplies its H heads by H columns of the matrix; the products are summed over processes.
             self.position.token_mixing = RowParallelLinear(
                 config.num_attention_heads, config.num_key_value_heads, bias=False, return_bias=False
             )
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map the previous layer's output (N, C), residual (N, C) and state (N, G, D) to those of this layer.
+        """Map the previous layer's output (N, C), residual (N, C) and state (N, K, D) to those of this layer.
 
-        The first layer gets the embedded tokens, None and the phases.
+        Inputs of the first layer are the embedded tokens, None and RoPE's phases.
         """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states

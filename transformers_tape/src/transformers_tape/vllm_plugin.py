@@ -1,13 +1,13 @@
 """TAPE language models in vLLM: `register` is the plug-in's entry point, which vLLM calls in each of its processes.
 
-vLLM's attention averages one value per token. TAPE's layers average [value | z] of size 2 D. Queries and keys are
-padded with zeros to the same size, which does not change scores, so any attention backend of vLLM computes both in one
-call.
+TAPE's layers average the position state z with the values. vLLM's attention averages one value per token, so the value
+of a TAPE model is [value | z], of size 2 D for heads of dimension D. Queries and keys are padded with zeros to the same
+size, which does not change scores. Therefore any attention backend of vLLM can be used.
 """
 
 ARCHITECTURE = "TapeForCausalLM"
 SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model")
-"""Supported methods, which depend only on tokens."""
+"""Supported methods of speculative decoding: those that use no hidden states of the model."""
 
 
 def register() -> None:
@@ -28,13 +28,13 @@ def register() -> None:
     class TapeModels(VerifyAndUpdateConfig):
         verify_and_update_config = staticmethod(prepare)
 
-    # By name, so that vLLM imports the model only in the processes that run it.
+    # Registered by name, so that vLLM imports the model only in the processes that run it.
     ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm_model:{ARCHITECTURE}")
     MODELS_CONFIG_MAP[ARCHITECTURE] = TapeModels
 
 
 def prepare(vllm_config) -> None:
-    """Double the head size, by which vLLM chooses an attention backend and sizes its cache.
+    """Double the head size in `vllm_config`, from which vLLM chooses an attention backend and allocates its cache.
 
     Raises NotImplementedError for settings that TAPE models do not support.
     """
@@ -44,12 +44,10 @@ def prepare(vllm_config) -> None:
         problem = "pipeline parallelism, since stages do not send the position state"
         fix = "set pipeline_parallel_size to 1; tensor parallelism works"
     elif (kind := vllm_config.cache_config.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
-        problem = (
-            f"a cache of {kind} for a model of {model.dtype}, which would round the position state with the values"
-        )
-        fix = "leave kv_cache_dtype at auto"
+        problem = f"kv_cache_dtype {kind} with weights in {model.dtype}, since it would round the position state"
+        fix = "set kv_cache_dtype to auto"
     elif speculative is not None and speculative.method not in SPECULATIVE_METHODS:
-        problem = f"the speculative method {speculative.method}, which uses hidden states but no position state"
+        problem = f"the speculative method {speculative.method}, which uses hidden states without the position state"
         fix = f"choose one of {', '.join(SPECULATIVE_METHODS)}"
     if problem:
         raise NotImplementedError(f"TAPE models in vLLM do not support {problem}; {fix}")
