@@ -1,4 +1,7 @@
-"""Helpers to write weights one at a time, so that at most one of them is in memory."""
+"""Helpers to write weights one at a time, so that at most one is in memory.
+
+A file is first described by tensors on the meta device, which have its tensors' names, dtypes and shapes.
+"""
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -13,7 +16,7 @@ _MOST_ELEMENTS = 1 << 45
 
 
 def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors on the meta device that describe a file's contents to `write_safetensors`.
+    """Return tensors on the meta device with these shapes, which describe a file to `write_safetensors`.
 
     Raises UserError for a tensor that is too large for any machine.
     """
@@ -25,7 +28,7 @@ def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str
 
 
 def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Split tensors, in order, into parts of at most `max_bytes`; a larger tensor gets its own part."""
+    """Split tensors, in order, into dictionaries of at most `max_bytes` each; a larger tensor has its own."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -38,7 +41,10 @@ def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Te
 
 
 def with_progress(tensors: Iterable[Tensor], announced: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-    """Yield the tensors and report how many of the `announced` bytes are written. Close it after the last write."""
+    """Yield `tensors`, and report how many bytes are written of the total size of `announced`.
+
+    The sizes must be equal in order. Close the generator after the last write.
+    """
     sizes = [tensor.nbytes for tensor in announced]
     progress, written = command_line.Progress(sum(sizes)), 0
     try:

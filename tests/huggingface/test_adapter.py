@@ -120,7 +120,7 @@ def test_an_adapter_can_use_an_existing_base(exported, trained, tmp_path, expect
         assert json.loads((tmp_path / output / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
         model = with_adapter(load(tmp_path / "base"), tmp_path / output)
         torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
-    refused(tmp_path, "is for a new base", *to_hf, "--tokenizer", "t.json", "--output", tmp_path / "third")
+    refused(tmp_path, "is for a new base model", *to_hf, "--tokenizer", "t.json", "--output", tmp_path / "third")
     change_config(tmp_path / "base", {"rope_scaling": None, "rope_parameters": {}})
     refused(tmp_path, "model.position.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")

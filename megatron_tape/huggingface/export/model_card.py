@@ -50,7 +50,7 @@ class ExportOptions:
     tokenizer: str | None
     max_shard_size: int = 5_000_000_000
     with_lora: bool = True
-    """Merge LoRA layers into the matrices; otherwise export the base model of an adapter."""
+    """Whether to merge LoRA layers into the matrices; otherwise they are left out, for the base model of an adapter."""
     results: Sequence[Results] = ()
     """Evaluation results to show in the model card."""
 
@@ -58,9 +58,10 @@ class ExportOptions:
 def write_card(
     directory: Path, kind: str, saved: SavedWeights, options: ExportOptions, rows: int, loader: str | None
 ) -> None:
-    """Write README.md of a model with a vocabulary of `rows` tokens and the `model_type` `kind` of transformers.
+    """Write the README.md of an exported model.
 
-    `loader` is the class that loads its tokenizer, or None without one.
+    `kind` is its `model_type` in transformers, `rows` the number of its embedding rows, and `loader` the name of the
+    class that loads its tokenizer, or None if the export has no tokenizer.
     """
     model, encoding = saved.model, encoding_of(saved.model)
     tape, is_plain = encoding.exports_to == "tape", encoding.exports_to == "plain"
@@ -123,7 +124,7 @@ def _described(encoding: PositionEncoding) -> str:
 
 def write_adapter_card(directory: Path, name: str, saved: SavedWeights, dtype: str, base: str) -> None:
     """Write README.md of an adapter in peft's format for the base model in the directory `base`."""
-    data = _card_data(saved, library_name="peft", base_model=None)  # the base has no name on the Hub
+    data = _card_data(saved, library_name="peft", base_model=None)  # the exported base model has no name on the Hub
     card = ModelCard.from_template(
         data,
         _HERE / "adapter_card.md",
@@ -137,7 +138,7 @@ def write_adapter_card(directory: Path, name: str, saved: SavedWeights, dtype: s
 
 
 def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
-    """Return the metadata; license, languages and the original model come from the import, if known."""
+    """Return the card's metadata: `facts`, and the license, languages and name of an imported model if known."""
     known = saved.state["progress"].get("card", {})
     imported = {key: known[key] for key in CardFacts.__annotations__ if key in known}
     try:
@@ -162,7 +163,7 @@ def _was_pretrained_here(state: dict) -> bool:
 
 
 def _training(saved: SavedWeights) -> str:
-    """Return a table of the run's starting point, trained parameters, settings and final losses.
+    """Return a Markdown table of the run's starting point, trained parameters, settings and final losses.
 
     Raises CheckpointError if the settings are invalid.
     """
@@ -177,7 +178,7 @@ def _training(saved: SavedWeights) -> str:
             facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
         facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        problem = f"contains settings that no run can have ({type(error).__name__}: {str(error):.200})"
+        problem = f"contains invalid settings of the run ({type(error).__name__}: {str(error):.200})"
         raise CheckpointError(str(saved.path / STATE), problem, "choose another step") from None
     rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
@@ -246,7 +247,7 @@ def _names(prefix: dict | list | str) -> str:
 
 
 def _final_losses(saved: SavedWeights) -> dict[str, object]:
-    """Return the last finite losses that the run logged up to this checkpoint, of averaged weights if exported."""
+    """Return the last finite losses that the run logged up to this checkpoint, for the weights that are exported."""
     names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
     if saved.average:
         names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
@@ -261,38 +262,38 @@ def _final_losses(saved: SavedWeights) -> dict[str, object]:
 
 
 def find_results(checkpoint: Path, given: Sequence[str | Path] = (), average: bool = False) -> list[Results]:
-    """Return the evaluation results of a checkpoint, with `average` those of its averaged weights.
+    """Return the evaluation results of a checkpoint or, with `average`, of its averaged weights.
 
-    They are read from the directories or files `given` or, by default, from where `pretrain.evaluate` writes them.
-    Raises FileError if given results cannot be read or belong to another model.
+    Reads the directories or files `given`; by default, the directory to which `pretrain.evaluate` writes the results of
+    this checkpoint. Raises FileError if given results cannot be read or belong to another model.
     """
     digest = model_digest(checkpoint, average)
     found = []
-    for place in map(Path, given):
-        if not results_file(place).is_file():
-            raise FileError(str(place), "contains no results", "give the output directory of pretrain.evaluate")
-        results = read_results(place)
+    for path in map(Path, given):
+        if not results_file(path).is_file():
+            raise FileError(str(path), "contains no results", "give the output directory of pretrain.evaluate")
+        results = read_results(path)
         if results.model.digest != digest:
             problem = f"contains results of a model other than {checkpoint}"
-            raise FileError(str(place), problem, f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}")
+            raise FileError(str(path), problem, f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}")
         found.append(results)
-    # As in evaluation.model_source: the run's `evaluation/STEP`.
+    # The default of evaluation.model_source: `evaluation/STEP` in the run's directory.
     step = f"{checkpoint.name}-{AVERAGE}" if average else checkpoint.name
-    own = results_file(checkpoint.parent.parent / "evaluation" / step)
-    if given or not own.is_file():
+    default = results_file(checkpoint.parent.parent / "evaluation" / step)
+    if given or not default.is_file():
         return found
     try:
-        results = read_results(own)
+        results = read_results(default)
     except (ValueError, OSError) as error:
         command_line.log(f"the model card has no evaluation results: {error}")
         return []
     return [results] if results.model.digest == digest else []
 
 
-def _rows_of(several: Sequence[Results]) -> list[list[str]]:
+def _rows_of(all_results: Sequence[Results]) -> list[list[str]]:
     """Return the rows of the card's table of scores; cells are Markdown."""
     rows = []
-    for score in (score for results in several for task in results.tasks.values() for score in task.scores):
+    for score in (score for results in all_results for task in results.tasks.values() for score in task.scores):
         length = f"{score.length:,}" if score.length else ""
         shown = (score.shown_value, score.shown_interval, score.shown_count)
         cells = [score.task, score.group, length, score.metric, *shown]
@@ -300,10 +301,10 @@ def _rows_of(several: Sequence[Results]) -> list[list[str]]:
     return rows
 
 
-def _notes_of(several: Sequence[Results]) -> list[str]:
+def _notes_of(all_results: Sequence[Results]) -> list[str]:
     """Return notes on the scores in Markdown, without paths of the machine that ran the evaluation."""
     notes: dict[str, None] = {}
-    for name, task in (item for results in several for item in results.tasks.items()):
+    for name, task in (item for results in all_results for item in results.tasks.items()):
         versions = ", ".join(f"{key} {task.versions[key]}" for key in _SHOWN_VERSIONS if key in task.versions)
         data = "".join(f", on {Path(path).name}" for path in task.data)
         notes[f"{name}: measured in {task.dtype} on {task.hardware}{data} ({versions})."] = None
@@ -311,7 +312,7 @@ def _notes_of(several: Sequence[Results]) -> list[str]:
     return [plain(note) for note in notes]
 
 
-def _scores_for_hub(several: Sequence[Results]) -> list[EvalResult]:
+def _scores_for_hub(all_results: Sequence[Results]) -> list[EvalResult]:
     """Return all scores in the format of the Hub's metadata."""
     return [
         EvalResult(
@@ -323,7 +324,7 @@ def _scores_for_hub(several: Sequence[Results]) -> list[EvalResult]:
             metric_name=score.metric + (f" at {score.length:,} tokens" if score.length else ""),
             metric_value=score.value,
         )
-        for results in several
+        for results in all_results
         for task in results.tasks.values()
         for score in task.scores
     ]

@@ -1,8 +1,9 @@
 """Collect the Python files of an exported model, which transformers loads with `trust_remote_code`.
 
-TAPE has its own files. Any other encoding is exported with a few shared files, its own file, and the modules of this
-package that it imports. Modules become flat files with relative imports, since transformers copies no others:
-`position.fire` becomes `position_fire_tape.py`.
+A TAPE model has the files of huggingface/modeling without "encoded" in their names. A model with another positional
+encoding has all files of that directory, the encoding's file, and the modules of this package that it imports. These
+modules are renamed (`position.fire` becomes `position_fire_tape.py`) and import each other relatively, because
+transformers copies only files of one directory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
 """Modules that are installed wherever transformers loads a model."""
 _TYPES_ONLY = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _KERNELS = f"{_PACKAGE}.ops.kernels"
-"""Not exported: an exported encoding uses plain torch."""
+"""The package of GPU kernels, which are not exported: an exported encoding uses plain torch."""
 _ENTRY = '''"""The positional encoding {name}, under the names that modeling_encoded_tape imports."""
 
 from .{interface} import TokenCache
@@ -52,7 +53,7 @@ __all__ = ["Encoding", "TokenCache", "in_some_layers"]
 
 
 def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:
-    """Return the contents of an export's Python files by name, for TAPE or for another encoding.
+    """Return the contents of an export's Python files by file name, for TAPE by default or for another encoding.
 
     Raises UserError if the encoding's file cannot be exported.
     """
@@ -60,18 +61,19 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
     files = {path.name: path.read_bytes() for path in paths if encoding is not None or "encoded" not in path.name}
     if encoding is None:
         return files
-    own = {name: text.encode() for name, text in encoding_files(encoding).items()}
-    assert not files.keys() & own.keys(), "the names of an encoding's files clash with the shared files"
-    others = sorted(name.removesuffix(".py") for name in {**files, **own} if name not in (_ENCODED, "encoding_tape.py"))
+    added = {name: text.encode() for name, text in encoding_files(encoding).items()}
+    assert not files.keys() & added.keys(), "the names of an encoding's files clash with the shared files"
+    every = {**files, **added}
+    modules = sorted(name.removesuffix(".py") for name in every if name not in (_ENCODED, "encoding_tape.py"))
     text = files[_ENCODED].decode()
     assert text.count(_IMPORT) == 1
-    imports = "".join(f"from .{name} import __name__ as _\n" for name in others)
-    # transformers distinguishes configurations of directories with the same name by their text, and finds a model's
-    # class by the class of its configuration.
-    digest = hashlib.sha256(b"".join(content for _, content in sorted(own.items()))).hexdigest()[:16]
+    imports = "".join(f"from .{name} import __name__ as _\n" for name in modules)
+    # If two directories have the same name, transformers distinguishes their configuration files only by the text. It
+    # finds a model's class by its configuration's class. So this text must differ between encodings.
+    digest = hashlib.sha256(b"".join(content for _, content in sorted(added.items()))).hexdigest()[:16]
     files[_CONFIGURATION] += f"# For the positional encoding {encoding.name}, {digest}.\n".encode()
     comment = "# Some versions of transformers copy only files that this one imports directly.\n"
-    return files | own | {_ENCODED: text.replace(_IMPORT, _IMPORT + comment + imports).encode()}
+    return files | added | {_ENCODED: text.replace(_IMPORT, _IMPORT + comment + imports).encode()}
 
 
 def write_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> None:
@@ -83,7 +85,7 @@ def write_code(directory: Path, encoding: type[PositionEncoding] | None = None) 
 def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> bool:
     """Return whether the Python files of `directory` equal those of `code_files`, byte for byte.
 
-    False if there is a directory `custom_generate`, since transformers also runs its `generate.py`.
+    Returns False if there is a directory `custom_generate`, because transformers also runs its `generate.py`.
     """
     if (directory / "custom_generate").exists():
         return False
@@ -101,7 +103,7 @@ class _Module:
     """Dotted name in this package; for a user's module, the name of its file."""
     path: Path
     flat: str
-    """Name of its file in an export, without .py."""
+    """The module's name in an export: the name of its file without .py."""
 
 
 def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
@@ -109,19 +111,19 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
 
     Raises UserError for an import that cannot be exported.
     """
-    own = _module_of(encoding)
+    module_of_encoding = _module_of(encoding)
     interface, some_layers = (_of_package(f"{_PACKAGE}.position.{name}") for name in ("encoding", "some_layers"))
     assert interface is not None and some_layers is not None
-    found: dict[str, str] = {}
-    waiting = [own, interface, some_layers]
-    while waiting:
-        module = waiting.pop()
-        if f"{module.flat}.py" not in found:
-            found[f"{module.flat}.py"], needed = _flattened(module)
-            waiting += needed
-    names = {"interface": interface.flat, "some_layers": some_layers.flat, "module": own.flat}
+    texts: dict[str, str] = {}
+    pending = [module_of_encoding, interface, some_layers]
+    while pending:
+        module = pending.pop()
+        if f"{module.flat}.py" not in texts:
+            texts[f"{module.flat}.py"], imported = _flattened(module)
+            pending += imported
+    names = {"interface": interface.flat, "some_layers": some_layers.flat, "module": module_of_encoding.flat}
     entry = _ENTRY.format(name=encoding.name, encoding=encoding.__qualname__, **names)
-    return {"encoding_tape.py": entry} | dict(sorted(found.items()))
+    return {"encoding_tape.py": entry} | dict(sorted(texts.items()))
 
 
 def _module_of(encoding: type[PositionEncoding]) -> _Module:
@@ -133,7 +135,7 @@ def _module_of(encoding: type[PositionEncoding]) -> _Module:
         path = None
     if path is None or not path.is_file() or encoding.__qualname__ != encoding.__name__:
         problem = f"cannot be exported: its class {encoding.__qualname__} is not at the top level of a file"
-        raise UserError(f"the positional encoding {encoding.name}", problem, "move it into one")
+        raise UserError(f"the positional encoding {encoding.name}", problem, "define the class there")
     return _Module(path.stem, path, f"own_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_tape")
 
 
@@ -152,8 +154,8 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
     text = module.path.read_text(encoding="utf-8")
     lines, needed, tree = text.split("\n"), [], ast.parse(text)
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY]
-    unread = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
-    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and node not in unread]
+    omitted = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+    imports = [x for x in ast.walk(tree) if isinstance(x, (ast.Import, ast.ImportFrom)) and x not in omitted]
     for node in sorted([*blocks, *imports], key=lambda node: -node.lineno):
         if isinstance(node, ast.If):
             first, last = node.body[0], node.body[-1]
@@ -161,7 +163,7 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
         elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(f"{_PACKAGE}.")):
             indent, end = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
             if indent.strip() or end.partition("#")[0].strip():
-                raise _not_exportable(module, node, "shares its line with other statements", "give it its own line")
+                raise _not_exportable(module, node, "shares its line with other statements", "put it on its own line")
             new = _relative(module, node, needed)
             lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
         else:
@@ -173,12 +175,12 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
 
 
 def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> list[str]:
-    """Return the import statements of a flat file that correspond to the import `node` from this package."""
+    """Return the import statements that replace the import `node` from this package, and add to `needed`."""
     if node.level:
         raise _not_exportable(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
     if f"{node.module}.".startswith(f"{_KERNELS}."):
         if node.col_offset == 0:
-            raise _not_exportable(module, node, "needs GPU kernels, which are not exported", "move it into a function")
+            raise _not_exportable(module, node, "loads GPU kernels, which are not exported", "move it into a function")
         return ['raise NotImplementedError("an exported model has no GPU kernels of its own")']
     by_module: dict[_Module, list[str]] = {}
     for alias in node.names:

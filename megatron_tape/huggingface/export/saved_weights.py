@@ -29,17 +29,17 @@ _WEIGHT, _AVERAGE = f"weight/{WRAPPED}", f"{AVERAGE}/{WRAPPED}"
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """A complete checkpoint: its `state.json`, its model, and the places of each parameter's shards."""
+    """An open checkpoint: its `state.json`, the model's settings, and where the shards of each parameter are."""
 
     path: Path
     state: dict
     model: ModelConfig
     files: list[dict[str, tuple[Path, str]]]
-    """For each tensor-parallel rank, the file and key of each parameter by name."""
+    """For each tensor-parallel rank, the file of each parameter and its key there, by the parameter's name."""
     source: SavedWeights | None = None
     """The checkpoint with the frozen parameters, if they are not in this one."""
     extension: ExtensionConfig = field(default_factory=ExtensionConfig)
-    """The run's settings of LoRA layers."""
+    """The run's section `extension`, which has the settings of LoRA layers."""
     average: bool = False
     """Whether to read averaged weights."""
 
@@ -58,9 +58,9 @@ class SavedWeights:
         return lora_pairs(self.model, self.extension)
 
     def parts(self, name: str, with_lora: bool) -> dict[str, Tensor]:
-        """Return the unsharded fp32 weights, by Hugging Face's names, of the Megatron parameter `name`.
+        """Return the Megatron parameter `name` as unsharded fp32 weights, by Hugging Face's names.
 
-        `with_lora` merges LoRA layers into the matrices.
+        With `with_lora`, LoRA layers are merged into the matrices.
         """
         parts = from_megatron(name, self.read(name), self.model)
         for matrix in parts.keys() & self._lora.keys() if with_lora else ():
@@ -71,8 +71,8 @@ class SavedWeights:
     def read(self, name: str) -> Tensor:
         """Return the unsharded fp32 tensor of the Megatron parameter `name`.
 
-        Raises CheckpointError if its file does not contain it. The file is closed after each parameter, since the pages
-        of an open file stay in memory.
+        Raises CheckpointError if it cannot be read. Closes the file after each parameter, because the pages of an open
+        file stay in memory.
         """
         if self.source is not None and name not in self.files[0]:
             return self.source.read(name)
@@ -83,7 +83,7 @@ class SavedWeights:
                 with safe_open(path, "pt") as file:
                     parts.append(file.get_tensor(key))
             except SafetensorError as error:
-                problem = f"has no readable {key}: {error!s:.200}"
+                problem = f"has no readable tensor {key}: {error!s:.200}"
                 raise CheckpointError(str(path), problem, _CHOOSE_ANOTHER) from None
         if (cut := self.state["sharded"].get(WRAPPED + name)) is None:
             return parts[0]
@@ -92,7 +92,7 @@ class SavedWeights:
 
 
 def open_weights(path: Path, average: bool = False) -> SavedWeights:
-    """Open the step directory `path` of `find_checkpoint`; with `average`, to read its averaged weights.
+    """Open the step directory `path`, as `find_checkpoint` returns it. With `average`, read averaged weights.
 
     Raises CheckpointError if the parameters do not match the model's settings, or if there are no averaged weights.
     """

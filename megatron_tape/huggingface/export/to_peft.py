@@ -1,7 +1,7 @@
 """Export the trained parameters of a run as an adapter in peft's format, together with its base model.
 
-LoRA layers become peft's; other trained parameters become `modules_to_save`. An adapter has no settings of positions,
-so the base model has the run's settings, and TAPE's code if the run uses TAPE.
+LoRA layers become peft's; other trained parameters become `modules_to_save`. An adapter contains no settings of the
+positional encoding. Therefore the base model has the run's settings, and TAPE's code if the run uses TAPE.
 """
 
 import os
@@ -48,6 +48,7 @@ _WITHOUT_EFFECT = (
     "init_std",
     "position.mlp_zero",
 )
+"""Settings in which an existing base model may differ from the run."""
 
 
 def export_adapter(
@@ -66,41 +67,42 @@ def export_adapter(
     existing `base` is another model.
     """
     if base is not None and Path(os.path.abspath(base)).is_relative_to(os.path.abspath(output)):
-        raise UserError("--base", f"is {base}, in the adapter's own directory", "give one elsewhere, or omit it")
+        problem = f"is {base}, which is inside the adapter's directory {output}"
+        raise UserError("--base", problem, "give a directory elsewhere, or omit it")
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint, average)
         if other := [name for name in saved.trained if kind_of(name) not in SUPPORTED_KINDS]:
             supported = "LoRA layers, embeddings, norms and TAPE's matrices"
             problem = f"trained {other[0]}, but an adapter can contain only {supported}"
-            raise CheckpointError(str(saved.path), problem, "omit --adapter")
-        place = Path(output) / BASE if base is None else Path(base)
-        if base is not None and place.exists():
+            raise CheckpointError(str(saved.path), problem, "omit --adapter to export the whole model")
+        base_path = Path(output) / BASE if base is None else Path(base)
+        if base is not None and base_path.exists():
             if tokenizer not in (None, NO_TOKENIZER):
-                raise UserError("--tokenizer", f"is for a new base, but {base} exists", "omit it")
-            rows = _check_base(saved, place)
+                raise UserError("--tokenizer", f"is for a new base model, but --base {base} exists", "omit it")
+            rows = _check_base(saved, base_path)
         else:
-            new = directory / BASE if base is None else place
+            new = directory / BASE if base is None else base_path
             rows = _write_base(saved, new, dtype, tokenizer)
         _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
-        write_json(directory / "adapter_config.json", _adapter_config(saved, place))
-        where = BASE if base is None else place.resolve().name
-        write_adapter_card(directory, Path(output).resolve().name, saved, dtype, where)
+        write_json(directory / "adapter_config.json", _adapter_config(saved, base_path))
+        shown = BASE if base is None else base_path.resolve().name
+        write_adapter_card(directory, Path(output).resolve().name, saved, dtype, shown)
         for file in directory.iterdir():
             sync_directory(file)
-    command_line.log(f"exported the trained parameters of {saved.path} to {output}, an adapter of {place}")
+    command_line.log(f"exported the trained parameters of {saved.path} to {output}, an adapter of {base_path}")
 
 
-def _write_base(saved: SavedWeights, place: Path, dtype: str, tokenizer: str | None) -> int:
-    """Export the model without LoRA layers, and return its number of vocabulary rows."""
-    with atomic_directory(place) as directory:
-        write_model(saved, directory, ExportOptions(place.name, dtype, tokenizer, with_lora=False))
-    return read_settings(place / "config.json")["vocab_size"]
+def _write_base(saved: SavedWeights, path: Path, dtype: str, tokenizer: str | None) -> int:
+    """Export the model without LoRA layers to `path`, and return its number of embedding rows."""
+    with atomic_directory(path) as directory:
+        write_model(saved, directory, ExportOptions(path.name, dtype, tokenizer, with_lora=False))
+    return read_settings(path / "config.json")["vocab_size"]
 
 
 def _check_base(saved: SavedWeights, base: Path) -> int:
-    """Check that `base` is the model that the run started from, and return its number of vocabulary rows.
+    """Check that `base` has the run's settings and frozen weights, and return its number of embedding rows.
 
-    Frozen weights may differ by rounding to bf16. Raises UserError if it is another model.
+    Weights may differ by rounding to bf16. Raises UserError if it is another model.
     """
     path, model = base / "config.json", saved.model
     settings = read_settings(path)
@@ -112,7 +114,7 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
         raise FileError(str(base), f"is another model than that of {saved.path} ({'; '.join(differences)})", fix)
     rows, trained = found.vocab_size, set(saved.trained)
     if rows > model.vocab_size:
-        problem = f"has {rows} vocabulary rows, more than the {model.vocab_size} of the run"
+        problem = f"has {rows} embedding rows, but the run's model has only {model.vocab_size}"
         raise FileError(str(base), problem, fix)
     weights = open_directory(base, allow_pickle=False)
     with command_line.step(f"comparing the frozen weights with those of {base}"):
@@ -121,7 +123,8 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
                 part = part[:rows] if key in (_EMBEDDING, _HEAD) else part
                 other = weights[key].float() if key in weights else None
                 if other is None or other.shape != part.shape or not torch.allclose(part, other, 2**-7, 1e-6):
-                    raise FileError(str(base), f"has another {key} than {saved.path}, where it was frozen", fix)
+                    problem = f"has other values of {key} than {saved.path}, although the run did not train it"
+                    raise FileError(str(base), problem, fix)
     return rows
 
 
@@ -130,18 +133,18 @@ def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtyp
     shapes = parameter_shapes(saved.model, saved.extension)
     shared = saved.model.tie_embeddings
 
-    def keys(key: str) -> list[str]:
+    def peft_keys(key: str) -> list[str]:
         return [_PREFIX + key, *([_PREFIX + _HEAD] if shared and key == _EMBEDDING else [])]
 
     written = {}
     for name in saved.trained:
         for key, shape in part_shapes(saved.model, name, shapes[name], rows).items():
-            written |= dict.fromkeys(keys(key), shape)
+            written |= dict.fromkeys(peft_keys(key), shape)
     tensors = (
-        part[: written[place][0]]
+        part[: written[peft_key][0]]
         for name in saved.trained
         for key, part in saved.parts(name, with_lora=False).items()
-        for place in keys(key)
+        for peft_key in peft_keys(key)
     )
     write_safetensors(path, on_meta(written, dtype), tensors, {"format": "pt"})
 

@@ -54,12 +54,14 @@ def export(
 ) -> Path:
     """Export the model of a run, a checkpoints directory or one step to `output`; return the checkpoint's path.
 
-    Merges LoRA layers into the matrices. Raises UserError or OSError and leaves nothing behind if the checkpoint is
-    damaged, cannot be exported or has no averaged weights, if the tokenizer is missing, or if `output` exists.
+    Merges LoRA layers into the matrices. Raises UserError or OSError, and does not create `output`, if the checkpoint
+    is damaged, cannot be exported or has no averaged weights, if the tokenizer is missing, or if `output` exists.
 
     Args:
-        tokenizer: replaces the run's tokenizer; `none` exports without one.
-        results: directories of evaluation results for the model card (default: the run's own).
+        dtype: of the exported weights, a key of DTYPES.
+        max_shard_size: maximum bytes of a file of weights.
+        tokenizer: replaces the run's tokenizer; `none` exports without a tokenizer.
+        results: directories of evaluation results for the model card (default: those of the checkpoint in the run).
         average: export the averaged weights.
     """
     name = Path(output).resolve().name
@@ -84,26 +86,26 @@ def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeigh
         code_files(type(encoding))
     if kind == "plain" and model.qkv_bias and model.qk_norm:
         problem = "has model.qkv_bias and model.qk_norm, which no architecture of transformers combines with rope"
-        raise CheckpointError(str(path), problem, "import or train it as tape to export both")
+        raise CheckpointError(str(path), problem, "only models with model.position_encoding tape can have both")
     return saved
 
 
 def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) -> None:
     """Write a whole model to an empty directory, and flush it to disk; see `export`."""
     model, encoding = saved.model, encoding_of(saved.model)
-    pieces = _write_tokenizer(saved, options.tokenizer, directory)
-    rows = vocabulary_rows(model, pieces)
-    ids = _NO_IDS if pieces is None else pieces.special_ids
+    tokenizer = _write_tokenizer(saved, options.tokenizer, directory)
+    rows = vocabulary_rows(model, tokenizer)
+    ids = _NO_IDS if tokenizer is None else tokenizer.special_ids
     config = huggingface_config(model, rows, options.dtype)
-    loader = None if pieces is None else "AutoTokenizer"
-    if pieces is not None and config["model_type"] == "qwen2":
+    loader = None if tokenizer is None else "AutoTokenizer"
+    if tokenizer is not None and config["model_type"] == "qwen2":
         loader = FROM_THE_FILE
         command_line.log(
-            "with model.qkv_bias this export is a Qwen2 model, whose tokenizer AutoTokenizer always replaces by "
-            f"Qwen's; load the tokenizer with {FROM_THE_FILE}.from_pretrained"
+            "with model.qkv_bias, this export is a Qwen2 model; AutoTokenizer would replace its tokenizer by Qwen's; "
+            f"load the tokenizer with {FROM_THE_FILE}.from_pretrained"
         )
     write_json(directory / "config.json", config | ids)
-    write_json(directory / GENERATION, {} if pieces is None else pieces.generation)
+    write_json(directory / GENERATION, {} if tokenizer is None else tokenizer.generation)
     if encoding.exports_to != "plain":
         write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
     write_card(directory, config["model_type"], saved, options, rows, loader)
@@ -113,7 +115,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
 
 
 def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
-    """Return the contents of `config.json` for a vocabulary of `rows` tokens, without special token ids."""
+    """Return the contents of `config.json` for a model with `rows` embedding rows, without special token ids."""
     encoding = encoding_of(model)
     tape = encoding.exports_to == "tape"
     if encoding.exports_to == "code":
@@ -134,7 +136,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     rope = _rope_parameters(model.position)
     config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
     if not tape:
-        # Before transformers 5, Llama's rotary settings were outside rope_parameters. It still reads them there, too.
+        # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         older = {"rope_theta": model.position.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
         window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
@@ -212,14 +214,15 @@ def _position_settings(model: ModelConfig) -> dict:
 
 
 def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
-    """Return the number of embedding rows without the padding for tensor parallelism.
+    """Return the number of embedding rows of an export, without the padding for tensor parallelism.
 
-    An imported model keeps its original number. Other models have one row for each of the tokenizer's ids.
+    An imported model keeps its original number. Other models have one row for each id of the tokenizer. Without a
+    tokenizer, all rows are exported.
     """
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
-        problem = f"has {tokenizer.vocab_size} ids, but the model's vocabulary only {rows} rows"
-        fix = f"give a matching one with --tokenizer, or --tokenizer {NO_TOKENIZER}"
+        problem = f"has {tokenizer.vocab_size} ids, but the model has only {rows} embedding rows"
+        fix = f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
         raise UserError("the tokenizer", problem, fix)
     return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
 
@@ -227,7 +230,7 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
 def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: ExportOptions) -> None:
     """Write `model.safetensors`, or several shards of at most `max_shard_size` bytes with their index.
 
-    Peak memory is one whole fp32 parameter plus at most twice its size.
+    Peak memory is at most three times the unsharded fp32 size of the largest parameter.
     """
     names = parameter_shapes(saved.model)
     shapes = {key: shape for name in names for key, shape in part_shapes(saved.model, name, names[name], rows).items()}
@@ -253,7 +256,10 @@ def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: Exp
 
 
 def part_shapes(model: ModelConfig, name: str, shape: tuple[int, ...], rows: int) -> dict[str, tuple[int, ...]]:
-    """Return the exported shapes, by Hugging Face's names, of the Megatron parameter `name` of this whole shape."""
+    """Return the shapes of the weights, by Hugging Face's names, that an unsharded Megatron parameter is exported as.
+
+    The parameter `name` has the shape `shape`. Embeddings and output layer are exported with `rows` rows.
+    """
     parts = from_megatron(name, torch.empty(shape, device="meta"), model)
     shapes = {key: tuple(part.shape) for key, part in parts.items()}
     return {key: (rows, *shape[1:]) if key in VOCABULARY_ROWS else shape for key, shape in shapes.items()}
@@ -264,21 +270,21 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
         return None
     source, tokenizer = str(saved.path / TOKENIZER), load_saved_tokenizer(saved.path)
     if given is not None:
-        own, source, tokenizer = tokenizer, given, load_tokenizer(given)
-        if own is not None and TOKENIZER_MODEL in own.files:
-            # To compare a tokenizer.json made from a SentencePiece model with it, by the ids of texts.
-            tokenizer.files.setdefault(TOKENIZER_MODEL, own.files[TOKENIZER_MODEL])
-        recorded = saved.state["progress"].get("tokenizer") if own is None else tokenizer_record(own)
+        original, source, tokenizer = tokenizer, given, load_tokenizer(given)
+        if original is not None and TOKENIZER_MODEL in original.files:
+            # `difference` compares a tokenizer.json with the SentencePiece model it was made from by the ids of texts.
+            tokenizer.files.setdefault(TOKENIZER_MODEL, original.files[TOKENIZER_MODEL])
+        recorded = saved.state["progress"].get("tokenizer") if original is None else tokenizer_record(original)
         chosen, name = tokenizer_record(tokenizer), "the one that trained the model"
         if recorded and (different := difference(chosen, recorded, name)):
-            fix = f"omit --tokenizer, or give {NO_TOKENIZER} and put its files into the export yourself"
+            fix = f"omit --tokenizer, or give --tokenizer {NO_TOKENIZER} and copy the files into the export yourself"
             raise FileError(given, different, fix)
     if tokenizer is None:
-        fix = f"give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
+        fix = f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
         raise CheckpointError(str(saved.path), "has no tokenizer", fix)
     return write_tokenizer(tokenizer, directory, saved.model.seq_length, source)
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write indented JSON."""
+    """Write `value` to the file `path` as indented JSON."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
