@@ -33,18 +33,18 @@ FROM_THE_FILE = "PreTrainedTokenizerFast"
 """The class of transformers that uses a tokenizer.json unchanged."""
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 _SHOWN = 500
-"""Maximum length of a list of tokens in a message."""
+"""Maximum characters of a list of tokens in a message."""
 _WITHOUT = "export the model without a tokenizer: --tokenizer none"
 _GIVE = f"give an exact tokenizer.json with --tokenizer, or {_WITHOUT}"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of SentencePiece pieces."""
 _NEVER = -1e9
-"""Score of a piece that must not match text."""
+"""Score of a SentencePiece piece that must not match text."""
 
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """Facts about the tokenizer that the rest of an export needs."""
+    """Properties of an exported tokenizer that the export's other files contain."""
 
     vocab_size: int
     special_ids: dict[str, int | list[int] | None]
@@ -56,7 +56,7 @@ class ExportedTokenizer:
 def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: str) -> ExportedTokenizer:
     """Write the files of a tokenizer to the directory `output`, for a model with a context of `context` tokens.
 
-    Messages refer to the tokenizer as `source`. Raises FileError if it cannot be converted exactly.
+    `source` names the tokenizer in messages. Raises FileError if it cannot be converted exactly.
     """
     exported, warnings = _write(tokenizer, output, context, source)
     for warning in warnings:
@@ -65,7 +65,7 @@ def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: st
 
 
 def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
-    """Return why `write_tokenizer` would refuse a tokenizer, as the predicate of a sentence, or None."""
+    """Return why `write_tokenizer` would refuse a tokenizer, such as "cannot be converted: ...", or None."""
     source = "the tokenizer"
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -76,7 +76,7 @@ def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
 
 
 def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tuple[ExportedTokenizer, list[str]]:
-    """Write the files; also return warnings for the user."""
+    """Do the work of `write_tokenizer`, and return its result with warnings for the user."""
     warnings: list[str] = []
     files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
     own = tokenizer.names.config
@@ -96,13 +96,13 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
     settings["added_tokens_decoder"] = {str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added}
     templates = "chat_template.jinja" in files or any(name.startswith(CHAT_TEMPLATES) for name in files)
     if not (templates or settings.get("chat_template")):
-        # In training, no text was encoded to a special token. Chat templates, however, are such text.
+        # In training, no text was encoded as a special token. Only chat templates contain special tokens as text.
         settings["split_special_tokens"] = True
     files[CONFIG] = _json(settings)
     write_files(files, output)
     if TOKENIZER_JSON not in tokenizer.files:
         converted = load_tokenizer(output)
-        write_files(converted.files, output)  # they prevent text from encoding to special tokens
+        write_files(converted.files, output)  # with the settings that keep text from becoming special tokens
         _check_same_ids(converted, tokenizer, source)
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
     generation = _generation(tokenizer, source, warnings)
@@ -112,12 +112,12 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
 
 
 def _is_exported(name: str) -> bool:
-    """Return whether an export includes this file. transformers would read additional tokens from others."""
+    """Return whether an export includes the file `name`. From other files, transformers would read more tokens."""
     return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(CHAT_TEMPLATES)
 
 
 def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
-    """Return the contents of `generation_config.json` without ids that the tokenizer does not have."""
+    """Return the contents of `generation_config.json` without ids that the tokenizer lacks; add to `warnings`."""
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
     except ValueError as error:
@@ -147,7 +147,7 @@ def _json(settings: dict[str, Any]) -> bytes:
 def read_tokenizer(directory: str | Path, **options: Any) -> Any:
     """Load the tokenizer of an export, or of another model, with transformers; `options` are for `from_pretrained`.
 
-    AutoTokenizer would replace the tokenizer of every Qwen2 model by Qwen's.
+    Uses a tokenizer.json unchanged: AutoTokenizer would replace the tokenizer of every Qwen2 model by Qwen's.
     """
     import transformers
 
@@ -161,7 +161,10 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
 def _of_hugging_face(
     tokenizer: Tokenizer, own: dict[str, Any], context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
-    """Return a tokenizer of the `tokenizers` library, the ids of special tokens, and `tokenizer_config.json`."""
+    """Load a tokenizer.json; return the library's tokenizer, the ids of special tokens and tokenizer_config.json.
+
+    `own` has the contents of the tokenizer's present tokenizer_config.json.
+    """
     import tokenizers
 
     library = tokenizers.Tokenizer.from_buffer(tokenizer.files[TOKENIZER_JSON])
@@ -181,7 +184,7 @@ def _of_hugging_face(
 def _of_sentencepiece(
     tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
-    """Return a tokenizer of the `tokenizers` library, the ids of special tokens, and `tokenizer_config.json`."""
+    """Convert a SentencePiece model; return the same as `_of_hugging_face`."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import processors
 
@@ -189,7 +192,7 @@ def _of_sentencepiece(
     try:
         converted = _converted(model)
     except ImportError:
-        problem = "is a SentencePiece model, and its conversion needs the package transformers"
+        problem = "is a SentencePiece model, and converting it requires the package transformers"
         raise FileError(source, problem, f"run: pip install transformers; or {_WITHOUT}") from None
     ids = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
@@ -208,7 +211,7 @@ def _of_sentencepiece(
 def _converted(model: Any) -> Any:
     """Convert a SentencePiece model to a tokenizer of the `tokenizers` library with transformers' converter.
 
-    Unlike transformers' own result, it does not match the names of control tokens and bytes in text.
+    Unlike in transformers' own conversion, the names of control tokens and bytes are not matched in text.
     """
     from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
@@ -258,7 +261,7 @@ def set_spaces(library: Any, prefix: bool, rules: Sequence[Any] = ()) -> None:
 
 
 def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
-    """Raise FileError if the converted tokenizer gives different ids than `tokenizer` for sample texts."""
+    """Raise FileError if `converted` encodes a sample text to other ids than the SentencePiece model `tokenizer`."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])

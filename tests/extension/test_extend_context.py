@@ -522,9 +522,7 @@ def test_yarn_without_a_factor_is_refused():
         "model__position__rope_original_seq_length": 16,
         "data__tokenizer": None,
     }
-    with pytest.raises(
-        ConfigError, match="^model.position.rope_scaling_factor is 1, with which .* yarn changes nothing"
-    ):
+    with pytest.raises(ConfigError, match="^model.position.rope_scaling_factor is 1, so .* yarn has no effect"):
         check_base(make(model__position_encoding="rope", model__seq_length=32, **now), base)
 
 

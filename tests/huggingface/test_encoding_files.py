@@ -93,7 +93,7 @@ def test_scales_of_heads_are_exported_as_a_matrix_and_can_be_reimported_as_scale
 
 def test_an_export_keeps_its_encoding(exported, tmp_path):
     directory = exported("fire").directory
-    with pytest.raises(ValueError, match="describes a model with fire, which cannot become rope"):
+    with pytest.raises(ValueError, match="positional encoding fire, which cannot become rope"):
         import_model(directory, tmp_path / "imported", "rope")
     with pytest.raises(ValueError, match="rope-scaling-factor 2 is for RoPE and TAPE, not for fire"):
         import_model(directory, tmp_path / "imported", rope_scaling_factor=2.0)

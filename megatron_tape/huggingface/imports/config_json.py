@@ -1,6 +1,6 @@
-"""Convert the `config.json` of other programs' models, and of this project's exports, to settings. Imports no torch.
+"""Convert the `config.json` of a model of transformers, or of this project's exports, to a ModelConfig.
 
-A setting that affects the model but is not supported here is rejected by name.
+A setting that affects the model but is not supported here is an error that names it. Imports no torch.
 """
 
 import math
@@ -18,11 +18,11 @@ from megatron_tape.position import ENCODINGS, model_config
 from megatron_tape.position.rope import yarn_attention_factor
 
 _CONFIG_BYTES = 8 << 20
-"""Maximum size of a config.json; models have a few kilobytes."""
+"""Maximum size of a config.json in bytes. Usual ones have a few kilobytes."""
 _LARGEST_MULTIPLE = 1 << 16
-"""Largest multiple to pad a vocabulary to; more would take gigabytes."""
+"""Largest multiple to which a vocabulary can be padded; a larger one could take gigabytes."""
 ENCODED = "encoded_tape"
-"""`model_type` of exports with the positional encoding in its own files."""
+"""`model_type` of this project's exports with a positional encoding other than TAPE and RoPE."""
 
 _LLAMA = {"attention_bias": False, "rms_norm_eps": 1e-6}
 _QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
@@ -57,13 +57,14 @@ _SUPPORTED = {
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
+"""Settings of which only one value can be imported."""
 _TAPE_KEYS = {
     "gate_input": "gate_input",
     "position_mlp_size": "mlp_size",
     "position_state_precision": "state_precision",
 }
 """TAPE's keys in config.json, and the corresponding settings in `model.position`."""
-# Keys of each kind of scaling, in addition to the shared ones.
+# Keys of each rope_type, in addition to _ROPE_SHARED.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -82,7 +83,7 @@ _SIZES = (
 
 @contextmanager
 def errors_of_settings(path: Path) -> Iterator[None]:
-    """Convert errors caused by the settings in `path` to a FileError that names the file."""
+    """Convert errors that the settings in the file `path` cause to a FileError about the file."""
     try:
         yield
     except KeyError as error:
@@ -98,16 +99,16 @@ def errors_of_settings(path: Path) -> Iterator[None]:
 
 
 def check_sizes(settings: dict, path: Path) -> None:
-    """Raise UserError if a required size in `config.json` is not a positive integer."""
+    """Raise UserError if one of _SIZES in `settings`, read from `path`, is not a positive integer."""
     for key in _SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
             raise UserError(key, f"is {settings.get(key)!r:.200} in {path}, but must be a positive integer")
 
 
 def read_settings(path: Path) -> dict:
-    """Read a `config.json`. Raises FileError."""
+    """Return the contents of a `config.json`. Raises FileError."""
     if not path.is_file():
-        raise FileError(str(path), "is not a file", "the model's config.json is needed")
+        raise FileError(str(path), "is not a file", "give the model's config.json")
     try:
         return read_record(path, dict[str, Any], _CONFIG_BYTES)
     except FileError as error:
@@ -122,7 +123,7 @@ def padded_vocabulary(rows: int, multiple: int) -> int:
 
 
 def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, Any]:
-    """Convert the keys that all architectures share."""
+    """Return the settings of a ModelConfig that have the same keys in all architectures. Raises KeyError."""
     return {
         "num_layers": settings["num_hidden_layers"],
         "hidden_size": settings["hidden_size"],
@@ -150,21 +151,21 @@ class Changes:
 
     @property
     def tape_settings(self) -> dict[str, Any]:
-        """The given settings of TAPE, by their keys in config.json."""
+        """The settings of TAPE that an import sets, by their keys in config.json."""
         both = {"gate_input": self.gate_input, "position_mlp_size": self.position_mlp_size}
         return {key: value for key, value in both.items() if value is not None}
 
 
 def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Changes()) -> ModelConfig:
-    """Convert the contents of the `config.json` at `path`.
+    """Return the ModelConfig for `settings`, the contents of the `config.json` at `path`, with `changes` applied.
 
     Raises UserError, KeyError, TypeError or AttributeError for unsupported settings.
     """
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS))
-    own = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
-    encoding = changes.position_encoding or own
+    original = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
+    encoding = changes.position_encoding or original
     _check_changes(settings, path, encoding, changes)
     # null is the same as a missing key, except that it disables a sliding window.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
@@ -196,17 +197,19 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
 
 
 def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str) -> UserError:
-    """Return an error that a setting cannot be imported, which lists the `accepted` values."""
-    return UserError(key, f"is {settings.get(key)!r:.200} in {path}, which cannot be imported", f"{accepted} can")
+    """Return the error that the value of a setting cannot be imported; `accepted` describes the supported values."""
+    problem = f"is {settings.get(key)!r:.200} in {path}, which cannot be imported"
+    return UserError(key, problem, f"supported: {accepted}")
 
 
 def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
     kind = settings["model_type"]
     if kind == "tape" and encoding != "tape":
         problem = f"describes a TAPE model, which cannot become {encoding}"
-        raise FileError(str(path), problem, "import it as tape")
+        raise FileError(str(path), problem, "omit --position-encoding")
     if kind == ENCODED and encoding != settings["position_encoding"]:
-        problem = f"describes a model with {settings['position_encoding']!s:.100}, which cannot become {encoding}"
+        encoded = f"{settings['position_encoding']!s:.100}"
+        problem = f"describes a model with the positional encoding {encoded}, which cannot become {encoding}"
         raise FileError(str(path), problem, "omit --position-encoding")
     if changes.tape_settings and (encoding != "tape" or kind == ENCODED):
         fix = f"omit it with {'this export' if encoding == 'tape' else encoding}"
@@ -226,14 +229,14 @@ def _check_supported(settings: dict[str, Any], path: Path) -> None:
 
     for key, accepted in _SUPPORTED.items():
         refuse(settings.get(key, accepted) != accepted, key, accepted)
-    # In these architectures, but not in Qwen2 and TAPE, this setting also adds a bias to the output projection.
+    # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the output projection.
     biased = settings["model_type"] in ("llama", "qwen3", "smollm3") and settings["attention_bias"]
     refuse(biased, "attention_bias", False)
-    # Qwen's settings have the size of a window even if it is disabled.
+    # Qwen's settings contain the size of a sliding window even if it is disabled.
     refuse(settings.get("sliding_window") is not None and settings["use_sliding_window"], "sliding_window", None)
     layers, types = settings["num_hidden_layers"], settings.get("layer_types")
     if types is not None:
-        refuse(set(types) != {"full_attention"}, "layer_types", "full_attention alone")
+        refuse(set(types) != {"full_attention"}, "layer_types", "full_attention in all layers")
         refuse(len(types) != layers, "layer_types", f"one entry for each of {layers} layers")
 
 
@@ -253,7 +256,7 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return the settings of an exported encoding."""
+    """Return `model.position` for the settings of an export with its own positional encoding. Raises UserError."""
     name, given = settings["position_encoding"], settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
         problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}"
@@ -266,17 +269,20 @@ def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dic
 
 
 def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Convert the rotary settings, which were in two places before transformers 5."""
+    """Return `model.position` for rotary settings. Raises UserError.
+
+    transformers 5 stores them in rope_parameters; older versions use rope_scaling and the top level of config.json.
+    """
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope, current = (_rotary(settings, name, path) for name in (key, "rope_parameters"))
-    # transformers would use the older key and silently ignore the other.
+    # transformers would use rope_scaling and silently ignore rope_parameters.
     if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
         raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
     kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     if share != 1.0 and kind != "proportional":
-        accepted = f"1 can, or another share with the rope_type proportional instead of {kind}"
-        raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", accepted)
-    # transformers reads the first place; the others must agree with it.
+        fix = f"supported: 1, or another share with the rope_type proportional instead of {kind}"
+        raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", fix)
+    # transformers uses the first of these; the others must be equal.
     default = _THETAS.get(settings["model_type"], 10000.0)
     theta = rope.get("rope_theta", settings.get("rope_theta", default))
     for place in (current, settings):
@@ -292,7 +298,10 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if kind == "yarn":
         return shared | _yarn(rope, length, original_length, path, scaling_factor)
     if scaling_factor != 1.0:
-        problem = f"{scaling_factor:g} cannot be combined with llama3 in {path}, which scales only slow frequencies"
+        problem = (
+            f"{scaling_factor:g} cannot be combined with the rope_type llama3 in {path}, which scales only low "
+            "frequencies"
+        )
         raise UserError("--rope-scaling-factor", problem, "omit it")
     return shared | {
         "rope_scaling_factor": rope["factor"],
@@ -302,7 +311,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
 
 
 def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Convert yarn's settings, given the context lengths after and before scaling."""
+    """Return `model.position` for yarn's settings, given the context `length` and the `original_length` before it."""
     factor = length / original_length if rope["factor"] is None else rope["factor"]
     mscales = rope.get("mscale"), rope.get("mscale_all_dim")
     attention = rope.get("attention_factor")
@@ -312,8 +321,8 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
         attention = None
     if attention is not None and scaling_factor != 1.0:
         problem = (
-            f"{scaling_factor:g} cannot be combined with the attention factor {attention:g} in "
-            f"{path}, which differs from the default for yarn's factor"
+            f"{scaling_factor:g} cannot be combined with the attention factor {attention:g} in {path}, which is not "
+            "yarn's default"
         )
         raise UserError("--rope-scaling-factor", problem, "omit it")
     return {
@@ -326,24 +335,24 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
 
 
 def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Return the given rotary settings under `key`, with their kind as `rope_type`; empty if there are none.
+    """Return the rotary settings under `key` that are not null, with `rope_type`; empty if there are none.
 
     Raises UserError for an unsupported setting.
     """
     rope = settings.get(key, {})
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        problem = f"in {path} has settings of its own, which transformers does not read for {settings['model_type']}"
-        raise UserError(f"{key}.{nested[0][:40]}", problem, "give the settings once, for all layers")
+        problem = f"in {path} is a group of settings, which transformers does not read for {settings['model_type']}"
+        raise UserError(f"{key}.{nested[0][:40]}", problem, f"give one setting for all layers, directly in {key}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         problem = f"is {kind!r:.100} in {path}, which cannot be imported"
-        raise UserError(f"{key}.rope_type", problem, f"{', '.join(_ROPE_KEYS)} can")
+        raise UserError(f"{key}.rope_type", problem, f"supported: {', '.join(_ROPE_KEYS)}")
     known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
     nullable = ("factor", "truncate") if kind == "yarn" else ()
     found = {name: value for name, value in rope.items() if value is not None or name in nullable}
     found = {name: value for name, value in found.items() if name not in ("type", "rope_type")}
     for name, value in found.items():
         if name not in known and (name, value) != ("factor", 1):
-            problem = f"is not a setting of {kind} in {path}, which cannot be imported"
-            raise UserError(f"{key}.{name[:40]}", problem, f"{kind} supports {', '.join(known)}")
+            problem = f"in {path} is not a setting of the rope_type {kind}"
+            raise UserError(f"{key}.{name[:40]}", problem, f"supported: {', '.join(known)}")
     return found | {"rope_type": kind} if rope else {}

@@ -1,6 +1,7 @@
 """Read a model from a GGUF file, the format of llama.cpp, with transformers' loader.
 
-transformers ignores unknown settings and tensors. Files that contain any are refused before weights are read.
+transformers ignores settings and tensors that it does not know. A file with such contents is an error before weights
+are read.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _SUPPORTED = {
     "expert_count": 0,
     "expert_used_count": 0,
 }
-"""Other settings that a file may have, with the only values that transformers' loader supports."""
+"""Settings that a file may have, with the only value that transformers' loader supports."""
 _FIX = "import the model from its safetensors files"
 
 
 class GgufFile:
-    """A GGUF file. transformers reads it through a link in the empty `directory`, to ignore files next to it.
+    """A GGUF file, which transformers reads through a link in the empty `directory`, to ignore files next to it.
 
     Raises FileError if a required package is missing, or if the file cannot be imported.
     """
@@ -48,11 +49,11 @@ class GgufFile:
             import gguf
             import transformers  # noqa: F401
         except ImportError as error:
-            problem = f"needs the package {error.name}, which is not installed"
+            problem = f"requires the package {error.name}, which is not installed"
             raise FileError(str(path), problem, "run: pip install transformers accelerate gguf") from None
         self.path = path
         (directory / f"model{SUFFIX}").symlink_to(path.resolve())
-        self._loaded = {"pretrained_model_name_or_path": directory, "gguf_file": f"model{SUFFIX}"}
+        self._from_pretrained = {"pretrained_model_name_or_path": directory, "gguf_file": f"model{SUFFIX}"}
         with self._readable():
             reader = gguf.GGUFReader(path)  # maps the file, and fails if a tensor is incomplete
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -63,7 +64,7 @@ class GgufFile:
         self._architecture = self._fields.get("general.architecture")
         if self._architecture not in _ARCHITECTURES:
             problem = f"has the architecture {self._architecture!r:.100}, which cannot be imported"
-            raise FileError(str(path), problem, f"{', '.join(_ARCHITECTURES)} can")
+            raise FileError(str(path), problem, f"supported: {', '.join(_ARCHITECTURES)}")
 
     def settings(self) -> dict[str, Any]:
         """Return the contents of a `config.json` for the model in the file.
@@ -85,7 +86,7 @@ class GgufFile:
                 problem = f"is {value!r:.100} in {self.path}, which cannot be imported"
                 raise UserError(f"{prefix}{name:.100}", problem, _FIX)
         with self._readable():
-            config = AutoConfig.from_pretrained(**self._loaded)
+            config = AutoConfig.from_pretrained(**self._from_pretrained)
             if (layers := config.num_hidden_layers) > len(self._tensors):
                 raise FileError(str(self.path), f"contains {len(self._tensors)} tensors for {layers} layers", _FIX)
             with torch.device("meta"):
@@ -102,17 +103,17 @@ class GgufFile:
 
         with self._readable():
             model, found = AutoModelForCausalLM.from_pretrained(
-                **self._loaded, dtype=torch.float32, output_loading_info=True
+                **self._from_pretrained, dtype=torch.float32, output_loading_info=True
             )
         if missing := sorted(found["missing_keys"]):
             raise FileError(str(self.path), f"lacks the parameter {missing[0]}", _FIX)
         return model.state_dict()
 
     def write_tokenizer(self, directory: Path) -> bool:
-        """Convert the tokenizer with transformers and write it to `directory`; print a message if not possible.
+        """Convert the tokenizer with transformers, write it to `directory`, and return True.
 
-        Returns whether it was written. Tokenizers whose rules of splitting text transformers would drop are not
-        converted, since their tokens would change.
+        If transformers would drop the tokenizer's rules for splitting text, which would change tokens, print a message
+        and return False.
         """
         from transformers import AutoTokenizer
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -125,7 +126,7 @@ class GgufFile:
             )
             return False
         with self._readable("the tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(**self._loaded)
+            tokenizer = AutoTokenizer.from_pretrained(**self._from_pretrained)
             if kind == "llama":
                 prefix = self._fields.get("tokenizer.ggml.add_space_prefix", True)
                 set_spaces(tokenizer.backend_tokenizer, prefix)
@@ -134,7 +135,7 @@ class GgufFile:
 
     @contextmanager
     def _readable(self, part: str = "") -> Iterator[None]:
-        """Convert any exception caused by a damaged file to a FileError."""
+        """Convert any exception that a damaged file causes to a FileError; `part` names what is read from the file."""
         try:
             yield
         except UserError:

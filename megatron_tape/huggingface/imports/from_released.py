@@ -53,7 +53,7 @@ def import_released(
 ) -> None:
     """Import the released checkpoint `weights`, with settings in the JSON file `config`, as the checkpoint `output`.
 
-    Raises UserError or OSError if the two do not match, or if this project does not support the model.
+    Raises UserError or OSError if weights and settings do not match, or if this project does not support the model.
     """
     refuse_existing(output, fix="choose another output, or move it away")
     settings = read_settings(Path(config))
@@ -64,7 +64,7 @@ def import_released(
         found = released[key].flatten()[:10].tolist()
         if found != [FireSettings.fire_threshold]:
             problem = f"has FIRE's init_L {', '.join(f'{value:g}' for value in found)}, which cannot be imported"
-            raise FileError(str(weights), problem, f"{FireSettings.fire_threshold:g} can")
+            raise FileError(str(weights), problem, f"supported: {FireSettings.fire_threshold:g}")
     source = _renamed(released)
     # Nothing reads the position state after the last layer, so the last layer has no update.
     unread = f"model.layers.{model.num_layers - 1}.position."
@@ -79,7 +79,7 @@ def import_released(
 
 
 def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
-    """Return released weights under this project's names."""
+    """Return the weights of the released code under the names of this project's exports."""
     sources = {}
     for key in released:
         try:
@@ -93,7 +93,7 @@ def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
         try:
             return from_released({key: tensor})[name]
         except (IndexError, RuntimeError):
-            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which is not possible"
+            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which this parameter cannot have"
             raise FileError(key[:100], problem, "give the config.json that belongs to the weights") from None
 
     return LazyTensors(sources, read)
@@ -127,7 +127,7 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
 
 
 def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Convert the settings of the encoding and of its position scaling."""
+    """Return the settings of the encoding and of its scaling, with this project's keys. Raises UserError."""
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
     kind = "yarn" if settings["rpe_type"] == "yarn" else "linear"
     if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != kind:
@@ -137,7 +137,7 @@ def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     if missing := [key for key in needed if type(settings.get(key)) is not int or settings[key] < 1]:
         raise cannot_import(settings, path, missing[0], "a positive integer")
     if kind == "yarn":
-        # The released code ignores the factor. It divides the context by the original one and rounds up.
+        # The released code ignores the factor. It divides the context length by the original one and rounds up.
         original = settings["original_max_position_embeddings"]
         factor = -(-settings["max_position_embeddings"] // original)
         own = {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}

@@ -1,6 +1,6 @@
-"""Import a model of transformers or a GGUF file as a checkpoint of this project; config_json converts its settings.
+"""Import a model of transformers or a GGUF file as a checkpoint of this project.
 
-Only GGUF files need the package `transformers`.
+Only GGUF files require the package `transformers`.
 """
 
 from pathlib import Path
@@ -37,9 +37,9 @@ def import_model(
     Raises UserError or OSError if the model is incomplete or not supported.
 
     Args:
-        position_encoding: `tape` (the default for plain RoPE) adds TAPE's parameters to a model without them; drawn
-            with `seed`, they do not change the logits. This project's exports keep their encoding; their code is not
-            read.
+        position_encoding: `tape`, the default for models with RoPE, adds TAPE's parameters to a model without them.
+            They are initialized with `seed` and do not change the logits. This project's exports keep their encoding;
+            the code in an export is not read.
         base_model: the model's name on the Hub, for model cards.
         changes: other fields of `Changes`. `rope_scaling_factor` divides positions in addition to the model's own
             scaling (and multiplies yarn's factor), and extends the context by the same factor.

@@ -36,7 +36,7 @@ _VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
 
 
 def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
-    """Return the weights of `model` with its padded vocabulary; added rows are the mean of all rows.
+    """Return `weights` with the padded vocabulary of `model`; each added row is the mean of all rows.
 
     Reading a weight raises FileError if its shape or dtype is wrong, or if it contains NaN or infinity.
     """
@@ -93,8 +93,8 @@ def write_imported(
     does not belong to the model.
 
     Args:
-        weights: with `model.unpadded_vocab_size` vocabulary rows; rows up to `model.vocab_size` are added here, and
-            exports remove them again. They are read one at a time.
+        weights: with `model.unpadded_vocab_size` embedding rows; rows up to `model.vocab_size` are added here, and
+            exports remove them again. Weights are read one at a time.
         origin: description of the source.
         tokenizer: its files are written to `OUTPUT/tokenizer`.
         unread: prefixes of names to ignore in `weights`.
@@ -145,22 +145,23 @@ def advise(output: str | Path) -> None:
         f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
     )
     if not copied:
-        command_line.log(f"{output} has no tokenizer: give the model's tokenizer as TOKENIZER, and for an export")
+        command_line.log(f"{output} has no tokenizer: replace TOKENIZER by the model's, and give it to exports, too")
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
-    """Raise FileError if names or known shapes do not match the model, or if tied embeddings differ."""
+    """Raise FileError if names or known shapes do not match `model`, or if tied embedding and output weights differ."""
     check_weights(weights, model, origin, unread)
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in weights and not torch.equal(weights[embedding], weights[head]):
-        raise FileError(origin, f"contains a separate {head}, but its settings have tie_word_embeddings")
+        raise FileError(origin, f"contains another {head} than {embedding}, but its settings have tie_word_embeddings")
 
 
 def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
-    """Load the tokenizer in a model directory, for an embedding of `rows` rows; None if there is none.
+    """Return the tokenizer in the model directory `source`, for a model with `rows` embedding rows; None if missing.
 
-    If it cannot be used, this prints a warning and returns None. Stop ids, which older models have only in config.json,
-    are added to its generation settings. Raises FileError for a link to a file elsewhere.
+    If the tokenizer cannot be used, print a warning and return None. Older models have their special ids only in
+    config.json; these are added to the tokenizer's generation settings. Raises FileError for a link to a file
+    elsewhere.
     """
     if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
         return None

@@ -14,7 +14,7 @@ from megatron_tape.io.records import parse_yaml, read_small
 CARD = "README.md"
 _BYTES = 4 << 20
 _METADATA = 100_000
-"""Maximum number of characters of metadata; parsing more YAML would take seconds."""
+"""Maximum number of characters of a card's metadata; parsing more YAML would take seconds."""
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,17 +31,17 @@ class CardFacts(TypedDict, total=False):
     language: list[str]
 
 
-def source_card(directory: Path, base_model: str | None = None, is_tape: bool = False) -> CardFacts:
-    """Return the known facts of license, languages and Hub name of the model in `directory`.
+def source_card(directory: Path, base_model: str | None = None, is_export: bool = False) -> CardFacts:
+    """Return license, languages and Hub name of the model in `directory`, as far as they are known.
 
-    License and languages come from the metadata of its README.md. The name is `base_model`, the one in the path if
-    `directory` is in the Hub's cache or, for an exported TAPE model (`is_tape`), the one in its card. Raises UserError
-    if `base_model` is not a valid Hub name.
+    License and languages come from the metadata of its README.md. The Hub name is `base_model`, or that of `directory`
+    in the Hub's cache. For an export of this project (`is_export`), it may also come from the README.md. Raises
+    UserError if `base_model` is not a valid Hub name.
     """
     if base_model is not None and not _NAME.fullmatch(base_model):
         raise UserError("--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME")
     given = _metadata(directory / CARD)
-    name = base_model or _name_in_cache(directory) or (_text(given.get("base_model")) if is_tape else None)
+    name = base_model or _name_in_cache(directory) or (_text(given.get("base_model")) if is_export else None)
     facts: CardFacts = {"base_model": name} if name else {}
     for key in ("license", "license_name", "license_link"):
         if text := _text(given.get(key)):
@@ -54,7 +54,7 @@ def source_card(directory: Path, base_model: str | None = None, is_tape: bool = 
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata at the top of a model card. If it cannot be read, print a message and return nothing."""
+    """Return the metadata at the top of a model card. If it cannot be read, print a message and return {}."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Open weights of other programs: safetensors files, and pickles only if the user allows it.
+"""Open weights that other programs wrote: safetensors files, and pickles only if the user allows it.
 
 torch is imported only when a tensor is read.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PICKLES = (".bin", ".pt", ".pth")
-# In the order of transformers' lookup.
+# In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FILE = re.compile(r"[\w.-]{1,200}")
@@ -38,7 +38,7 @@ class _Index(TypedDict):
 
 
 class LazyTensors(Mapping):
-    """Tensors by name, which `read` loads on access. `shapes` has the shapes known without reading a tensor."""
+    """Tensors by name, which `read` loads on access. `shapes` has those shapes that are known before reading."""
 
     def __init__(
         self, names: Iterable[str], read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
@@ -85,7 +85,7 @@ class _Safetensors(LazyTensors):
 
 
 def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Return the tensors of all files. Raises FileError."""
+    """Return the tensors of all files by name. Raises FileError."""
     for path in paths:
         if not path.is_file():
             raise FileError(str(path), "is not a file", "give a safetensors file of weights")
@@ -122,16 +122,18 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
 
 
 def check_weights(weights: Mapping[str, Any], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()) -> None:
-    """Raise FileError if the names or known shapes of weights do not match those of `model` without vocabulary padding.
+    """Raise FileError if `weights` do not have the parameters of `model`, without vocabulary padding.
 
-    Names that start with one of `unread` are allowed, and an output layer if the embeddings are tied.
+    Compares names, and the shapes in `weights.shapes`. Additional weights are allowed if their names start with one of
+    `unread`, and an output layer if the embeddings are tied. `origin` is the subject of messages.
     """
     expected = whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
     for name in sorted(weights):
-        # Older programs also saved rotary frequencies, which the settings determine.
+        # Older versions of transformers also saved rotary frequencies, which follow from the settings.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == OUTPUT):
-            raise FileError(origin, f"contains {name:.100}, which a model with its settings does not have", _MISMATCH)
+            problem = f"contains {name:.100}, but its settings describe a model without this parameter"
+            raise FileError(origin, problem, _MISMATCH)
     shapes = getattr(weights, "shapes", {})
     for name, shape in expected.items():
         if name not in weights:
@@ -147,7 +149,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # unpickling may raise anything, and torch's message recommends unsafe loading
-        problem = "is not a pickle of tensors alone: it is damaged or contains other objects, which are never loaded"
+        problem = "is damaged, or contains objects other than tensors, which are never loaded"
         raise FileError(str(path), problem, "save the model again as safetensors") from None
     if not isinstance(weights, dict) or not all(
         isinstance(name, str)
@@ -156,5 +158,5 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         and value.device.type == "cpu"
         for name, value in weights.items()
     ):
-        raise FileError(str(path), "contains more than a model's tensors by name", "save only its state_dict")
+        raise FileError(str(path), "is not a dictionary of tensors by name", "save only the model's state_dict")
     return weights
