@@ -189,7 +189,7 @@ def _from_checkpoint(path: Path) -> Base:
         model = model_config(settings)
         validate_model(model)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(str(path), f"is of another architecture or version ({error})") from None
+        raise CheckpointError(str(path), f"has another architecture or version ({error})") from None
     trained = state["config"].get("extension", {}).get("trains")
     if isinstance(trained, list) and "lora" in trained:
         fix = f"merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output NEW, and extend NEW"
@@ -259,7 +259,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         added and not {"position", "all"} & set(trains),
         ("extension.trains", KEY),
         f"does not include position, but {new}, unlike in {KEY} {base.path}: the new parameters would not be trained",
-        "add position, or remove the other setting",
+        "add position, or keep the base model's setting",
     )
     _check_tokenizer(config, base)
 
@@ -268,7 +268,7 @@ def _check_lengths(model: ModelConfig, base: Base) -> None:
     """Raise ConfigError if the scaling of RoPE does not fit the context lengths of a run and its base model.
 
     A larger factor must come with a longer context, and `rope_original_seq_length` must not exceed the base model's
-    context. It may be shorter, because some models state a longer context than they were trained on. Warns if linear
+    context. It may be smaller, because some models state a longer context than they were trained on. Warns if linear
     scaling leaves positions beyond the trained range.
     """
     position, was = model.position, base.model.position

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.5
 def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path:
     """Return the checkpoint that a run starts from. All ranks must call this together.
 
-    A Hugging Face model is imported to `base` in the run's directory, unless it was before. A failed import leaves
+    Imports a Hugging Face model to `base` in the run's directory, unless this was done before. A failed import leaves
     nothing there. Raises CheckpointError on every rank.
     """
     return import_on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)

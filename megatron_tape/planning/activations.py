@@ -44,9 +44,9 @@ class Activations:
 def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     """Return the activation memory of one GPU on the plan's pipeline stage.
 
-    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. `fused_norms` are the fused kernels of
-    GPUs. Without them, as on CPUs, RMSNorm keeps its input and, for its weight gradient, a normalized copy in fp32. The
-    input of a frozen matrix is kept only if the matrix has LoRA layers.
+    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. `fused_norms`: whether RMSNorm uses a
+    fused kernel, as on GPUs. Otherwise, as on CPUs, RMSNorm keeps its input and, for its weight gradient, a normalized
+    copy in fp32. The input of a frozen matrix is kept only if the matrix has LoRA layers.
     """
     model, width = plan.model, plan.width
     layers = [_layer(plan, layer, fused_norms) for layer in plan.contents.layers]

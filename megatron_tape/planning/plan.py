@@ -17,7 +17,7 @@ from megatron_tape.planning.parameters import (
 from megatron_tape.position import Costs, MicroBatch, PositionEncoding, encoding_of
 
 NOT_ASSUMED = frozenset({"flash_attn", "fla"})
-"""Backends that need packages other than torch."""
+"""Backends that need packages other than torch and Triton. Estimates assume that these are not installed."""
 CALLED_TWICE = frozenset({"torch", "flash_attn"})
 """Backends that are called once for the values and once for the position state. FlashAttention-4 can take both at once,
 but is not assumed to be installed."""
