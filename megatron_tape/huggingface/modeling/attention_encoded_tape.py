@@ -1,7 +1,7 @@
 """Attention with scores changed by a positional encoding (a bias, forget gates or rescored rows), in plain torch.
 
 Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E size of the values, r
-queries of a block, t tokens up to the last of them.
+queries of a block, t keys up to the block's last query.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,9 +21,9 @@ def under_autocast(x: Tensor) -> bool:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Disable autocast on the device of x, since encodings choose their own precision.
+    """Return a context without autocast on the device of x, because encodings choose their own precision.
 
-    The backward passes of their functions never run under autocast.
+    The backward passes of their autograd functions never run under autocast.
     """
     return torch.autocast(x.device.type, enabled=False) if under_autocast(x) else nullcontext()
 
@@ -37,11 +37,12 @@ def attend_with_scores(
     dropout: float = 0.0,
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the averages (B, S, H, E) and, if `with_weights`, the attention weights (B, H, S, T).
+    """Return the averages of the values (B, S, H, E) and, if `with_weights`, the attention weights (B, H, S, T).
 
     query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean (True: attend) or
-    additive. The queries are the last S of T tokens; attention is causal. `positions` are the encoding's inputs for all
-    tokens. Computes at least in float32. Training recomputes blocks in the backward pass, and saves no S x T tensors.
+    additive. The queries are the last S of T tokens; attention is causal. `positions` has the encoding's `bias`,
+    `log_gate_TBH` and `rescore`, for all tokens. Computes at least in float32. Training recomputes blocks in the
+    backward pass, and saves no S x T tensors.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     S, T = query.shape[2], key.shape[2]
@@ -56,7 +57,7 @@ def attend_with_scores(
                 f"the positional encoding returned gates of {len(gates)} tokens instead of {T}; its file must cache "
                 "those of earlier tokens with cache.append"
             )
-        # In float64, since in long sequences the differences between neighbors would be lost.
+        # In float64: in long sequences, float32 would lose the differences between neighboring tokens.
         sums_BHT = gates.double().cumsum(0).permute(1, 2, 0)
 
     def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ def attend_with_scores(
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
         if added is not None:
             scores = scores + added
-        # Queries of padding see no key, but must stay finite.
+        # Queries at padding attend to no key; their averages must still be finite.
         p = scores.masked_fill(~seen, torch.finfo(dtype).min).softmax(-1)
         p = F.dropout(p, dropout)
         averages = (p.view(B, G, -1, t) @ v_BGtE).view(B, H, r, -1)

@@ -17,13 +17,14 @@ from transformers.utils.import_utils import is_tracing
 from .configuration_tape import TapeConfig
 
 ROWS, LONGEST, SCORES = 192, 2**21, 2**19
-"""Rows per block (queries times heads per group), scores per block of one group, and scores at a time per thread."""
+"""Limits of `attend_by_blocks`: rows per block (queries times query heads per key/value head), scores per block of one
+key/value head, and scores at a time per thread."""
 SERVERS = ("vllm", "sglang")
-"""Attention functions of servers. They store one key and one value per token, and cannot store z."""
+"""Attention functions of servers, which store one key and one value per token, but no position state."""
 
 
 class TapeAttention(nn.Module):
-    """Attention that rotates queries and keys by the position state, and averages it with the values."""
+    """Attention that rotates queries and keys by the position state, and averages the state with the values."""
 
     def __init__(self, config: TapeConfig, layer_idx: int):
         super().__init__()
@@ -47,7 +48,8 @@ class TapeAttention(nn.Module):
     ):
         """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the attention weights or None.
 
-        hidden_states (B, S, C), state (B, S, G, D); the mask is in the format of the attention implementation.
+        hidden_states (B, S, C), state (B, S, G, D); the mask is in the format of the attention implementation. The
+        state is averaged if `average_state` is set.
         """
         query, key, value = self.project(hidden_states, state, average_state)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -115,18 +117,19 @@ def refuse_servers(implementation: str | None) -> None:
     if implementation in SERVERS:
         raise NotImplementedError(
             f"{implementation}'s attention for models of transformers stores one key and one value per token, but no "
-            "position state; to serve TAPE models with vLLM, install the package transformers_tape, which has a "
-            "plug-in for it; otherwise use transformers serve or generate"
+            "position state; to serve TAPE models with vLLM, install the package transformers_tape, a vLLM plug-in; "
+            "otherwise use transformers serve or model.generate"
         )
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return the averages of the values' parts of size D, each (B, S, H, D), and the attention weights or None.
+    """Return a list of averages (B, S, H, D), and the attention weights or None.
 
-    query (B, H, S, D), key (B, G, T, D) and value (B, G, T, D or 2 D); the mask is in the format of the attention
-    implementation in `module.config`. Without a mask, query i attends to the first i + 1 keys.
+    query (B, H, S, D), key (B, G, T, D). The value is (B, G, T, D) or, with the position state, [value | z] of size
+    2 D; the list has one average for each part of size D. The mask is in the format of the attention implementation in
+    `module.config`. Without a mask, query i attends to the first i + 1 keys.
     """
     implementation, D = module.config._attn_implementation, query.shape[-1]
     refuse_servers(implementation)
@@ -143,14 +146,14 @@ def attend(
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
         return attention(module, query, key, value, attention_mask, **kwargs)[0].split(D, dim=-1), None
-    # Other kernels require values of the same size as keys, so they run once per part.
+    # Other kernels require values of the same size as keys, so they run once for the values and once for the state.
     parts = value.split(D, dim=-1)
     return [attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
 
 
 def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs) -> bool:
-    """Return whether only the averages are needed, without gradients, dropout or tracing."""
-    # In training, gradient checkpointing runs without gradients first, and must compute the same with them later.
+    """Return whether attention runs without gradients, dropout and tracing."""
+    # In training, gradient checkpointing runs without gradients first, and must compute the same with gradients later.
     gradients = module.training or any(x.requires_grad for x in tensors)
     return not (gradients or dropout or is_tracing(tensors[0]))
 
@@ -160,9 +163,9 @@ def attend_by_blocks(
 ) -> list[Tensor]:
     """Compute attention for one block of queries at a time on a CPU, in one pass over values of any size.
 
-    Arguments and results are those of `attend`, with a mask (B or 1, 1, S or 1, T), boolean (True: attend) or additive.
-    Computes whole rows of scores, except for keys that no query of the block attends to. Half precision is computed in
-    float32. Does not support gradients.
+    Arguments and averages are those of `attend`, with a mask (B or 1, 1, S or 1, T), boolean (True: attend) or
+    additive. Computes whole rows of scores, except for keys that no query of the block attends to. Half-precision
+    inputs are computed in float32. Does not support gradients.
     """
     (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
     R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)
@@ -217,9 +220,9 @@ def _apply_mask(scores: Tensor, mask: Tensor) -> None:
 
 @functools.cache
 def fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable | None:
-    """Return the attention of the package megatron_tape, if it is installed and has a kernel for these tensors."""
+    """Return megatron_tape's attention function, or None if it is not installed or has no kernel for these tensors."""
     try:
-        # Not a plain import, which transformers would report as a missing requirement of the model.
+        # transformers would report a plain import as a missing requirement of the model.
         ops = importlib.import_module("megatron_tape.ops.attention")
     except ImportError:
         return None

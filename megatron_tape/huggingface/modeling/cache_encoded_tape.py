@@ -54,16 +54,16 @@ class EncodedLayer(GrowingLayer):
 
 
 class EncodingCache(TokenCache):
-    """An encoding's view of one layer of a cache, for `batch` sequences."""
+    """The interface through which an encoding appends to one layer of a cache, for `batch` sequences."""
 
     def __init__(self, layer: EncodedLayer, batch: int):
         self.layer, self.batch = layer, batch
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` (S, B or 1, ...) to the tensor `name`, and return that of all tokens (T, B, ...)."""
+        """Append `new` (S, B or 1, ...) to the tensor `name`, and return the tensor of all tokens (T, B, ...)."""
         new = new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
         if (before := self.layer.get_seq_length()) > 0:
-            # The slice drops tokens of a forward pass that failed.
+            # The slice drops tokens that a failed forward pass appended.
             new = torch.cat([self.layer.encoding_tensors[name][:, :before], new], dim=1)
         # Not in place, since a shallow copy of the layer shares the dictionary.
         self.layer.encoding_tensors = self.layer.encoding_tensors | {name: new}
@@ -82,13 +82,12 @@ def check_cache(cache: Cache | None) -> None:
         )
     if any(type(layer) is not EncodedLayer and layer.get_seq_length() > 0 for layer in cache.layers):
         raise NotImplementedError(
-            "this cache was filled without the positional encoding's tensors; start with an empty DynamicCache and let "
-            "the model fill it"
+            "this cache was filled without the positional encoding's tensors; start with an empty DynamicCache"
         )
 
 
 def prepare_cache(cache: Cache | None, layers: int) -> None:
-    """Replace the layers of a checked cache by `layers` layers that can store an encoding's tensors."""
+    """Make the first `layers` layers of a cache able to store an encoding's tensors; call `check_cache` before."""
     if cache is None:
         return
     for i in range(layers):

@@ -1,4 +1,7 @@
-"""Caches of TAPE models: checks of supported kinds, and a dynamic cache that grows in place."""
+"""Caches of TAPE models: checks of supported classes, and layers of a dynamic cache that grow in place.
+
+Axes: B batch, S new tokens, G key/value heads, D head dimension.
+"""
 
 from typing import NoReturn
 
@@ -9,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 CACHES = (DynamicCache, StaticCache)
 _STATE = {"keys", "values", "is_initialized", "dtype", "device"}
-"""Attributes of a DynamicLayer. If a version of transformers adds others, its layers are not replaced."""
+"""Attributes of a DynamicLayer. If a version of transformers adds others, layers are not replaced by GrowingLayers."""
 
 
 def check_cache(past_key_values: Cache | None) -> None:
@@ -25,18 +28,19 @@ def refuse_paged() -> NoReturn:
     """Raise NotImplementedError for continuous batching."""
     raise NotImplementedError(
         "this model does not support continuous batching, since its paged cache cannot store positions per token; use "
-        "generate, or serve a TAPE model with vLLM"
+        "model.generate, or serve a TAPE model with vLLM"
     )
 
 
 class GrowingLayer(DynamicLayer):
     """A layer of a dynamic cache with preallocated buffers; DynamicLayer copies all tokens for each new one.
 
-    `keys` and `values` are views of the used part of larger buffers. `update` writes beyond a view only while the
-    attribute is still the view that it set, so tensors of crop, reorder_cache or copies never change.
+    `keys` and `values` are views of the used part of larger buffers, to which `update` appends in place. If an
+    attribute is no longer the view that `update` set, it allocates a new buffer. Therefore it never changes tensors
+    that crop, reorder_cache or a copy of the cache set.
     """
 
-    # Otherwise some versions of transformers would use this class for all models instead of DynamicLayer.
+    # With a layer type, some versions of transformers would use this class instead of DynamicLayer for all models.
     _layer_type = None
 
     def __init__(self) -> None:
@@ -48,7 +52,7 @@ class GrowingLayer(DynamicLayer):
         return DynamicLayer, (), {name: value for name, value in vars(self).items() if name != "_buffers"}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, G, S, their size), and return those of all tokens."""
+        """Append keys (B, G, S, D) and values (B, G, S, D or 2 D), and return the keys and values of all tokens."""
         if not can_write_in_place(key_states):
             self._buffers.clear()
             return super().update(key_states, value_states, *args, **kwargs)
@@ -59,7 +63,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` to the tensor `name`, and return that of all tokens."""
+        """Append `new` to the attribute `name` along the tokens, and return the tensor of all tokens."""
         old = getattr(self, name)
         used = old.shape[-2] if old.numel() else 0
         total = used + new.shape[-2]
@@ -90,14 +94,17 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_write_in_place(states: Tensor) -> bool:
-    """Return whether no autograd, compilation or tracing records operations on `states`."""
+    """Return whether `states` can be written in place: neither autograd, torch.compile nor tracing records this."""
     return not (
         torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(states) is not Tensor
     )
 
 
 def preallocate(cache: Cache | None, states: Tensor) -> None:
-    """Replace the layers of a dynamic cache by `GrowingLayer`s, unless it is offloaded or operations are recorded."""
+    """Replace the layers of a DynamicCache by `GrowingLayer`s, if `can_write_in_place(states)`.
+
+    Caches of other classes and offloaded caches remain unchanged.
+    """
     if type(cache) is not DynamicCache or not can_write_in_place(states) or cache.offloading:
         return
     for i, layer in enumerate(cache.layers):

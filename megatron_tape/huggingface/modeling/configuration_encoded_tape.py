@@ -10,7 +10,7 @@ class EncodedConfig(DecoderConfig):
 
     position_encoding: name of the encoding.
     position_settings: settings of the encoding by name.
-    layers_without_positions: every n-th layer has no positions; None: all layers have positions.
+    layers_without_positions: n, if every n-th layer has no positions; None if all layers have positions.
     attention_output_gate: multiply the heads' outputs by sigmoid(W x), where x is the input of attention.
     """
 

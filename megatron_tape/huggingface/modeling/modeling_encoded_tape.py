@@ -27,7 +27,7 @@ _IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 class SingleProcess:
-    """The layout of tokens and heads if one process holds all of them."""
+    """The layout of tokens and heads over processes, which encodings expect, for a single process."""
 
     model_group = None
     sequence_shards = 1
@@ -39,7 +39,7 @@ class SingleProcess:
 
 
 def make_encoding(config: EncodedConfig):
-    """Return the encoding with the settings of `config`. Raises ValueError if they belong to another encoding."""
+    """Return the encoding with the settings in `config`. Raises ValueError if `config` is for another encoding."""
     if config.position_encoding != Encoding.name:
         raise ValueError(
             f"position_encoding is {config.position_encoding!r}, but the code in this model's directory implements "
@@ -75,7 +75,7 @@ def make_encoding(config: EncodedConfig):
 
 
 class EncodedParameter(nn.Module):
-    """One parameter of an encoding, as a module so that its name ends in `weight`."""
+    """One parameter of an encoding, which `declared` describes. It is a module so that its name ends in `weight`."""
 
     def __init__(self, declared):
         super().__init__()
@@ -101,7 +101,7 @@ class EncodedPosition(nn.Module):
 
 
 class EncodedAttention(TapeAttention):
-    """Attention with the inputs that an encoding provides."""
+    """Attention with the rotation, scales and changes of scores that an encoding provides."""
 
     def __init__(self, config: EncodedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -139,7 +139,7 @@ class EncodedAttention(TapeAttention):
 
 
 class EncodedDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer, which maps hidden states and the encoding's state to those of the next layer."""
+    """One decoder layer, which computes the hidden states and the encoding's state for the next layer."""
 
     def __init__(self, config: EncodedConfig, layer_idx: int, encoding):
         super().__init__()
@@ -163,7 +163,7 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         mixed = under_autocast(hidden_states)
 
         def for_encoding(x: Tensor) -> Tensor:
-            """Return x (B, S, C) with the sequence first, in the dtype of the weights even under autocast."""
+            """Return x (B, S, C) as (S, B, C), in the dtype of the weights even under autocast."""
             return (x.to(self.input_layernorm.weight.dtype) if mixed else x).transpose(0, 1)
 
         with without_autocast(hidden_states):

@@ -4,13 +4,15 @@
 `*_tape.py` are part of an exported checkpoint and need only torch and transformers.
 
 In addition to its hidden state, every token has a position state z (B, S, G, D): D/2 complex numbers for each key/value
-head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f), times the attention factor with yarn.
-Queries and keys are multiplied by it. The attention weights that average the values also average the position states,
-to u, and each layer except the last updates them:
+head, stored as [real | imaginary]. At position s, it starts as RoPE's phases exp(i s theta_f), times the attention
+factor with yarn. Queries and keys are multiplied by the position states of their tokens. The attention weights that
+average the values also average the position states; u is this average. Each layer except the last updates the state:
     z' = z + A u,   z'' = z' + W_down diag(silu(W_x m)) W_up z'.
+A is `token_mixing`, W_x, W_up and W_down are `x_proj`, `up_proj` and `down_proj`, and m is the gate's input (B, S, C).
 No state depends on later tokens, so a cache of the rotated keys and of [value | z] makes generation exact.
 
-Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, P position MLP width.
+Axes: B batch, S new tokens, T all tokens, C hidden size, V vocabulary, H query heads, G key/value heads, D head
+dimension.
 """
 
 import inspect
@@ -49,7 +51,7 @@ class TapeMLP(nn.Module):
 
 
 class TapeDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer, which maps hidden states and position state to those of the next layer."""
+    """One decoder layer, which computes the hidden states and the position state for the next layer."""
 
     def __init__(self, config: TapeConfig, layer_idx: int):
         super().__init__()
@@ -92,7 +94,7 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Allow `set_attn_implementation`; transformers would search this file for words that depend on its version."""
+        """Allow `set_attn_implementation`. transformers' check searches this file for names that vary by version."""
         return True
 
     @classmethod
@@ -128,7 +130,7 @@ class TapeModel(TapePreTrainedModel):
         self._is_checked = False
         self.post_init()
 
-    # Overridden by models with other positional encodings.
+    # Models with other positional encodings override these methods.
 
     def _add_layers(self, config: TapeConfig) -> None:
         self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
@@ -145,7 +147,7 @@ class TapeModel(TapePreTrainedModel):
         preallocate(past_key_values, hidden_states)
 
     def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return default positions of the new tokens, (1, S)."""
+        """Return the positions of the new tokens if the caller gives none, (1, S)."""
         return cache_position.unsqueeze(0)
 
     def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +217,7 @@ class TapeModel(TapePreTrainedModel):
         for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
         for_layers["cache_position"] = cache_position
         all_hidden_states, all_weights = [], []
-        # Assisted generation with early exit temporarily lowers the number of layers.
+        # Assisted generation with early exit temporarily lowers config.num_hidden_layers.
         depth = min(config.num_hidden_layers, len(self.layers))
         for layer, i in zip(self.layers, range(depth)):
             if output_hidden_states:
@@ -245,7 +247,10 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self) -> None:
-        """Initialize static caches from the first tokens: `generate` assumes keys and values of equal size."""
+        """Return None, so that static caches take their sizes from the first tokens.
+
+        `generate` would assume that keys and values have equal sizes.
+        """
 
     @can_return_tuple
     def forward(
@@ -262,7 +267,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits (B, S, V), only of the last `logits_to_keep` tokens if that is not 0, and the loss on `labels`.
 
-        labels (B, S) are the input ids, which are shifted here, with -100 at tokens to ignore.
+        labels (B, S) are the input ids, with -100 at tokens to ignore; the loss shifts them by one token.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -1,6 +1,6 @@
 """The position state of TAPE models: its initial phases and the update of each layer.
 
-Axes: B batch, S new tokens, H query heads, G key/value heads, D head dimension, P position MLP width.
+Axes: B batch, S new tokens, C hidden size, H query heads, G key/value heads, D head dimension, P position MLP width.
 """
 
 import torch
@@ -24,7 +24,7 @@ class TapePhases(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """Return the D/2 angles per position, float32, and the factor of the phases, which is 1 except with yarn."""
+        """Return the D/2 frequencies (float32), and the attention factor, which is 1 except with yarn."""
         rope = self.config.rope_parameters
         if rope["rope_type"] == "default":
             D = self.config.head_dim
@@ -40,7 +40,7 @@ class TapePhases(nn.Module):
         return self
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Return exp(i s theta_f) times the attention factor, float32 (B, S, D), for integer positions (B, S)."""
+        """Return exp(i s theta_f) times the attention factor (B, S, D), float32, for integer positions s (B, S)."""
         angles = position_ids[..., None].float() * self.inv_freq
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
@@ -59,7 +59,7 @@ def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
 
 
 class TapePosition(nn.Module):
-    """The update of the position state: token mixing, then a gated linear map over the G heads of each token."""
+    """The update of the position state: token mixing, then a gated linear map across the G heads of each token."""
 
     def __init__(self, config: TapeConfig):
         super().__init__()
@@ -74,7 +74,10 @@ class TapePosition(nn.Module):
         self.up_proj.initial_std = G**-0.5
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next layer's state (B, S, G, D), given averages (B, S, H, D) and the gate's input (B, S, C)."""
+        """Return the next layer's state, like `state` (B, S, G, D).
+
+        `averaged` (B, S, H, D) is the state averaged by attention; `gate_input` is (B, S, C).
+        """
         B, S, G, D = state.shape
         N = B * S
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
