@@ -28,7 +28,7 @@ def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str
 
 
 def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Split tensors, in order, into dictionaries of at most `max_bytes` each; a larger tensor has its own."""
+    """Split tensors, in order, into parts of at most `max_bytes` each. A tensor larger than that has its own part."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -41,9 +41,9 @@ def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Te
 
 
 def with_progress(tensors: Iterable[Tensor], announced: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-    """Yield `tensors`, and report how many bytes are written of the total size of `announced`.
+    """Yield `tensors`, and report how many bytes of their total size are written.
 
-    The sizes must be equal in order. Close the generator after the last write.
+    `announced` has tensors of the same sizes in the same order. Close the generator after the last write.
     """
     sizes = [tensor.nbytes for tensor in announced]
     progress, written = command_line.Progress(sum(sizes)), 0

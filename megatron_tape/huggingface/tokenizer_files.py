@@ -117,7 +117,7 @@ def _is_exported(name: str) -> bool:
 
 
 def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
-    """Return the contents of `generation_config.json` without ids that the tokenizer lacks; add to `warnings`."""
+    """Return the contents of `generation_config.json` without ids that the tokenizer lacks. Adds to `warnings`."""
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
     except ValueError as error:
@@ -220,7 +220,7 @@ def _converted(model: Any) -> Any:
     if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
         scores = [(piece.piece, piece.score if piece.type == _NORMAL else _NEVER) for piece in model.pieces]
         result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
-        # For characters that no piece contains, even a piece with the lowest score would match.
+        # A low score does not suffice: next to characters that no piece contains, such a piece would still match.
         cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in never)
         split = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
     else:

@@ -124,7 +124,7 @@ def test_an_adapter_can_use_an_existing_base(exported, trained, tmp_path, expect
     change_config(tmp_path / "base", {"rope_scaling": None, "rope_parameters": {}})
     refused(tmp_path, "model.position.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
-    refused(tmp_path, "has another model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
+    refused(tmp_path, "has other values of model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
             "--output", tmp_path / "third")  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path
     to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
     refused(tmp_path, "omit --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
     inside = ["--adapter", "--base", tmp_path / "out" / "b"]
-    refused(tmp_path, "own directory", *to_hf, "--checkpoint", trained / "rope_tied", *inside)
+    refused(tmp_path, "inside the adapter's directory", *to_hf, "--checkpoint", trained / "rope_tied", *inside)
     refused(tmp_path, "add --adapter", *to_hf, "--checkpoint", trained / "rope_tied", "--base", tmp_path / "base")
 
 
@@ -140,4 +140,4 @@ def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path
 def test_settings_that_do_not_match_the_lora_layers_are_refused(trained, tmp_path, key, value):
     with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (step, state):
         state["config"]["extension"][key] = value
-    refused(tmp_path, "has another architecture", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
+    refused(tmp_path, "does not match its settings", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")

@@ -1,9 +1,9 @@
 """Collect the Python files of an exported model, which transformers loads with `trust_remote_code`.
 
 A TAPE model has the files of huggingface/modeling without "encoded" in their names. A model with another positional
-encoding has all files of that directory, the encoding's file, and the modules of this package that it imports. These
-modules are renamed (`position.fire` becomes `position_fire_tape.py`) and import each other relatively, because
-transformers copies only files of one directory.
+encoding has all files of that directory, the encoding's file, and the modules of this package that it imports. Each
+module becomes a flat file (`position.fire` becomes `position_fire_tape.py`) with relative imports, because transformers
+copies only the files of one directory.
 """
 
 from __future__ import annotations

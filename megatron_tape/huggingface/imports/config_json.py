@@ -1,6 +1,6 @@
 """Convert the `config.json` of a model of transformers, or of this project's exports, to a ModelConfig.
 
-A setting that affects the model but is not supported here is an error that names it. Imports no torch.
+Settings that affect the model but are not supported raise an error that names them. Imports no torch.
 """
 
 import math
@@ -212,8 +212,8 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
         problem = f"describes a model with the positional encoding {encoded}, which cannot become {encoding}"
         raise FileError(str(path), problem, "omit --position-encoding")
     if changes.tape_settings and (encoding != "tape" or kind == ENCODED):
-        fix = f"omit it with {'this export' if encoding == 'tape' else encoding}"
-        raise UserError(tuple(changes.tape_settings), "is a setting of TAPE", fix)
+        problem = "applies only to TAPE" if encoding != "tape" else "cannot be changed in this export"
+        raise UserError(tuple(changes.tape_settings), f"{problem}, but the model is imported as {encoding}", "omit it")
     for key, value in changes.tape_settings.items() if kind == "tape" else ():
         if value != settings.get(key):
             problem = f"has {key} {settings.get(key)!r:.100}, which cannot become {value!r}"
@@ -241,7 +241,7 @@ def _check_supported(settings: dict[str, Any], path: Path) -> None:
 
 
 def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | None:
-    """Return the interval of layers without positions, or None. Raises UserError if they are not evenly spaced."""
+    """Return n if every n-th layer has no positions, None if all have. Raises UserError for other patterns."""
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
     layers, every = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
@@ -311,7 +311,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
 
 
 def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return `model.position` for yarn's settings, given the context `length` and the `original_length` before it."""
+    """Return `model.position` for yarn, which scales contexts from `original_length` to `length` tokens."""
     factor = length / original_length if rope["factor"] is None else rope["factor"]
     mscales = rope.get("mscale"), rope.get("mscale_all_dim")
     attention = rope.get("attention_factor")

@@ -1,7 +1,7 @@
 """Read a model from a GGUF file, the format of llama.cpp, with transformers' loader.
 
-transformers ignores settings and tensors that it does not know. A file with such contents is an error before weights
-are read.
+transformers ignores settings and tensors that it does not know. For a file with such contents, this module raises an
+error before it reads weights.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def write_imported(
     unread: tuple[str, ...] = (),
     **progress: object,
 ) -> None:
-    """Write whole weights by Hugging Face's names (see `megatron_tape.model.weights`) as the new checkpoint `output`.
+    """Write unsharded weights by Hugging Face's names (see `model.weights`) as the new checkpoint `output`.
 
     The checkpoint has no optimizer state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
     from `OUTPUT/model.yaml`. Raises FileError and leaves nothing behind if a weight is missing, has another shape or
@@ -145,7 +145,7 @@ def advise(output: str | Path) -> None:
         f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
     )
     if not copied:
-        command_line.log(f"{output} has no tokenizer: replace TOKENIZER by the model's, and give it to exports, too")
+        command_line.log(f"{output} has no tokenizer: replace TOKENIZER by the model's; exports need it as --tokenizer")
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
