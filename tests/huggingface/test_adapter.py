@@ -140,4 +140,4 @@ def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path
 def test_settings_that_do_not_match_the_lora_layers_are_refused(trained, tmp_path, key, value):
     with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (step, state):
         state["config"]["extension"][key] = value
-    refused(tmp_path, "does not match its settings", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
+    refused(tmp_path, "has another architecture", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")

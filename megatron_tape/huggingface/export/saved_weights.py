@@ -128,7 +128,7 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
     for rank, found in enumerate(shapes):
         elsewhere = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
         for name in [*(name for name in expected if name not in elsewhere), *found]:
-            where = f"does not match its settings: parameter {name:.100}"
+            where = f"has another architecture than its settings: parameter {name:.100}"
             if name not in found:
                 raise CheckpointError(str(saved.path), f"{where} is missing (tensor-parallel rank {rank})")
             if name not in expected:

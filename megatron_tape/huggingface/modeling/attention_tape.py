@@ -1,6 +1,7 @@
 """Attention of TAPE models, which also averages the position state.
 
-Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension.
+Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G key/value heads, D head dimension, E size of
+the values.
 """
 
 import functools
