@@ -47,13 +47,9 @@ class Agreement:
     def check(self, path: Path, failure: str) -> None:
         """Raise the same error on all ranks if the block failed on any. All ranks call this together after the block.
 
-        Args:
-            path: the subject of the message if the exception is not a UserError.
-            failure: the start of the message, such as `cannot read a checkpoint`.
-
-        Raises:
-            StaleAttempt: if a newer attempt owns the run.
-            CheckpointError: otherwise, with the message of the first failing rank's exception.
+        Raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError with the first failing rank's
+        message. It starts with `failure`, such as `cannot read a checkpoint`. If the exception is not a UserError,
+        `path` is the subject.
         """
         failures: list[tuple | None] = [None] * self._layout.world_size
         dist.all_gather_object(failures, None if self._error is None else self._parts(path))

@@ -156,10 +156,8 @@ def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
 def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
-    Raises:
-        OtherFormat: if another version of this project wrote it.
-        ValueError: if it is malformed, or its step differs from the directory's name. CheckpointError and the errors of
-            `read_record` are subclasses.
+    Raises OtherFormat if another version of this project wrote it, and ValueError (or its subclass CheckpointError) if
+    it is malformed or its step differs from the directory's name.
     """
     path = Path(path)
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
@@ -217,15 +215,9 @@ def newest_complete(
 ) -> Path | None:
     """Return the path of the newest complete checkpoint in `root`, or None.
 
-    Args:
-        root: the directory of the checkpoints.
-        warn: called with a message for each broken checkpoint that is skipped.
-        deep: compare checksums, which reads every byte. Otherwise only file sizes are compared.
-        excluding: checkpoints to skip without a message.
-        strict: if the disk cannot be read, raise CheckpointError instead of skipping the checkpoint.
-
-    Raises:
-        OtherFormat: if another version wrote a checkpoint. A run that continued from an older one would replace it.
+    Calls `warn` with a message for each broken checkpoint that is skipped, except those in `excluding`. See `problems`
+    for `deep`. If a disk error prevents the check, `strict` raises CheckpointError instead of skipping the checkpoint.
+    Raises OtherFormat if another version wrote a checkpoint, which a run that continues an older one would replace.
     """
     for _, path in list_checkpoints(root):
         if path in excluding:

@@ -92,11 +92,8 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
 def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None) -> dict[str, int]:
     """Return the rank, among `ranks` ranks with the same weights, that writes each tensor.
 
-    Args:
-        sizes: sizes in bytes of the tensors of these ranks, which are one shard of the model.
-        shards: number of shards of the model: tensor-parallel ranks times pipeline stages.
-        ranks: number of ranks with the same weights.
-        limit: `checkpoint.writers`.
+    `sizes` are the bytes of the tensors of these ranks, which are one of the model's `shards` shards (tensor-parallel
+    ranks times pipeline stages). `limit` is `checkpoint.writers`.
     """
     return balance(sizes, ranks, writer_count(sum(sizes.values()), shards, limit))
 

@@ -103,9 +103,8 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
     if of_run and checkpoint.state.get("frozen_from") is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
             problem = f"was saved with checkpoint.frozen: false and other frozen parameters (such as {min(changed)})"
-            raise CheckpointError(
-                str(checkpoint.path), problem, "train the same parameters, or set checkpoint.frozen: true"
-            )
+            fix = "train the same parameters, or set checkpoint.frozen: true"
+            raise CheckpointError(str(checkpoint.path), problem, fix)
         return source_record(checkpoint.source.path)
     refuse(
         of_run or checkpoint is None,

@@ -54,16 +54,12 @@ class Writer:
 class Save:
     """A save in progress: call `advance` until it returns the checkpoint's directory. All ranks do this together.
 
-    The constructor copies the state, so training may continue when it returns. It and `advance` raise the same error on
-    all ranks: StaleAttempt if a newer attempt owns the run, CheckpointError if a rank could not write. Earlier
-    checkpoints are then unchanged, and no files of this one remain.
+    The checkpoint is that of `step` steps, in which the run has trained on or skipped `samples` sequences. `progress`
+    is JSON for `state.json`. The constructor copies the state, so training may continue when it returns. With
+    `in_thread`, a background thread writes the files.
 
-    Args:
-        writer: what to save, and where.
-        step: the number of completed steps, which names the checkpoint.
-        samples: the number of sequences that the run has trained on or skipped.
-        progress: JSON for the key `progress` of `state.json`.
-        in_thread: write in a background thread.
+    The constructor and `advance` raise the same error on all ranks: StaleAttempt if a newer attempt owns the run,
+    CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and no files of this one remain.
     """
 
     def __init__(self, writer: Writer, step: int, samples: int, progress: dict, *, in_thread: bool):

@@ -137,12 +137,9 @@ class LanguageModel(torch.nn.Module):
     `model.initialization.initialize_weights` or a checkpoint fills it.
 
     Args:
-        model: the settings of the model.
-        config: the same settings for Megatron, from `transformer_config`.
-        groups: Megatron's process groups.
+        config: the settings of `model` for Megatron, from `transformer_config`.
         device: the device that the model will run on, for the choice of the attention backend.
-        shifted_sparse: in training mode, use shifted sparse attention (`ops.shifted`). Evaluation mode always uses
-            full attention.
+        shifted_sparse: use shifted sparse attention (`ops.shifted`) in training mode.
         selective_recompute: keep attention's outputs, so that layers are recomputed without attention.
         fused: the Triton kernels to use apart from attention. Default: the position update's kernel if the attention
             backend is triton, otherwise none.

@@ -33,16 +33,13 @@ def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionCo
     factors = lora_factors(settings, extension)
     scale = extension.lora_scale
     for layer in model.gpt.decoder.layers:
-        for path, lora_class in {
-            "self_attention.linear_qkv": QKVLora,
-            "self_attention.linear_proj": OutputLora,
-        }.items():
+        for path, build in {"self_attention.linear_qkv": QKVLora, "self_attention.linear_proj": OutputLora}.items():
             of_linear = {
                 name.removeprefix(f"{path}.lora."): factors[name] for name in factors if name.startswith(f"{path}.")
             }
             if of_linear:
                 linear = layer.get_submodule(path)
-                linear.lora = lora_class(of_linear, settings, scale, model.tokens, model.dtype)
+                linear.lora = build(of_linear, settings, scale, model.tokens, model.dtype)
                 linear.register_forward_hook(_add_update)
 
 

@@ -40,10 +40,7 @@ FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 
 
 def split_layer(name: str) -> tuple[str, str, str]:
-    """Split a Megatron name into (layer prefix, Hugging Face's prefix of the same layer, rest of the name).
-
-    Both prefixes are empty for a parameter outside of the layers.
-    """
+    """Return a Megatron name's layer prefix, Hugging Face's prefix of the layer (both may be empty), and the rest."""
     if match := re.fullmatch(r"decoder\.layers\.([0-9]+)\.(.*)", name):
         return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
     return "", "", name

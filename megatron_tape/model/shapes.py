@@ -98,10 +98,7 @@ def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = Non
 
 
 def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
-    """Return whether this parameter is a vector that exports store as a diagonal matrix.
-
-    `layer` and `rest` are the first and last result of `split_layer`.
-    """
+    """Return whether the parameter with these results of `split_layer` is a vector that exports store as a matrix."""
     if not rest.startswith(POSITION):
         return False
     declared = encoding_of(model).parameters(int(layer.split(".")[2]))

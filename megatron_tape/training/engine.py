@@ -123,10 +123,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
 
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
-    """Return the random generator for the positions in a training step. It is the same on all ranks.
-
-    Its numbers are independent of those that shuffle the data.
-    """
+    """Return a training step's random generator, the same on all ranks and independent of the data's generators."""
     return np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step]))
 
 
@@ -311,10 +308,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Make DeepSpeed accumulate gradients within the context without averaging them.
-
-        The backward pass after the context is that of the last micro-batch, which averages them.
-        """
+        """Make DeepSpeed accumulate gradients within the context; the next backward pass, the last, averages them."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         yield
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)

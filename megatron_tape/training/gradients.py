@@ -85,10 +85,9 @@ class ScatteredGradients:
         deferred: Parameter | None = None,
         waiting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        """Replace the methods of `zero`.
+        """Replace the methods of `zero`. The context `waiting()` measures the time that this rank waits for others.
 
-        `overlap` lets reduce-scatters run while the backward pass continues. The context `waiting()` is entered while
-        this rank waits for others, to measure the time.
+        `overlap` lets reduce-scatters run while the backward pass continues.
         """
         self._zero, self._overlap, self._deferred, self._waiting = zero, overlap, deferred, waiting
         self._sums: dict[int, Tensor] = {}

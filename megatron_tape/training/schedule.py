@@ -8,13 +8,10 @@ from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int) -> float:
     """Return the learning rate of `step`, which counts from 1.
 
-    The rate rises linearly from 0 to `optimizer.lr` at step `schedule.warmup_steps`. Then `schedule.kind` determines
-    how it decays to `optimizer.min_lr` at `total_steps`, after which it does not change:
-
-    - cosine: along half a period of a cosine.
-    - polynomial: as the remaining fraction of the steps to the power `schedule.power`.
-    - wsd: constant at first, then linearly in the last `schedule.decay_steps` (default: a tenth of all steps).
-    - constant: not at all.
+    The rate rises linearly from 0 to `optimizer.lr` at step `schedule.warmup_steps`. It then decays to
+    `optimizer.min_lr` at `total_steps`, after which it does not change. `schedule.kind` is the form of the decay: half
+    a period of a cosine, a power of the remaining fraction of the steps (polynomial), linear in the last
+    `schedule.decay_steps` (wsd; default: a tenth of all steps), or none (constant).
     """
     assert step >= 1, "steps count from 1"
     if step <= schedule.warmup_steps:
