@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.values import UNIONS, format_value
 from megatron_tape.errors import ConfigError, UserError
-from megatron_tape.io.records import place_in
+from megatron_tape.io.records import path_of_error
 
 Section = TypeVar("Section")
 _STRICT = ConfigDict(
@@ -122,7 +122,7 @@ def _refusal(error: ValidationError, section: type, values: Any, name: str, fix:
     The other arguments are those of `build`.
     """
     errors = error.errors(include_url=False)
-    by_key = [(place_in(values, one["loc"][1:], name, one["type"] == "missing"), one) for one in errors]
+    by_key = [(path_of_error(values, one["loc"][1:], name, one["type"] == "missing"), one) for one in errors]
     invalid = [(key, one) for key, one in by_key if one["type"] != "missing"]
     if not invalid:
         missing = tuple(key for key, _ in by_key)

@@ -1,4 +1,4 @@
-"""Find the special tokens that a tokenizer's settings files name, and check that text does not encode to one."""
+"""Find the special tokens named in a tokenizer's settings files, and check that text does not encode to one."""
 
 import json
 import re
@@ -13,12 +13,17 @@ from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record
 
 _CONTEXTS = ("", ""), ("a", "b"), ("a ", " b"), (" ", ""), ("", " "), ("(", ")"), ('"', '",'), ("1", "2"), ("\n", "\n")
+"""Texts before and after a special token, between which it must not be encoded as such."""
 _TOKENS_AT_ONCE = 64
 CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class SpecialTokens:
-    """The settings in the files next to the tokenizer at `path`. Raises FileError if one is malformed."""
+    """The special tokens named in the settings files next to the tokenizer file `path`.
+
+    `files` are the files' contents by name. `token_to_id`, an argument of several methods, returns the id that the
+    tokenizer itself gives a token, or None. Raises FileError if a settings file is malformed.
+    """
 
     def __init__(self, files: Mapping[str, bytes], path: Path):
         self._settings = {}
@@ -39,106 +44,109 @@ class SpecialTokens:
         return self._settings.get(CONFIG, {})
 
     def added(self) -> dict[str, tuple[int, bool]]:
-        """Return the added tokens: the id of each, and whether it is special."""
-        found = [(token, index, False) for token, index in self._settings.get("added_tokens.json", {}).items()]
+        """Return the added tokens: the id of each, and whether it is special. Raises FileError for an invalid one."""
+        tokens = [(token, index, False) for token, index in self._settings.get("added_tokens.json", {}).items()]
         decoder = self.config.get("added_tokens_decoder")
         for key, token in decoder.items() if isinstance(decoder, dict) else ():
             index = int(key) if re.fullmatch("[0-9]{1,9}", key) else key
             content, special = (token.get(name) if isinstance(token, dict) else None for name in ("content", "special"))
-            found.append((content, index, bool(special)))
-        for token, index, _ in found:
+            tokens.append((content, index, bool(special)))
+        for token, index, _ in tokens:
             if not isinstance(token, str) or type(index) is not int or not 0 <= index < 2**31:
-                problem = (
-                    f"or added_tokens.json gives the added token {format_value(token)} the id {format_value(index)}"
-                )
-                raise FileError(str(self._path.with_name(CONFIG)), problem, "save the tokenizer again")
-        return {token: (index, special) for token, index, special in found}
+                shown = format_value(token), format_value(index)
+                problem = "or added_tokens.json has the added token {} with id {}".format(*shown)
+                fix = "save the tokenizer again: tokens must be strings, and ids whole numbers from 0 below 2**31"
+                raise FileError(str(self._path.with_name(CONFIG)), problem, fix)
+        return {token: (index, special) for token, index, special in tokens}
 
-    def check_added(self, ids: Callable[[str], int | None]) -> None:
-        """Raise FileError if an added token has another id in the tokenizer. `ids` returns the id there, or None."""
+    def check_added(self, token_to_id: Callable[[str], int | None]) -> None:
+        """Raise FileError if an added token has another id in the tokenizer, or does not exist there."""
         for token, (index, _) in self.added().items():
-            if (own := ids(token)) != index:
-                has = "does not have it" if own is None else f"gives it {own}"
-                problem = f"gives the added token {format_value(token)} the id {index}, but {self._path.name} {has}"
+            if (model_id := token_to_id(token)) != index:
+                has = "does not have it" if model_id is None else f"has it with id {model_id}"
+                problem = f"has the added token {format_value(token)} with id {index}, but {self._path.name} {has}"
                 fix = "save the tokenizer with transformers, which writes a tokenizer.json"
                 raise FileError(str(self._path.with_name(CONFIG)), problem, fix)
 
     def special(self) -> set[str]:
-        """Return the special tokens that the files name, even those that do not exist."""
-        found = [token for token, (_, special) in self.added().items() if special]
-        for _, value in self._named():
+        """Return the special tokens that the files name, including those that the tokenizer lacks."""
+        tokens = [token for token, (_, special) in self.added().items() if special]
+        for _, value in self._naming():
             several = value.values() if isinstance(value, dict) and "content" not in value else value
-            found += [_content(token) for token in several] if isinstance(value, list | dict) else [value]
-        return {token for token in found if isinstance(token, str) and token}
+            tokens += [_content(token) for token in several] if isinstance(value, list | dict) else [value]
+        return {token for token in tokens if isinstance(token, str) and token}
 
-    def existing(self, ids: Callable[[str], int | None]) -> tuple[dict[str, Any], list[str]]:
-        """Return the settings that name special tokens, reduced to existing tokens, and a list of the missing ones.
+    def existing(self, token_to_id: Callable[[str], int | None]) -> tuple[dict[str, Any], list[str]]:
+        """Return the settings that name special tokens, without tokens that the tokenizer lacks, and a list of those.
 
-        `ids` returns the id of a token, or None. `tokenizer_config.json` has priority over the map.
+        `tokenizer_config.json` has priority over `special_tokens_map.json`.
         """
         missing: list[str] = []
 
         def exists(token: Any) -> bool:
-            known = isinstance(token, str) and ids(token) is not None
+            known = isinstance(token, str) and token_to_id(token) is not None
             if not known:
                 missing.append(f"{token!r:.100}")
             return known
 
-        found: dict[str, Any] = {}
-        for key, value in dict(reversed(self._named())).items():
+        settings: dict[str, Any] = {}
+        for key, value in dict(reversed(self._naming())).items():
             if isinstance(value, list):
-                found[key] = [token for token in map(_content, value) if exists(token)]
+                settings[key] = [token for token in map(_content, value) if exists(token)]
             elif isinstance(value, dict) and "content" not in value:
-                found[key] = {name: _content(token) for name, token in value.items() if exists(_content(token))}
+                settings[key] = {name: _content(token) for name, token in value.items() if exists(_content(token))}
             elif value is not None and exists(_content(value)):
-                found[key] = _content(value)
-        return found, list(dict.fromkeys(missing))
+                settings[key] = _content(value)
+        return settings, list(dict.fromkeys(missing))
 
-    def _named(self) -> list[tuple[str, Any]]:
-        """Return the keys and values of `tokenizer_config.json`, then of the map, that name special tokens."""
+    def _naming(self) -> list[tuple[str, Any]]:
+        """Return the settings that name special tokens, first those of tokenizer_config.json."""
         pairs = (pair for name in (CONFIG, MAP) for pair in self._settings.get(name, {}).items())
         return [(key, value) for key, value in pairs if names_tokens(key)]
 
-    def id_of(self, key: str, ids: Callable[[str], int | None], unnamed: Sequence[str] | int | None) -> int | None:
-        """Return the id of the token `key`, such as eos_token; `ids` returns that of a token, or None.
+    def id_of(
+        self, key: str, token_to_id: Callable[[str], int | None], default: Sequence[str] | int | None
+    ) -> int | None:
+        """Return the id of the token that the setting `key`, such as eos_token, names; None if it is null.
 
-        `unnamed` is used if no file names the token: an id, or usual names; only one of these may exist. Raises
-        FileError if the token does not exist, if the files name different ones, or if several usual names exist.
+        If no file has this setting, `default` replaces it: an id, or common names of which at most one may exist.
+        Raises FileError if the token does not exist, if the files name different tokens, or if several of the common
+        names exist.
         """
         naming = [(name, self._settings[name][key]) for name in (CONFIG, MAP) if key in self._settings.get(name, {})]
         if len({str(_content(value)) for _, value in naming}) > 1:
             one, other = (_content(value) for _, value in naming)
-            problem = f"names {format_value(one)} as {key}, and {MAP} {format_value(other)}"
+            problem = f"names {format_value(one)} as {key}, but {MAP} names {format_value(other)}"
             raise FileError(str(self._path.with_name(CONFIG)), problem, "name the same token in both")
         for file, value in naming:
             if value is None:
                 return None
             token = _content(value)
-            index = ids(token) if isinstance(token, str) else None
+            index = token_to_id(token) if isinstance(token, str) else None
             if index is None:
-                problem = f"names {format_value(token)} as {key}, which {self._path.name} does not have"
-                fix = "name one that exists, or save the tokenizer again with that token"
+                problem = f"names {format_value(token)} as {key}, but {self._path.name} has no such token"
+                fix = "name an existing token, or add this one to the tokenizer and save it again"
                 raise FileError(str(self._path.with_name(file)), problem, fix)
             return index
-        if unnamed is None or isinstance(unnamed, int):
-            return unnamed
-        found = [token for token in unnamed if ids(token) is not None]
-        if len(found) > 1:
-            problem = f"has several tokens that could be its {key}: {', '.join(found)}"
-            fix = f'name one in {CONFIG} next to it: {{"{key}": "{found[0]}"}}'
+        if default is None or isinstance(default, int):
+            return default
+        candidates = [token for token in default if token_to_id(token) is not None]
+        if len(candidates) > 1:
+            problem = f"has several tokens that could be its {key}: {', '.join(candidates)}"
+            fix = f'name one in {CONFIG} next to it: {{"{key}": "{candidates[0]}"}}'
             raise FileError(str(self._path), problem, fix)
-        return ids(found[0]) if found else None
+        return token_to_id(candidates[0]) if candidates else None
 
 
 def names_tokens(key: str) -> bool:
-    """Return whether a setting names special tokens, unlike `add_bos_token`, which is a switch."""
+    """Return whether the value of a setting is special tokens. `add_bos_token`, for example, is a switch."""
     return key.endswith(("_token", "_special_tokens")) and not key.startswith("add_")
 
 
 def specials_in_text(
     encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special: Mapping[str, int]
 ) -> list[str]:
-    """Return the special tokens that text containing their name encodes to."""
+    """Return those of `special` (ids by token) that, as part of a text, encode to a special id."""
     tokens, ids, found = list(special), set(special.values()), []
     for start in range(0, len(tokens), _TOKENS_AT_ONCE):
         some = tokens[start : start + _TOKENS_AT_ONCE]
@@ -151,11 +159,11 @@ def specials_in_text(
 
 
 def refuse_specials_in_text(path: Path, special: Mapping[str, int], tokens: list[str], why: str) -> None:
-    """Raise FileError if text encodes to special tokens. `tokens` lists them, and `why` is the reason."""
+    """Raise FileError unless `tokens`, the special tokens that text encodes to, is empty. `why` is the reason."""
     if tokens:
         token = tokens[0]
         problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"
-        raise FileError(str(path), problem, "use a tokenizer that keeps special tokens apart from text")
+        raise FileError(str(path), problem, "use a tokenizer that never encodes text to special tokens")
 
 
 def _content(token: Any) -> Any:

@@ -1,7 +1,7 @@
-"""One small interface to SentencePiece models and Hugging Face tokenizers, without the `transformers` package.
+"""Load SentencePiece models and Hugging Face tokenizers behind one interface, without the package `transformers`.
 
-A tokenizer keeps the contents of the files it was loaded from, so a run saves and exports the tokenizer that it trained
-with even if the files change.
+A tokenizer keeps the contents of its files in memory. A run thus saves and exports the tokenizer that it trained with,
+even if the files have changed.
 """
 
 import functools
@@ -40,7 +40,7 @@ _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
 
 
 class TokenizerRecord(TypedDict):
-    """The record of a tokenizer in checkpoints and datasets."""
+    """Identifies a tokenizer in checkpoints and datasets. The fields are those of `Tokenizer`."""
 
     digest: str
     same_as: NotRequired[str]
@@ -50,27 +50,24 @@ class TokenizerRecord(TypedDict):
 
 
 class Tokenizer(Protocol):
-    """The interface of tokenizers for tools and evaluation.
-
-    Encoding adds no special tokens, and text never encodes to one; special tokens are added by id.
-    """
+    """The interface of all tokenizers. Encoding a text never yields special tokens; callers add them by id."""
 
     vocab_size: int
     """One more than the largest id."""
     eod: int | None
-    """The id that ends a document."""
+    """The id of the end-of-document token."""
     bos: int | None
-    """The id that begins a text."""
+    """The id of the beginning-of-sequence token."""
     prefix: list[int]
     """The ids that transformers prepends to a text by default: `bos`, or nothing. `encode` does not add them."""
     files: dict[str, bytes]
-    """The contents of its files, by their names in a directory of transformers."""
+    """The contents of the tokenizer's files, by their names in a Hugging Face directory."""
     names: SpecialTokens
-    """The special tokens that the files next to it name."""
+    """The special tokens named in the tokenizer's settings files."""
 
     @property
     def digest(self) -> str:
-        """The sha256, in hexadecimal, of everything that determines the ids of a text."""
+        """The sha256, in hexadecimal, of everything that determines the token ids of a text."""
 
     @property
     def same_as(self) -> str | None:
@@ -79,17 +76,17 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of every text as an int32 array."""
+        """Return the token ids of every text, each as an int32 array."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @contextmanager
 def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator[None]:
-    """Convert errors of a tokenizer library within the context into a FileError about `path` that adds the reason.
+    """Within the context, convert any error of a tokenizer library into a FileError with `problem` and the reason.
 
-    Panics of Rust code, which are not an Exception and cannot be pickled, are converted too. UserError and MemoryError
-    are not.
+    This includes panics of Rust code, which are not an Exception and cannot be pickled. UserError and MemoryError are
+    not converted.
     """
     try:
         yield
@@ -103,13 +100,14 @@ def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a SentencePiece `.model`, a `tokenizer.json`, or a Hugging Face directory that holds one of the two.
+    """Load a SentencePiece `.model`, a `tokenizer.json`, or a Hugging Face directory with one of them.
 
-    In a directory, `tokenizer.json` is preferred. `tokenizer_config.json` and `special_tokens_map.json` next to it name
-    the special tokens. If neither does, a SentencePiece model uses its own, and a `tokenizer.json` common names.
+    In a directory, `tokenizer.json` is preferred. `tokenizer_config.json` or `special_tokens_map.json` next to it name
+    the tokens for `eod` and `bos`. By default, they are those of the SentencePiece model or, in a `tokenizer.json`, the
+    tokens with common names such as `</s>` and `<s>`.
 
-    Raises FileError if there is no tokenizer at `path`, if a named token does not exist, if text is split at random, or
-    if text encodes to a special token and this cannot be prevented.
+    Raises FileError if there is no tokenizer at `path`, if a named token does not exist, if encoding is random, or if
+    text encodes to a special token and this cannot be prevented.
     """
     path = Path(path)
     if not path.exists():
@@ -118,16 +116,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_dir():
         main = next((path / name for name in TOKENIZER_FILES[:2] if (path / name).is_file()), path)
         if main == path:
-            problem = f"holds neither {TOKENIZER_JSON} nor {TOKENIZER_MODEL}"
+            problem = f"contains neither {TOKENIZER_JSON} nor {TOKENIZER_MODEL}"
             raise FileError(str(path), problem, "download one of them into it")
     files = _read_files(main)
-    os.environ["RUST_BACKTRACE"] = "0"  # a panic becomes a sentence
+    os.environ["RUST_BACKTRACE"] = "0"  # keeps the message of a panic to one sentence
     with library_errors(main, "cannot be loaded"):
         return _HuggingFace(files, main) if main.suffix == ".json" else _SentencePiece(files, main)
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Load `data.tokenizer`, if set. Raises ConfigError if it cannot be read or has more ids than the model."""
+    """Load `data.tokenizer`; None if it is not set. Raises ConfigError if it is unreadable or has too many ids."""
     if config.data.tokenizer is None:
         return None
     try:
@@ -135,20 +133,21 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     except (ValueError, OSError) as error:
         raise ConfigError("data.tokenizer", f"cannot be used: {error}") from error
     key = "vocab_size" if config.model.unpadded_vocab_size is None else "unpadded_vocab_size"
-    rows = getattr(config.model, key)
+    size, count = getattr(config.model, key), tokenizer.vocab_size
+    raise_it, original = f"raise it to at least {count}", "set data.tokenizer to the model's original tokenizer"
     refuse(
-        tokenizer.vocab_size > rows,
+        count > size,
         (f"model.{key}", "data.tokenizer"),
-        f"is {rows}, smaller than the {tokenizer.vocab_size} pieces of data.tokenizer {config.data.tokenizer}",
-        "raise it to at least that" if key == "vocab_size" else "give the tokenizer that the model came with",
+        f"is {size}, but data.tokenizer {config.data.tokenizer} has {count} ids",
+        raise_it if key == "vocab_size" else original,
     )
     return tokenizer
 
 
 def find_files(directory: str | Path, names: Iterable[str] = TOKENIZER_FILES) -> list[str]:
-    """Return those of `names` that exist in a directory, and its additional chat templates, as relative paths.
+    """Return the tokenizer files in a directory, as relative paths: those of `names`, and additional chat templates.
 
-    Raises FileError for a link out of the directory, which could expose a secret file, unless it is in the Hub's cache.
+    Raises FileError for a link to a file outside the directory, which may be secret, unless it is in the Hub's cache.
     """
     directory = Path(directory)
     found = [name for name in names if (directory / name).is_file()]
@@ -157,7 +156,7 @@ def find_files(directory: str | Path, names: Iterable[str] = TOKENIZER_FILES) ->
         target = (directory / name).resolve()
         cached = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
         if not (cached or target.is_relative_to(directory.resolve())):
-            raise FileError(str(directory / name), "is a link to a file elsewhere", "put a copy in its place")
+            raise FileError(str(directory / name), "is a link to a file elsewhere", "replace it with a copy")
     return found
 
 
@@ -176,7 +175,7 @@ def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
 
 
 def difference(one: TokenizerRecord, other: TokenizerRecord, name: str, with_eod: bool = True) -> str | None:
-    """Return how `one` differs from `other` (called `name`) as the predicate of a sentence; None if equal.
+    """Return how `one` differs from `other`, as the predicate of a sentence that calls `other` `name`; None if equal.
 
     The end-of-document tokens are compared only if `with_eod` is true.
     """
@@ -236,7 +235,7 @@ class _SentencePiece:
         )
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a piece, or None if there is no such piece."""
+        """Return the id of a token, or None if the model has no such piece."""
         index = self._model.piece_to_id(token)
         return index if self._model.id_to_piece(index) == token else None
 
@@ -293,18 +292,19 @@ class _HuggingFace:
         self._model.encode_special_tokens = True
 
     def _keep_specials_from_text(self, settings: dict[str, Any]) -> None:
-        """Change the settings so that text does not encode to special tokens. Raises FileError if that is impossible.
+        """Change the `tokenizer.json` so that text never encodes to special tokens; raise FileError if this fails.
 
-        A model whose vocabulary contains `<|endoftext|>` matches it in text even if added tokens are not matched. An
-        additional last step of the pre-tokenizer splits it after its first character. Other text is split as before.
+        `encode_special_tokens` is not enough if the model's vocabulary contains a special token, such as
+        `<|endoftext|>`. In this case, an additional last step of the pre-tokenizer splits its name after the first
+        character. Other text is split as before.
         """
-        ends = {i for i in (self.eod, self.bos) if i is not None}
+        eod_and_bos = {i for i in (self.eod, self.bos) if i is not None}
         added, model = settings.get("added_tokens") or (), settings["model"]
         unknown = model.get("unk_id")
         if model.get("unk_token") is not None:
             unknown = self._model.token_to_id(model["unk_token"])
         named = {token: self._model.token_to_id(token) for token in self.names.special()}
-        named |= {self._model.id_to_token(i): i for i in ends}
+        named |= {self._model.id_to_token(i): i for i in eod_and_bos}
         if ordinary := [token for token in added if token["content"] in named and not token.get("special")]:
             for token in ordinary:
                 token["special"] = True
@@ -312,10 +312,10 @@ class _HuggingFace:
         # The library may assign an added token another id than the file.
         contents = [token["content"] for token in added if token.get("special")]
         named |= {content: self._model.token_to_id(content) for content in contents}
-        special = {token: i for token, i in named.items() if i is not None and (i != unknown or i in ends)}
-        if not ends.isdisjoint(self.encode("a\U0010fffd \U0010fffd")):  # a character that no vocabulary holds
+        special = {token: i for token, i in named.items() if i is not None and (i != unknown or i in eod_and_bos)}
+        if not eod_and_bos.isdisjoint(self.encode("a\U0010fffd \U0010fffd")):  # a character that no vocabulary holds
             problem = "uses its bos or end-of-document token as the unknown token, so rare characters encode to it"
-            raise FileError(str(self._path), problem, "use a tokenizer with an unknown token of its own")
+            raise FileError(str(self._path), problem, "use a tokenizer with a separate unknown token")
         found = specials_in_text(self.encode_batch, special)
         if "unk_id" in model:
             # A unigram model may prefer the token in some contexts only.
@@ -329,7 +329,7 @@ class _HuggingFace:
                 settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
                 self._prepare(_dump(settings))
             found = specials_in_text(self.encode_batch, special)
-            refuse_specials_in_text(self._path, special, found, "(its vocabulary for text holds it)")
+            refuse_specials_in_text(self._path, special, found, "(the model's vocabulary contains it)")
 
     @property
     def digest(self) -> str:
@@ -364,7 +364,7 @@ class _HuggingFace:
 
 @functools.lru_cache(maxsize=8)
 def _digest(content: bytes) -> str:
-    """Return the sha256 of the parts of a `tokenizer.json` that determine ids. A large file takes a second."""
+    """Return the sha256 of the parts of a `tokenizer.json` that determine token ids. A large file takes a second."""
     import tokenizers
 
     # Normalize with the library, since files may or may not contain defaults.
@@ -383,7 +383,7 @@ def _digest(content: bytes) -> str:
 
 
 def _refuse_random(path: Path, setting: str) -> None:
-    raise FileError(str(path), f"splits text at random ({setting})", "set that to null or false, or remove it")
+    raise FileError(str(path), f"encodes text at random ({setting})", f"set {setting} to null, or remove it")
 
 
 def _dump(value: Any, **options: Any) -> bytes:

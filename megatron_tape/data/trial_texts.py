@@ -30,10 +30,11 @@ def find_difference(
     texts: Sequence[str],
     scores: Sequence[float] | None = None,
 ) -> str | None:
-    """Return a text, or one of its lines, for which two tokenizers give different ids, or None.
+    """Return a text, or one of its lines, that two tokenizers encode differently, or None.
 
-    A unigram model (with `scores` by id) may have several equally likely segmentations, for example of a line of
-    dashes. SentencePiece chooses arbitrarily among them, so any of them is accepted.
+    `expected` and `found` return the ids of a text. A unigram model (with `scores` by id) may have several equally
+    likely segmentations, for example of a line of dashes. SentencePiece chooses arbitrarily among them, so any of them
+    is accepted.
     """
 
     def differs(text: str) -> bool:

@@ -58,6 +58,7 @@ class PartialFile:
             file.close()
 
     def sync(self) -> None:
+        """Sync the contents written so far to disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
@@ -99,11 +100,11 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
 
 @contextmanager
 def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """Yield an empty directory to write into that appears as `path` only if the block succeeds.
+    """Yield an empty directory to write into, which is renamed to `path` only if the block succeeds.
 
-    Until then it is called `path` + `.partial`, and replaces a directory that a killed process left behind. The block
-    must sync the files that it writes. Raises FileError before anything is written if `path` exists, if another process
-    is writing it, or if the partial path exists but is not a directory.
+    Until then, it is called `path` + `.partial`. A directory of this name that a killed process left behind is removed
+    first. The block must sync the files that it writes. Raises FileError before anything is written if `path` exists,
+    if another process is writing it, or if the partial path exists but is not a directory.
     """
     path = Path(os.path.abspath(path))
     fix = "choose another output, or move it away"
@@ -127,7 +128,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
 
 def _own_directory(partial: Path, path: Path) -> int:
-    """Create an empty directory, replacing one that a killed process left behind; return its locked descriptor."""
+    """Create the empty directory `partial`, removing one that a killed process left; return its locked descriptor."""
     while True:
         created = False
         with suppress(FileExistsError):
@@ -176,14 +177,17 @@ def _open_no_link(path: str | Path, flags: int, kind: int) -> int:
     if descriptor is not None:
         os.close(descriptor)
     problem = "is a link" if os.path.islink(path) else f"is not a {_KINDS[kind]}"
-    raise FileError(str(path), f"{problem}, so that nothing is written there", "remove it")
+    raise FileError(str(path), f"{problem}, so nothing was written", "remove it")
 
 
 _KINDS = {stat.S_IFREG: "regular file", stat.S_IFDIR: "directory"}
 
 
 def _lock(descriptor: int, partial: Path, path: Path) -> bool:
-    """Lock an open file or directory, and return whether `partial` is still its name. Raises FileError if locked."""
+    """Lock an open file or directory, and return whether it is still at `partial`.
+
+    Raises FileError if another process holds the lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -191,7 +195,7 @@ def _lock(descriptor: int, partial: Path, path: Path) -> bool:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             fix = "wait for it or choose another output"
             raise FileError(str(path), "is being written by another process", fix) from None
-    # The previous holder of the lock may have renamed or removed it.
+    # The previous holder of the lock may have renamed or removed the file.
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(partial))
     return False
@@ -299,10 +303,10 @@ BLOCKS, BLOCK_BYTES = 15, 64 << 10
 
 
 def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
-    """Return the size and sha256 of a file. A large file is sampled: `blocks` + 1 evenly spaced blocks of 64 KiB.
+    """Return the size and a short sha256 of a file, as in "12 bytes, sha256 0123456789ab".
 
-    A file is large if it has more than 256 KiB per block. The result is cached in this process as long as the file's
-    times, size and inode stay the same.
+    Of a file of more than `blocks` * 256 KiB, only `blocks` + 1 evenly spaced blocks of 64 KiB are read. The result is
+    cached in this process as long as the file's times, size and inode stay the same.
     """
     status = os.stat(path)
     identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns

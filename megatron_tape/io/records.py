@@ -1,7 +1,7 @@
 """Small JSON and YAML files that programs exchange: written atomically, and validated when they are read.
 
 A record may be truncated, edited by hand, written by another version, or a different file altogether, so its size and
-shape are checked before use. Does not import torch; imports PyYAML only to read a YAML file.
+its type (`shape`) are checked before use. Does not import torch; imports PyYAML only to read a YAML file.
 """
 
 import functools
@@ -22,20 +22,20 @@ RECORD_BYTES = 64 << 20
 """Maximum size of a record in bytes, more than that of a manifest of 100,000 files."""
 
 
-_RESTORE = "restore it, or remove it if nothing needs it"
+_RESTORE = "restore it, or remove it if it is not needed"
 
 
 def write_record(path: str | Path, value: Any, *, durable: bool = True) -> None:
-    """Write `value` as JSON atomically. Raises ValueError if it contains a number that is not finite."""
+    """Write `value` as JSON atomically, synced if `durable`. Raises ValueError if it contains a non-finite number."""
     write_whole(path, [(json.dumps(value, indent=1, allow_nan=False) + "\n").encode()], durable=durable)
 
 
 def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
-    """Read the JSON value in a file, and check that it has `shape`, a type that `parse_record` accepts.
+    """Read a JSON file and check that its value has the type `shape` (see `parse_record`).
 
     Raises:
         OSError: if the file does not exist or cannot be read.
-        FileError: if it has more than `limit` bytes, is not JSON, or does not have `shape`.
+        FileError: if it has more than `limit` bytes, is not JSON, or has another type.
     """
     try:
         return parse_record(read_small(path, limit), shape)
@@ -44,7 +44,7 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
-    """Read the YAML value in a file as strictly as a recipe, and check its shape like `read_record`."""
+    """Read a YAML file as strictly as a recipe, and check the type of its value like `read_record`."""
     try:
         value = parse_yaml(read_small(path, limit), shape)
         json.dumps(value, allow_nan=False)  # fails for non-finite numbers and for types that JSON lacks
@@ -54,7 +54,7 @@ def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
 
 
 def parse_yaml(text: str | bytes, shape: Any) -> Any:
-    """Parse YAML with `io.strict_yaml`, and check its shape like `parse_record`."""
+    """Parse YAML with `io.strict_yaml`, and check the type of its value like `parse_record`."""
     from megatron_tape.io.strict_yaml import parse_value
 
     try:
@@ -77,16 +77,16 @@ def read_small(path: str | Path, limit: int) -> bytes:
 
 
 def parse_record(text: str | bytes, shape: Any) -> Any:
-    """Parse JSON and check its shape. Raises ValueError with the problem.
+    """Parse JSON and check that its value has the type `shape`. Raises ValueError with the problem.
 
-    `shape` is a type that pydantic checks, strictly: a TypedDict (other keys are allowed too), `dict[str, T]`,
-    `list[T]`, a union, a Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. Numbers must be finite. An integer
-    of more than 64 bits is read as a float, which is rejected if the shape has an `int` there.
+    `shape` is a TypedDict (other keys are allowed too), `dict[str, T]`, `list[T]`, a union, a Literal, `int`, `float`,
+    `str`, `bool`, `None` or `Any`. pydantic checks it strictly. Numbers must be finite. An integer of more than 64 bits
+    is read as a float, which is rejected where the type is `int`.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         if "\0" in text:
-            raise ValueError("it holds NUL characters, as after a power cut")
+            raise ValueError("it contains NUL characters, as after a power cut")
         value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -113,9 +113,9 @@ def _whole_number(text: str) -> int | float:
 
 @functools.cache
 def validator(shape: Any) -> SchemaValidator:
-    """Return pydantic's validator of a type. It stops at the first wrong item of a list or mapping.
+    """Return pydantic's validator of the type `shape`. It stops at the first wrong item of a list or mapping.
 
-    Otherwise the errors of a list of millions of wrong items would take gigabytes.
+    Otherwise, the errors of a list of millions of wrong items would take gigabytes.
     """
     schema = TypeAdapter(shape).core_schema
     parts = [schema]
@@ -130,13 +130,16 @@ def validator(shape: Any) -> SchemaValidator:
     return SchemaValidator(schema)
 
 
-def check_shape(value: Any, shape: Any, place: str = "") -> None:
-    """Raise ValueError if `value`, as parsed from JSON or YAML, does not have `shape` (see `parse_record`)."""
+def check_shape(value: Any, shape: Any, path: str = "") -> None:
+    """Raise ValueError if `value`, as parsed from JSON or YAML, does not have the type `shape` (see `parse_record`).
+
+    The message begins with the path of the wrong item, such as `files[3].bytes`; `path` is the path of `value` itself.
+    """
     try:
         validator(shape).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = place_in(value, first["loc"], place, first["type"] == "missing")
+        where = path_of_error(value, first["loc"], path, first["type"] == "missing")
         if first["type"] == "missing":
             raise ValueError(f"{where} is missing") from None
         kinds: dict[type, str] = {dict: "an object", list: "a list"}
@@ -144,15 +147,15 @@ def check_shape(value: Any, shape: Any, place: str = "") -> None:
         raise ValueError(f"{where or 'it'} is {shown}: {first['msg']}") from None
 
 
-def place_in(value: Any, parts: tuple[int | str, ...], place: str, missing: bool) -> str:
-    """Return where a pydantic error is in `value`, which is itself at `place`.
+def path_of_error(value: Any, loc: tuple[int | str, ...], path: str, missing: bool) -> str:
+    """Return the path, such as `files[3].bytes`, of the item of `value` that a pydantic error is about.
 
-    `parts` is the error's `loc`; names of union types in it are skipped. With `missing`, the last part is a key that is
-    absent.
+    `path` is that of `value` itself. `loc` is the error's location; names of union types in it are skipped. `missing`
+    means that the last part of `loc` is a key that does not exist.
     """
-    for index, part in enumerate(parts):
+    for index, part in enumerate(loc):
         if isinstance(value, list) and isinstance(part, int):
-            place, value = f"{place}[{part}]", value[part]
-        elif isinstance(value, dict) and (part in value or (missing and index == len(parts) - 1)):
-            place, value = f"{place}.{str(part)[:40]}" if place else str(part)[:40], value.get(part)
-    return place
+            path, value = f"{path}[{part}]", value[part]
+        elif isinstance(value, dict) and (part in value or (missing and index == len(loc) - 1)):
+            path, value = f"{path}.{str(part)[:40]}" if path else str(part)[:40], value.get(part)
+    return path

@@ -40,15 +40,15 @@ def write_safetensors(
     tensors: Iterable[Tensor] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[FileDigest, dict[str, Place]]:
-    """Write a safetensors file and sync it to disk. Return its digest and the place of each tensor.
+    """Write a safetensors file and sync it to disk. Return its digest, and each tensor's offset and shape by name.
 
     The file is not written atomically: write it into a directory that is (`atomic_directory`).
 
     Args:
         path: the file, which is replaced if it exists.
-        announced: tensors by name, for their dtypes and shapes; they may be on the meta device.
+        announced: tensors by name, which define the dtypes and shapes in the file; they may be on the meta device.
         tensors: the tensors to write, in the same order, on any device and of any dtype. They may be created one at a
-            time. Default: the announced ones.
+            time. Default: those of `announced`.
         metadata: strings for the header.
 
     Raises:
@@ -77,7 +77,7 @@ def write_safetensors(
             assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
             converted = tensor.detach().to("cpu", expected.dtype).contiguous()
             if converted.dtype is torch.float16 and not torch.isfinite(converted).all():
-                raise UserError(name, "holds numbers beyond the range of fp16", "use bf16 or fp32")
+                raise UserError(name, "contains values beyond the range of fp16", "use bf16 or fp32")
             put(converted.reshape(-1).view(torch.uint8).numpy())
         assert file.tell() == begin + end, f"{path} lacks announced tensors"
         file.flush()

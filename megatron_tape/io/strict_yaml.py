@@ -1,4 +1,4 @@
-"""Parse strict YAML: recipes with the line of each setting. Ambiguous YAML is rejected.
+"""Read and write recipes, YAML files of settings, and reject ambiguous YAML.
 
 Duplicate keys, anchors and aliases (nested aliases can expand to gigabytes), tags, and files that are too large for a
 recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates and keys are text.
@@ -75,7 +75,7 @@ def parse_value(text: str | bytes) -> Any:
 
 
 def dump(settings: dict[str, dict[str, Any]]) -> str:
-    """Return sections of settings as a recipe that `read_recipe` and other YAML parsers read alike."""
+    """Return settings by section as YAML text, which `read_recipe` and other YAML parsers read alike."""
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 

@@ -28,14 +28,14 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 def toolchain() -> dict[str, str]:
     """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's driver."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    said = _output([compiler, "-dumpfullversion"]) if compiler else None
-    found = {"C compiler": f"{Path(compiler).name} {said}" if said else "none that runs"}
+    version = _output([compiler, "-dumpfullversion"]) if compiler else None
+    result = {"C compiler": f"{Path(compiler).name} {version}" if version else "none that runs"}
     file, query = (
         Path("/sys/module/nvidia/version"),
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
     )
     driver = file.read_text() if file.is_file() else _output(query)
-    return found | ({"driver": driver.split()[0]} if driver else {})
+    return result | ({"driver": driver.split()[0]} if driver else {})
 
 
 def cpu_name() -> str:
@@ -53,9 +53,9 @@ def node_name() -> str:
 
 
 def commit(source: Path = ROOT) -> str | None:
-    """Return the commit of this project's directory, or None if git does not know it."""
+    """Return the commit of this project's directory, `source`, or None if it is not in this project's repository."""
     git = ["git", "-C", str(source)]
-    # An environment with the installed package may lie in a repository of something else.
+    # The package may be installed in an environment inside another repository.
     if not _output([*git, "ls-files", "megatron_tape/__init__.py"]):
         return None
     return _output([*git, "describe", "--always", "--dirty", "--abbrev=12"])
@@ -70,13 +70,13 @@ def _output(command: list[str]) -> str | None:
 
 
 def versions_with_commit() -> dict[str, str]:
-    """Return the versions together with this project's commit, where git knows it."""
+    """Return the versions of `versions` and this project's commit, if there is one."""
     found = commit()
     return versions() | ({"commit": found} if found else {})
 
 
 def code_digest(folders: Iterable[str]) -> str:
-    """Return a short sha256 of the Python files in these folders of the code that runs here."""
+    """Return a short sha256 of this project's Python files in `folders`, paths such as "megatron_tape/ops"."""
     hasher = hashlib.sha256()
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         hasher.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -89,7 +89,7 @@ def test_an_added_token_has_the_id_that_the_library_gives_it_whatever_its_file_s
 def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
     with pytest.raises(FileError, match="does not exist"):
         load_tokenizer(tmp_path / "missing.model")
-    with pytest.raises(FileError, match="holds neither tokenizer.json nor tokenizer.model"):
+    with pytest.raises(FileError, match="contains neither tokenizer.json nor tokenizer.model"):
         load_tokenizer(tmp_path)
     for name, content in (("x.model", "{}"), ("empty.model", ""), ("tokenizer.json", "{}")):
         (tmp_path / name).write_text(content)
@@ -233,9 +233,9 @@ def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, s
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        ({"eos_token": "<|eot_id|>"}, "names '<|eot_id|>' as eos_token, which tokenizer.json does not have"),
+        ({"eos_token": "<|eot_id|>"}, "names '<|eot_id|>' as eos_token, but tokenizer.json has no such token"),
         ({"bos_token": 3}, "names 3 as bos_token"),
-        ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "the added token '<x>' the id 'x'"),
+        ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "the added token '<x>' with id 'x'"),
     ],
 )
 def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_path, settings, problem):
@@ -276,10 +276,10 @@ def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, token
 @pytest.mark.parametrize(
     "config, added, problem",
     [
-        ({"eos_token": "<|eot_id|>"}, None, "names '<|eot_id|>' as eos_token, which tokenizer.model does not have"),
-        ({}, {"<|im_end|>": 5}, "'<|im_end|>' the id 5, but tokenizer.model does not have it"),
-        ({"added_tokens_decoder": {"5": {"content": "<s>"}}}, None, "'<s>' the id 5, but tokenizer.model gives it 2"),
-        ({"sp_model_kwargs": {"enable_sampling": True}}, None, "splits text at random"),
+        ({"eos_token": "<|eot_id|>"}, None, "names '<|eot_id|>' as eos_token, but tokenizer.model has no such token"),
+        ({}, {"<|im_end|>": 5}, "'<|im_end|>' with id 5, but tokenizer.model does not have it"),
+        ({"added_tokens_decoder": {"5": {"content": "<s>"}}}, None, "id 5, but tokenizer.model has it with id 2"),
+        ({"sp_model_kwargs": {"enable_sampling": True}}, None, "encodes text at random"),
     ],
 )
 def test_files_that_contradict_a_sentencepiece_model_are_refused(tmp_path, tokenizer_path, config, added, problem):
@@ -292,7 +292,7 @@ def test_random_splits_are_refused(byte_level, tmp_path):
     settings = json.loads(byte_level.to_str())
     settings["model"]["dropout"] = 0.1
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-    with pytest.raises(FileError, match="splits text at random .model.dropout.; set that to null"):
+    with pytest.raises(FileError, match="encodes text at random .model.dropout.; set model.dropout to null"):
         load_tokenizer(tmp_path)
 
 
@@ -377,7 +377,7 @@ def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp
     other.write_text('{"eos_token": {"content": "<last>"}}')
     for named, said in (("</s>", "'</s>'"), (None, "null")):
         config.write_text(json.dumps({"eos_token": named}))
-        with pytest.raises(FileError, match=f"names {said} as eos_token, and special_tokens_map.json '<last>'"):
+        with pytest.raises(FileError, match=f"names {said} as eos_token, but special_tokens_map.json names '<last>'"):
             load_tokenizer(tmp_path)
     config.write_text('{"eos_token": "<last>"}')
     assert load_tokenizer(tmp_path).eod == 1

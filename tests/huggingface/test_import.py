@@ -366,7 +366,7 @@ def test_links_out_of_a_model_directory_are_refused_before_weights_are_read(tmp_
     write_tokenizer(tmp_path / "tokenizer.json")
     (source / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
     monkeypatch.setattr(from_transformers, "open_directory", lambda *_: pytest.fail("the weights were opened"))
-    with pytest.raises(FileError, match="tokenizer.json is a link to a file elsewhere; put a copy in its place"):
+    with pytest.raises(FileError, match="tokenizer.json is a link to a file elsewhere; replace it with a copy"):
         import_model(source, tmp_path / "imported")
 
 
