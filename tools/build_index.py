@@ -1,10 +1,10 @@
-"""Build the index of a run's data, the shuffled order of its sequences, before a job occupies GPUs.
+"""Build the index of a run's data, which defines the order of its sequences, before a job occupies GPUs.
 
     python tools/build_index.py --config pretrain/recipes/tape_demo.yaml [--section.key value ...]
 
-The settings are those of the run, which then finds the index in data.cache_directory instead of building it while its
-GPUs wait. The index depends on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number
-of sequences of the run.
+Pass the same settings as for the run. It then finds the index in data.cache_directory, and its GPUs need not wait for
+it. The index depends on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of
+sequences of the run.
 """
 
 import logging
@@ -21,7 +21,7 @@ from megatron_tape.data.tokenizer import load_run_tokenizer
 
 
 def main() -> None:
-    """Parse the settings, check the datasets and index them."""
+    """Parse the settings, check the datasets and build their index."""
     config = parse_run_config(None, __doc__)
     check(config, Level.FILES)
     config = with_saved_tokenizer(config, check_start(config))

@@ -25,9 +25,9 @@ def main() -> None:
 def to_hf(output: str, base: str | None, adapter: bool, results: list[str], **model) -> None:
     """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft."""
     if adapter and results:
-        raise UserError("--results", "are for the card of a full model", "remove --adapter")
+        raise UserError("--results", "are shown in the card of a full model only", "remove --results or --adapter")
     if base is not None and not adapter:
-        raise UserError("--base", "names the base model of an adapter", "add --adapter, or remove --base")
+        raise UserError("--base", "requires --adapter", "add --adapter, or remove --base")
     if adapter:
         from megatron_tape.huggingface.export.to_peft import export_adapter
 
@@ -87,19 +87,19 @@ def parser() -> argparse.ArgumentParser:
 
 def add_export(add: Callable) -> None:
     """Add the options of to-hf."""
-    newest = "a run or its checkpoints directory (the newest complete checkpoint is used), or one step"
+    newest = "a run or its checkpoints directory (the newest complete checkpoint is used), or the directory of one step"
     add("--checkpoint", required=True, metavar="DIR", help=newest)
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json, their directory, or none (default: the run's)")
     add("--average", action="store_true", help="export the averaged weights of a run with train.average")
     trained = (
-        "write only the trained parameters, in peft's format, of a run that trained LoRA layers, embeddings, norms or "
-        "TAPE's matrices alone; without this, LoRA layers are merged into the model"
+        "write only the trained parameters, in peft's format; the run must have trained only LoRA layers, embeddings, "
+        "norms or TAPE's matrices. By default, LoRA layers are merged into the model"
     )
     add("--adapter", action="store_true", help=trained)
     base = (
-        "with --adapter: the base model of the adapter, which is written to DIR if that does not exist (default: "
+        "with --adapter: directory of the base model; it is written there if the directory does not exist (default: "
         "OUTPUT/base)"
     )
     add("--base", metavar="DIR", help=base)
@@ -118,13 +118,13 @@ def add_import(add: Callable) -> None:
     add("--base-model", type=str, metavar="OWNER/NAME", help=name)
     add_checkpoint(add)
     encoding = (
-        "rope keeps the model's encoding; tape computes the same at first and can learn to rewrite positions (default: "
-        "tape, or the own encoding of an export with another one)"
+        "rope keeps the model's encoding; tape initially computes the same outputs and can learn to rewrite positions "
+        "(default: tape; for a model that this project exported, its encoding)"
     )
     add("--position-encoding", choices=("tape", "rope"), help=encoding)
     scaling = (
-        "divide positions by this factor, which extends the context by the same factor; for a model with yarn, it "
-        "multiplies yarn's factor (default: %(default)s)"
+        "divide positions by X, which extends the context to X times its length; for a model with yarn, X multiplies "
+        "yarn's factor (default: %(default)s)"
     )
     add("--rope-scaling-factor", type=factor, default=1.0, metavar="X", help=scaling)
     add("--gate-input", choices=("mlp", "attention"), help="input of the gate of TAPE's position MLP (default: mlp)")
@@ -142,7 +142,7 @@ def add_released(add: Callable) -> None:
 
 
 def add_checkpoint(add: Callable) -> None:
-    """Add the options that both imports share."""
+    """Add the options that from-hf and from-released share."""
     add("--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist")
     multiple = "pad the vocabulary to a multiple of this, as tensor parallelism needs (default: %(default)s)"
     add("--vocab-multiple", type=command_line.whole_number, default=1, metavar="N", help=multiple)
@@ -150,7 +150,7 @@ def add_checkpoint(add: Callable) -> None:
         "TAPE's map over heads: a full matrix, or one scale per head as in the released code (default: %(default)s)"
     )
     add("--token-mixing", choices=("full", "per_head"), default="full", help=mixing)
-    pickles = "also read .bin and .pt files, which can run code: only for files from people you trust"
+    pickles = "also read .bin and .pt files; they can execute code, so use only files from people you trust"
     add("--allow-pickle", action="store_true", help=pickles)
 
 

@@ -18,19 +18,21 @@ from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 
 
 def main() -> None:
-    """Parse the command line, generate and print."""
+    """Parse the command line, generate a continuation, and print it after the prompt."""
     arguments = parser().parse_args()
     source = find_model(arguments.model, average=arguments.average)
     source.check_code(arguments.trust_remote_code)
-    if arguments.max_new_tokens < 1 or not arguments.temperature >= 0:
-        raise UserError("--max-new-tokens", "must be at least 1, and --temperature must not be negative")
+    if arguments.max_new_tokens < 1:
+        raise UserError("--max-new-tokens", f"is {arguments.max_new_tokens}", "give at least 1")
+    if not arguments.temperature >= 0:
+        raise UserError("--temperature", f"is {arguments.temperature}", "give a number of at least 0")
     if not source.info.has_tokenizer:
-        fix = "export it with one: tools/convert_checkpoint.py to-hf --tokenizer T"
+        fix = "export the model with a tokenizer: tools/convert_checkpoint.py to-hf --tokenizer T"
         raise FileError(arguments.model, "does not contain a tokenizer", fix)
     if problem := source.tokenizer_problem():
         raise FileError(arguments.model, f"needs a tokenizer that transformers can read, but its own {problem}")
     if not 0 <= arguments.seed < 2**32:
-        raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 below 2**32")
+        raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 to 2**32 - 1")
     if not arguments.prompt:
         raise UserError("--prompt", "is empty", "give some text to continue")
     with _in_transformers_format(source) as directory:
@@ -39,7 +41,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _in_transformers_format(source: Source) -> Iterator[Path]:
-    """Yield the model's directory; a checkpoint is exported to a temporary one."""
+    """Yield the model's directory in transformers' format; a checkpoint is exported to a temporary directory."""
     if not source.checkpoint:
         yield source.path
         return
@@ -67,7 +69,7 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
     if length == 0:
         raise UserError("--prompt", "has no tokens with this tokenizer", "give some text to continue")
     if context is not None and length >= context:
-        problem = f"has {length} tokens, and the model was trained on contexts of {context}"
+        problem = f"has {length} tokens, but the model was trained on contexts of {context}"
         raise UserError("--prompt", problem, "shorten it")
     if context is not None and length + count > context:
         count = context - length
@@ -75,9 +77,9 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
     transformers.set_seed(arguments.seed)
-    # The model's own settings, and transformers' defaults, may suppress or penalize tokens.
-    own = model.generation_config
-    ids_only = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    # The model's generation settings, and transformers' defaults, may suppress or penalize tokens.
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids_only = {name: getattr(model.generation_config, name) for name in names}
     model.generation_config = transformers.GenerationConfig(**ids_only)
     sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0} if arguments.temperature else {}
     with command_line.step("generating"):
@@ -99,12 +101,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--average", action="store_true", help="use the averaged weights of a run with train.average")
     add("--prompt", type=str, required=True, metavar="TEXT", help="the text to continue")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many tokens (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="maximum of tokens to add (default: %(default)s)")
     add(
         "--temperature",
         type=float,
         default=0.0,
-        help="0 takes the most likely token; above 0, tokens are sampled (default: 0)",
+        help="0 chooses the most likely token; above 0, tokens are sampled at this temperature (default: 0)",
     )
     add("--seed", type=int, default=1234, help="seed of sampling (default: %(default)s)")
     add("--trust-remote-code", action="store_true", help="run Python files in MODEL that are not this project's")

@@ -2,7 +2,7 @@
 
     python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
 
-The exit status is 2 if they are damaged.
+The exit status is 2 if the dataset is damaged.
 """
 
 import argparse
@@ -32,16 +32,20 @@ def main() -> None:
 
 
 def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None, origin: Origin | None) -> None:
-    """Print a dataset's size and its tokenizer; raises FileError if it is damaged."""
+    """Print a dataset's size, tokenizer and document lengths. Raises FileError if it is damaged.
+
+    With `tokenizer`, token ids outside its vocabulary count as damage.
+    """
     with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
         problems = list(dataset.problems(tokenizer.vocab_size if tokenizer else None))
     if problems:
-        raise FileError(prefix, f"is damaged: {'; '.join(problems)}", "run tools/preprocess_data.py again")
+        fix = "write the dataset again with tools/preprocess_data.py" + (", or check --tokenizer" if tokenizer else "")
+        raise FileError(prefix, f"is damaged: {'; '.join(problems)}", fix)
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")
     print(f"dtype      {dataset.dtype.name}")
-    print(f"tokenizer  {'unknown' if origin is None else described(origin)}")
+    print(f"tokenizer  {'unknown' if origin is None else describe_tokenizer(origin)}")
     if len(lengths):
         print(
             f"length     min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
@@ -49,15 +53,15 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
         )
 
 
-def described(origin: Origin) -> str:
-    """Return a description of the tokenizer in a dataset's origin."""
+def describe_tokenizer(origin: Origin) -> str:
+    """Return a line about the tokenizer recorded in a dataset's origin: its size, digest, and end of documents."""
     tokenizer = origin["tokenizer"]
     ends = f"documents end in {tokenizer['eod']}" if origin["append_eod"] else "no token ends documents"
     return f"{tokenizer['vocab_size']:,} ids, digest {tokenizer['digest'][:12]}; {ends}"
 
 
 def text_of(dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | None, tokens: int) -> str:
-    """Return a heading and the beginning of a document, as text or ids."""
+    """Return a heading and the first `tokens` tokens of a document, as text or, without a tokenizer, as ids."""
     ids = dataset.document(index)
     shown = ids[:tokens].tolist()
     text = tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown))
@@ -65,7 +69,7 @@ def text_of(dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | No
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Return a histogram of documents and tokens by document length, with powers of two as bounds."""
+    """Return a table of the numbers of documents and tokens by document length, in bins between powers of two."""
     if not len(lengths):
         return "no documents\n"
     bins = np.frexp(lengths)[1]  # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
@@ -83,7 +87,7 @@ def histogram(lengths: np.ndarray) -> str:
 
 
 def whole_number_or_0(text: str) -> int:
-    """Read a whole number of at least 0."""
+    """Parse an option that is a whole number of at least 0."""
     return 0 if text == "0" else command_line.whole_number(text)
 
 
@@ -91,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    add("prefix", metavar="P", help="a dataset is P.bin and P.idx")
-    add("--tokenizer", help="decode tokens with it, and check that it made the dataset")
+    add("prefix", metavar="P", help="the dataset P.bin and P.idx")
+    add("--tokenizer", help="tokenizer to show documents as text; check that the dataset was made with it")
     add(
         "--documents",
         type=whole_number_or_0,
@@ -105,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
         type=whole_number_or_0,
         default=200,
         metavar="N",
-        help="show at most N tokens of each (default: %(default)s)",
+        help="show at most N tokens of each document (default: %(default)s)",
     )
     return result
 

@@ -6,7 +6,7 @@
     python tools/make_corpus.py hub json --data-files 'raw/*.jsonl.gz' --text-key content --output data/raw.jsonl
 
 stdlib: the source code of this Python's standard library, 31 MB of real text that every machine has.
-folders: one long document for each folder of a directory, such as a checkout, made of the folder's files.
+folders: one long document for each folder of a directory, such as a repository, made of the folder's files.
 hub: a dataset of the Hugging Face Hub, its local directory, or a format (json, parquet, text) with --data-files. Each
 text file is one document.
 
@@ -37,7 +37,7 @@ _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 def main() -> None:
     """Parse the command line and write the corpus."""
     arguments = parser().parse_args()
-    # Opened first, so that an existing output is rejected before anything is downloaded.
+    # Open the output first, so that an existing one is rejected before anything is downloaded.
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         total, limit = None, arguments.max_document_bytes
         if arguments.source == "stdlib":
@@ -83,10 +83,11 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
 
 
 def folders(root: Path, suffixes: Sequence[str], seed: int | None = None) -> Iterator[dict[str, str]]:
-    """Yield {"text", "path"} of each folder below `root`; the text joins its files with these suffixes, sorted by name.
+    """Yield {"text", "path"} of `root` and each folder below it; the text joins its files with one of the suffixes.
 
-    Each file follows a line with its path. Hidden folders, installed packages, and files that are not text are skipped.
-    The order is that of `standard_library`. Raises OSError if a folder or file cannot be read.
+    The files are sorted by name, and each follows a line with its path. Hidden folders, installed packages, and files
+    that are not text are skipped. The folders are sorted by path, or shuffled with the seed. Raises OSError if a folder
+    or file cannot be read.
     """
     if not root.is_dir():
         raise FileError(str(root), "is not a directory", "give the folder with the files")
@@ -122,7 +123,7 @@ def _in_order(names: Iterable[str], seed: int | None) -> list[str]:
 
 
 def _source(path: Path) -> str | None:
-    """Return a file's text, or None if it is not text, as some tests of the standard library."""
+    """Return a file's text, or None if it cannot be decoded, like some tests of the standard library."""
     raw = path.read_bytes()
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0] if path.suffix == ".py" else "utf-8-sig"
@@ -132,7 +133,7 @@ def _source(path: Path) -> str | None:
 
 
 def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield {"text"} of a dataset's rows without empty texts. Raises UserError if it cannot be read."""
+    """Yield {"text"} of a dataset's rows, except for empty texts. Raises UserError if the dataset cannot be read."""
     import datasets
 
     command_line.log(f"opening {arguments.name} ...")
@@ -154,22 +155,25 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
         for number, row in enumerate(rows, start=1):
             text = row.get(arguments.text_key)
             if not isinstance(text, str):
-                problem = f"is {arguments.text_key!r}, under which row {number} has {type(text).__name__}, not text"
+                problem = f"is {arguments.text_key!r}, but row {number} has no text there ({type(text).__name__})"
                 raise ConfigError("--text-key", problem, "choose another column")
             if text:
                 yield {"text": text}
 
 
 @contextlib.contextmanager
-def _library_errors(name: str, what: str, fix: str) -> Iterator[None]:
-    """Turn the library's many kinds of errors, mostly caused by the user or the network, into a FileError."""
+def _library_errors(name: str, action: str, fix: str) -> Iterator[None]:
+    """Within the context, convert any error of `datasets`, mostly caused by the user or the network, into a FileError.
+
+    `action` is a participle: the dataset `name` "cannot be opened".
+    """
     try:
         yield
     except (UserError, MemoryError):
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:500] or type(error).__name__
-        raise FileError(name, f"cannot be {what} ({reason})", fix) from error
+        raise FileError(name, f"cannot be {action} ({reason})", fix) from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -178,19 +182,19 @@ def parser() -> argparse.ArgumentParser:
     sources = result.add_subparsers(dest="source", required=True)
     stdlib = sources.add_parser("stdlib", help="the Python standard library's source code")
     directory = sources.add_parser("folders", help="the files of a directory, one document for each folder")
-    directory.add_argument("directory", type=Path, help="a checkout, for example")
+    directory.add_argument("directory", type=Path, help="the directory with the folders, such as a repository")
     suffixes = {"nargs": "+", "type": str, "metavar": "SUFFIX", "default": [".py", ".md"]}
     directory.add_argument(
         "--suffixes", **suffixes, help="use files whose names end in one of these (default: .py .md)"
     )
-    shuffle = "shuffle the documents with this seed instead of sorting by name, so that data.split holds out every kind"
+    shuffle = "shuffle the documents with this seed, so that data.split holds out every kind (default: sort by path)"
     for source in (stdlib, directory):
         source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
     hub = sources.add_parser("hub", help="a dataset of the Hugging Face Hub, or local files in its formats")
     hub.add_argument("name", help="dataset, local directory, or format (json, parquet, text)")
     hub.add_argument("--config-name", type=str, help="the dataset's configuration")
     hub.add_argument("--data-files", nargs="+", metavar="GLOB", help="the files, for a format or a directory")
-    hub.add_argument("--split", type=str, default="train", help="default: %(default)s")
+    hub.add_argument("--split", type=str, default="train", help="the dataset's split (default: %(default)s)")
     hub.add_argument("--streaming", action="store_true", help="do not download the whole dataset first")
     hub.add_argument("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents")
     hub.add_argument("--text-key", type=str, default="text", help="the column with the text (default: %(default)s)")

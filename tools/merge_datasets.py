@@ -20,7 +20,7 @@ from megatron_tape.errors import FileError
 
 
 def main() -> None:
-    """Parse the command line and merge."""
+    """Parse the command line and merge the datasets."""
     arguments = parser().parse_args()
     check_output_prefix("--output-prefix", arguments.output_prefix)
     prefixes = [prefix for pattern in arguments.input for prefix in match_datasets(pattern)]
@@ -30,11 +30,11 @@ def main() -> None:
 def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
-    Its origin names their common tokenizer. Raises FileError if one is damaged, is multimodal, was made with another
-    tokenizer or has another dtype than the first, or if all are empty.
+    The origin of the result records their common tokenizer. Raises FileError if a dataset is damaged or multimodal, if
+    its tokenizer or dtype differs from that of the first one, or if all are empty.
     """
     origins = check_tokenizer(prefixes, None, "")
-    if warning := unknown_tokenizers(origins, "the same as of the others"):
+    if warning := unknown_tokenizers(origins, "the same as for the others"):
         command_line.log(warning)
     raise_file_limit()
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
@@ -42,7 +42,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     for prefix, dataset in zip(prefixes, datasets):
         if dataset.dtype != dtype:
             problem = f"has {dataset.dtype.name} tokens, but {prefixes[0]} has {dtype.name}"
-            raise FileError(prefix, problem, "merge only datasets of the same tokenizer")
+            raise FileError(prefix, problem, "merge only datasets made with the same tokenizer")
         if dataset.multimodal:
             raise FileError(prefix, "is a multimodal dataset, which cannot be merged", "remove it from --input")
     size = sum(dataset.bin_size for dataset in datasets)
@@ -53,7 +53,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
                     raise FileError(prefix, f"is damaged: {problem}", "write it again")
         if not any(map(len, datasets)):
             raise FileError(
-                prefixes[0], "and the others have no documents", "check --input and --text-key of the preprocessing"
+                prefixes[0], "and all others have no documents", "check --input and --text-key of the preprocessing"
             )
         progress = command_line.Progress(size)
 
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    what = "prefixes of datasets with the same dtype, in order, or quoted patterns"
+    what = "prefixes of datasets with the same tokenizer, in order, or quoted patterns"
     add("--input", nargs="+", required=True, metavar="P", help=what)
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")

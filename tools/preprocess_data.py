@@ -8,9 +8,9 @@ at most P.bin.partial and P.idx.partial, which the next run replaces.
 
 Several machines can share the work: `--part I/N` reads every N-th file, starting with number I (from 0), and writes
 the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm job array. Training reads all parts with
-`--data.prefix 'P-*'`; `tools/merge_datasets.py` merges them into one. A complete part is kept unless --overwrite is
-given, and is refused if it was made from other files. P.origin records the tokenizer, which training and evaluation
-compare with the model's.
+`--data.prefix 'P-*'`; `tools/merge_datasets.py` merges them into one. A complete part is kept if it was made from the
+same files with the same options; otherwise it is an error. --overwrite replaces it. P.origin records the tokenizer,
+which training and evaluation compare with the model's.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:
         raise FileError(
-            arguments.tokenizer, "has no end-of-document token", "give one that has, or remove --append-eod"
+            arguments.tokenizer, "has no end-of-document token", "choose another tokenizer, or remove --append-eod"
         )
     encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
     prefix, origin, overwrite = arguments.output_prefix, encoding.origin, arguments.overwrite
@@ -46,8 +46,8 @@ def main() -> None:
         prefix, paths = prefix_of_part(prefix, *arguments.part), files_of_part(paths, *arguments.part)
         origin |= {"inputs": paths}
         if dataset_paths(prefix)[1].exists() and not overwrite:
-            found: Any = read_origin(prefix)
-            if {key: value for key, value in (found or {}).items() if key != "files"} != origin:
+            existing: Any = read_origin(prefix) or {}
+            if {key: value for key, value in existing.items() if key != "files"} != origin:
                 fix = "remove it, or pass --overwrite for all parts"
                 raise FileError(prefix, "was made from other files, or with another tokenizer or --append-eod", fix)
             command_line.log(f"{prefix} is complete already; nothing to do")
@@ -56,11 +56,11 @@ def main() -> None:
     for path in paths if arguments.on_error == "stop" else ():
         check_text_key(path, arguments.text_key)
     with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
-        speed = write(writer, paths, encoding, arguments)
+        summary = write(writer, paths, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
         writer.finish(origin)
-    command_line.log(f"{prefix}: {speed}")
+    command_line.log(f"{prefix}: {summary}")
 
 
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
@@ -81,9 +81,9 @@ def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
 
 
 def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> str:
-    """Tokenize into the writer, showing progress, and return a summary.
+    """Tokenize the files, append their documents to the writer, and return a summary. Log the progress.
 
-    Raises FileError at a bad document unless bad documents are skipped.
+    Raises FileError at a bad document, unless `--on-error skip` is given.
     """
     size = sum(map(os.path.getsize, paths))
     command_line.log(f"{len(paths):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
@@ -113,7 +113,7 @@ def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, ar
 
 
 def part(text: str) -> tuple[int, int]:
-    """Read an option such as 3/8."""
+    """Parse the option I/N, such as 3/8, into (I, N)."""
     match = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
     if not match or int(match[1]) >= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not I/N with I from 0 to N - 1, such as 0/8")
@@ -139,11 +139,11 @@ def parser() -> argparse.ArgumentParser:
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
+        help="at a bad document or unreadable file: stop, writing nothing, or skip and report it (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
-    add("--part", type=part, metavar="I/N", help="write only part I (from 0) of N, P-I-of-N, from every N-th file")
-    size = "bytes that a worker gets at a time (default: %(default)s)"
+    add("--part", type=part, metavar="I/N", help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file")
+    size = "input bytes that a worker tokenizes at a time (default: %(default)s)"
     add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
     document_bytes_option(result)
     return result

@@ -2,7 +2,7 @@
 
     python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output data/tokenizer.model
 
-Text without a piece falls back to bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The only
+Characters in no piece are encoded as bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The only
 character that is not reproduced is U+2581, which SentencePiece uses for the space. The same input and options give the
 same tokenizer.
 """
@@ -26,16 +26,16 @@ _SENTENCE_CHARACTERS = 1000
 
 
 def main() -> None:
-    """Parse the command line and write the model."""
+    """Parse the command line, train a tokenizer and write its model."""
     arguments = parser().parse_args()
     if arguments.max_bytes < 1000:
         raise ConfigError("--max-bytes", f"is {arguments.max_bytes}", "give 1000 or more")
     paths = find_inputs(arguments.input)
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
-        found = read_texts(paths, arguments.text_key, document_bytes=arguments.max_document_bytes)
-        texts = sample_texts(found, arguments.max_bytes, arguments.seed)
+        documents = read_texts(paths, arguments.text_key, document_bytes=arguments.max_document_bytes)
+        texts = sample_texts(documents, arguments.max_bytes, arguments.seed)
         if not texts:
-            raise ConfigError("--input", "has no documents", "check it")
+            raise ConfigError("--input", "has no documents", "check the paths")
         size = sum(len(text.encode("utf-8")) for text in texts)
         command_line.log(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
         with (
@@ -49,8 +49,9 @@ def main() -> None:
 def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int) -> list[str]:
     """Return a random sample of the documents, in order, of at most `max_bytes` UTF-8 bytes in total.
 
-    Every document draws a random number, and the documents with the smallest numbers are kept. This takes one pass over
-    the input, and memory for `max_bytes`. Only the beginning of a longer document is used.
+    `documents` yields texts and the input bytes read so far, for the progress. Each document is given a random number,
+    and those with the smallest numbers are kept. This takes one pass over the input, and memory for `max_bytes`. Only
+    the beginning of a document of more than `max_bytes` is used.
     """
     draw, progress = random.Random(seed), command_line.Progress(None)
     sample: list[tuple[float, int, int, str]] = []
@@ -80,7 +81,7 @@ def sentences(texts: list[str]) -> Iterator[str]:
 
 
 def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
-    """Return a SentencePiece model of `vocab_size` pieces; raises ConfigError if the texts are too few for it."""
+    """Return a SentencePiece model of `vocab_size` pieces as bytes. Raises ConfigError if SentencePiece refuses."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -111,7 +112,7 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
 
 @contextlib.contextmanager
 def default_signal_handlers() -> Iterator[None]:
-    """Let signals end the process at once, because SentencePiece does not return to Python while it trains."""
+    """Within the context, let signals end the process at once: SentencePiece returns to Python only after training."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
