@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="at a bad document or unreadable file: stop, writing nothing, or skip and report it (default: %(default)s)",
+        help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
     add("--part", type=part, metavar="I/N", help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file")
