@@ -32,7 +32,7 @@ class SpikeSettings:
     """What to do after a spike. warn logs it. skip also skips the update of this step. rewind exits with status 75;
     after a restart, the run continues from its newest checkpoint with the data that follows the spike."""
     window: Annotated[int, Field(ge=3, le=10_000)] = 100
-    """Number of previous updates that a step is compared with. Detection starts after so many updates."""
+    """Number of previous updates that a step is compared with. Detection starts after this number of updates."""
     threshold: Positive = 6.0
     """A loss or gradient norm is a spike if it exceeds the median of the last `window` updates by more than this number
     of standard deviations. The standard deviation is estimated from the median absolute deviation."""
@@ -108,7 +108,7 @@ class TrainConfig:
     deterministic: bool = False
     """Use only deterministic kernels, so that a run that is repeated on the same GPUs has the same losses. This makes
     training slower. Runs on CPUs are always deterministic. On GPUs, PyTorch has no deterministic kernel for the
-    cumulative sums in the encodings increments, fox, path_fox and cope."""
+    cumulative sums of model.position.increments (except fixed) and of the encodings fox, path_fox and cope."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing, which saves memory. full recomputes every layer in the backward pass, a third more
     computation. selective stores the output of attention and recomputes the rest of each layer."""

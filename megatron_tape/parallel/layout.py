@@ -174,8 +174,8 @@ def initialize_distributed(
     are on the same node or on adjacent nodes.
 
     Args:
-        tensor_model_parallel_size: as in the settings, like the other sizes. The number of processes must be a
-            multiple of the product of the three sizes.
+        tensor_model_parallel_size: the setting in `parallel`, like the other two sizes. The number of processes must be
+            a multiple of the product of the three sizes.
         sequence_parallel: whether to shard tokens outside attention; None enables it if TP > 1.
         timeout: seconds, plus 10 minutes, after which collectives time out; None disables the timeout.
 

@@ -82,17 +82,17 @@ class TokenLayout:
         return x_SB.chunk(self.sequence_shards)[self.sequence_group.rank()]
 
     def tensor_parallel_shard(self, x_N: Tensor, dim: int = 0) -> Tensor:
-        """Return this tensor-parallel rank's heads; axis `dim` of the input has all N heads, and m in the result."""
+        """Select the m heads of this tensor-parallel rank from all N heads on axis `dim`."""
         return x_N.chunk(self.model_group.size(), dim)[self.model_group.rank()]
 
     def heads_in_attention(self, x_m: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's heads inside attention; axis `dim` of the input has m heads, and n in the result."""
+        """Select the n heads of this rank inside attention from its tensor-parallel rank's m heads on axis `dim`."""
         if self.context_shards == 1:
             return x_m
         return self._divisible(x_m, dim).chunk(self.context_shards, dim)[self.context_group.rank()]
 
     def local_heads(self, x_N: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's heads inside attention; axis `dim` of the input has all N heads, and n in the result."""
+        """Select the n heads of this rank inside attention from all N heads on axis `dim`."""
         return self.heads_in_attention(self.tensor_parallel_shard(x_N, dim), dim)
 
     def copies_of(self, groups: int) -> int:

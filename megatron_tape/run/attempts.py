@@ -29,7 +29,7 @@ from megatron_tape.io.records import read_record, read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
-"""Environment variable with the number of the attempt that a script in slurm/ has started. If it is not set, the run
+"""Environment variable with the number of the attempt that a script in slurm/ has started. A run without this variable
 starts an attempt itself."""
 RECORDS = 32
 """Maximum number of ranks, in addition to rank 0, that record how they ended. Most others would repeat the error."""
@@ -134,7 +134,7 @@ class SkippedData(TypedDict):
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt of a run, from 1."""
+    """An attempt of a run. Attempts are numbered from 1."""
 
     number: int
     directory: Path

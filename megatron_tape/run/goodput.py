@@ -35,7 +35,10 @@ def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None = Non
 
 
 def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str, float]:
-    """Return the seconds by use of an attempt that ended at the time `ended`; steps after `oldest` were repeated."""
+    """Return the seconds by use of an attempt that ended at the time `ended`.
+
+    Later attempts continued from step `oldest`, and repeated the steps after it.
+    """
     started, beat = attempt.facts["started"], attempt.heartbeat
     seconds = dict.fromkeys(KINDS, 0.0)
     idle, limit = max(0.0, ended - max(started, beat.get("since", ended))), beat.get("hang_timeout")
