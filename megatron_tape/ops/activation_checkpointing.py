@@ -97,12 +97,13 @@ def _storage_view(x: Tensor) -> tuple:
 
 
 class _GraphInputs(torch.autograd.Function):
-    """Identity at the inputs of a recorded graph, which would keep leaves alive; backward stores their gradients."""
+    """Identity between the inputs and a recorded graph; its backward pass stores the gradients of the inputs."""
 
     @staticmethod
     def forward(ctx, call: ref[_RecordedCall], learned: Tensor, *tensors: Tensor | None):
         ctx.call = call
         ctx.set_materialize_grads(False)
+        # The results are not leaves, which the graph would keep alive.
         return tuple(None if x is None else x.detach() for x in tensors)
 
     @staticmethod

@@ -31,7 +31,7 @@ def attention(
     backend: str = "torch",
     **more: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `attend` of the `AttentionInputs` with these fields; `more` holds its other fields by name.
+    """Return the result of `attend` for `AttentionInputs` with these fields; `more` holds further fields by name.
 
     Exported TAPE models call this function if this package is installed.
     """
@@ -70,7 +70,7 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
     """Return `x` with its factors applied to q and k, its gates added to its bias, and bias and rescoring in fp32."""
     q, k, bias = x.q_SBHD, x.k_TBGD, x.bias
     if x.factor_TB1D is not None and x.rotate:
-        # Backends rotate afterwards. The order is free, since both parts of a complex number have the same factor.
+        # Backends rotate afterwards. The order does not matter, as both parts of a number have the same factor.
         q, k = q * x.factor_TB1D, k / x.factor_TB1D
     if x.log_gate_TBH is not None:
         bias = gates_as_bias(x.log_gate_TBH, bias)
@@ -102,9 +102,7 @@ def _check_shapes(x: AttentionInputs) -> None:
     """Raise ValueError for shapes with which a kernel would read out of bounds, or if cached keys would be rotated."""
     q, k, v, z = x.q_SBHD, x.k_TBGD, x.v_TBGD, x.z_TBGD
     if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(
-            f"queries have {q.dim()} axes and keys {k.dim()}; both need 4: sequence, batch, heads, head dimension"
-        )
+        raise ValueError(f"queries have {q.dim()} axes and keys {k.dim()}; expected (S, B, H, D) and (T, B, G, D)")
     (S, B, H, D), (T, G) = q.shape, k.shape[::2]
     queries, keys = f"queries {tuple(q.shape)}", f"keys {tuple(k.shape)}"
     if k.shape != (T, B, G, D) or H % G:

@@ -28,8 +28,7 @@ def add_contextual_positions(scores_BHrt: Tensor, of_positions_BHrp: Tensor, see
 class _ContextualPositions(torch.autograd.Function):
     """Computes positions tile by tile, from the nearest key to the farthest, as positions grow with distance.
 
-    Once all queries of a tile have reached the largest position or have no keys left, the remaining keys need no gates:
-    all of them have the largest position.
+    Once all queries of a tile have reached the largest position or have no keys left, all earlier keys have it, too.
     """
 
     @staticmethod

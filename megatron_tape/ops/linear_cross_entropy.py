@@ -99,9 +99,9 @@ class _ChunkedLoss:
 
             self._kernels = liger
         self._first = first
-        own = labels_N - first
-        self._elsewhere = (own < 0) | (own >= weight_VC.shape[0])
-        self._own = own.masked_fill(self._elsewhere, 0)
+        rows = labels_N - first
+        self._other_shards = (rows < 0) | (rows >= weight_VC.shape[0])
+        self._rows = rows.masked_fill(self._other_shards, 0)
         self._z_factor, self.z_loss = z_loss, torch.zeros((), dtype=wide, device=hidden_NC.device)
 
     def run(self, need_d_hidden: bool, need_d_weight: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -128,10 +128,7 @@ class _ChunkedLoss:
         return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
     def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses (n,), exponentials of the logits (n, V), and sums (n,) by which `_d_logits` divides them.
-
-        Without Liger's kernels, the exponentials overwrite the logits.
-        """
+        """Return the losses (n,), exponentials (n, V), which may overwrite the logits, and their divisors (n,)."""
         largest = logits_nV.amax(-1).to(self._factors.dtype)
         if self._group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
@@ -139,15 +136,16 @@ class _ChunkedLoss:
             exps, sums, of_label = self._kernels.exponentials(logits_nV, largest, self._labels[chunk], self._first)
         else:
             logits_nV.sub_(largest[:, None])
-            of_label = logits_nV.gather(1, self._own[chunk, None])[:, 0].masked_fill(self._elsewhere[chunk], 0.0)
+            of_label = logits_nV.gather(1, self._rows[chunk, None])[:, 0].masked_fill(self._other_shards[chunk], 0.0)
             exps = logits_nV.exp_()
             sums = exps.sum(-1)
-        both = torch.stack([of_label, sums])
+        reduced = torch.stack([of_label, sums])
         if self._group is not None:
-            dist.all_reduce(both, group=self._group)
-        losses, sums = both[1].log() - both[0], both[1]
+            dist.all_reduce(reduced, group=self._group)
+        of_label, sums = reduced
+        losses = sums.log() - of_label
         if self._z_factor:
-            log_z = both[1].log() + largest
+            log_z = sums.log() + largest
             self.z_loss += self._z_factor * (self._factors[chunk] * log_z.square()).sum()
             # The z-loss adds 2 `z_loss` log_z times the softmax to the gradient; the softmax is exponentials / sums.
             sums = sums / (1 + 2 * self._z_factor * log_z)
@@ -159,8 +157,8 @@ class _ChunkedLoss:
         if self._kernels is not None:
             return self._kernels.to_gradients(exponentials_nV, sums, self._labels[chunk], factors, self._first)
         exponentials_nV.mul_((factors / sums)[:, None])
-        of_label = -factors.masked_fill(self._elsewhere[chunk], 0.0)
-        return exponentials_nV.scatter_add_(1, self._own[chunk, None], of_label[:, None])
+        of_label = -factors.masked_fill(self._other_shards[chunk], 0.0)
+        return exponentials_nV.scatter_add_(1, self._rows[chunk, None], of_label[:, None])
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -168,13 +166,11 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor, only: bool) -> Tensor:
-    """Return total + left @ right, or left @ right if `total` is None; in at least float32 unless it is the `only` one.
-
-    Each product of bf16 matrices is rounded to bf16, but their sum is not.
-    """
+    """Return left @ right, plus `total` unless None, in at least float32 unless this is the `only` product to add."""
     if total is None:
         product = left @ right
         return product if only else product.to(_wide(right))
+    # Each product of bf16 matrices is rounded to bf16, but their sum is not.
     return total.addmm_(left, right) if total.dtype == right.dtype else total.add_(left @ right)
 
 

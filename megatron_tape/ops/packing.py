@@ -27,10 +27,7 @@ def document_bounds(documents_BT: Tensor) -> Tensor:
 
 
 def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device) -> Tensor:
-    """Return the boolean mask (B or 1, 1, S, T), True for the keys of a query's document up to the query itself.
-
-    `bounds_2BT` is the result of `document_bounds`; None stands for one document per sequence.
-    """
+    """Return the boolean mask (B or 1, 1, S, T), True for keys up to the query and, with bounds, in its document."""
     keys = torch.arange(T, device=device)
     mask = (keys <= keys[T - S :, None])[None, None]
     return mask if bounds_2BT is None else mask & (keys >= bounds_2BT[0, :, None, T - S :, None])
@@ -52,7 +49,7 @@ class Packing:
 
     @classmethod
     def of(cls, documents_BT: Tensor) -> "Packing":
-        """Return the packing of numbered documents; see `document_bounds`."""
+        """Return the `Packing` of documents that are numbered as for `document_bounds`."""
         return cls(document_bounds(documents_BT))
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:

@@ -310,7 +310,7 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
 def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
     """Return the check of the fused SwiGLU; `width` is the size of this rank's shard of the MLP."""
 
-    def run(fused: bool, both: Tensor) -> list[Tensor]:
-        return [swiglu(both, fused)]
+    def run(fused: bool, gate_and_up: Tensor) -> list[Tensor]:
+        return [swiglu(gate_and_up, fused)]
 
     return Check(partial(run, True), partial(run, False), [_drawing(dtype, device)(35, 2, 2 * width)])

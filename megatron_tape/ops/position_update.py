@@ -30,10 +30,7 @@ def fits_fused(groups: int, heads: int) -> bool:
 def plain_update(
     z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
 ) -> Tensor:
-    """Return z'' (N, G, D), computed step by step; this is the reference.
-
-    `mixing` is A (G, H), or (H,) for one scale per head when G = H. `u_NHD` may also be (S, B, H, D) with N = S * B.
-    """
+    """Return z'' (N, G, D), computed step by step: the reference. `u_NHD` may also be (S, B, H, D), N = S * B."""
     u_NHD = u_NHD.flatten(0, -3)
     return contextualize(mix_tokens(z_NGD, u_NHD, mixing), gate_NP, up_PG, down_GP)
 

@@ -152,8 +152,8 @@ class PositionEncoding:
     extended_by: ClassVar[frozenset[str]] = frozenset()
     """Names of the settings that an extension of the context may change."""
     restarts_in_documents: ClassVar[bool] = False
-    """Whether positions restart in each packed document, which encodings require that do not depend on position
-    differences alone."""
+    """Whether positions restart in each packed document. Encodings that use more than position differences need
+    this."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """Create the encoding of `model`.
@@ -187,14 +187,14 @@ class PositionEncoding:
         """Return `make()` on `device`, cached by `name`, since copying it in every layer would block the host."""
         import torch
 
-        found = self._constants.get(name)
-        if found is None or found.device != device:
+        constant = self._constants.get(name)
+        if constant is None or constant.device != device:
             with torch.inference_mode(False):  # autograd cannot use inference tensors if training follows
-                found = make().to(device)
+                constant = make().to(device)
             # Tensors created during torch.export are invalid afterwards.
             if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
-                self._constants[name] = found
-        return found
+                self._constants[name] = constant
+        return constant
 
     # Declarations.
 
@@ -252,7 +252,7 @@ class PositionEncoding:
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape (T, B, ...) and dtype of the state that enters layer `layer`. Requires `sends_state(layer)`.
 
-        Outside attention, this rank holds `tokens` tokens of each of `batch` sequences. T must be a multiple of that.
+        Outside attention, this rank holds `tokens` tokens of each of `batch` sequences; T is a multiple of `tokens`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define sent_state to support pipeline parallelism")
 

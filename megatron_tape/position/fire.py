@@ -30,7 +30,7 @@ class FirePosition(PositionEncoding):
     """The bias of query s and key t is an MLP of log(c (s - t) + 1) / log(c max(s, L) + 1).
 
     Parameters: the scalars `log_scale` c and `threshold_scale` (a factor of L); `up_weight` and `up_bias` (W,) and
-    `down_weight` (H, W) of the MLP, whose activation is ReLU. Softmax would cancel a bias of the MLP's output.
+    `down_weight` (H, W) of the MLP, whose activation is ReLU. Its output has no bias, which softmax would cancel.
     """
 
     name = "fire"

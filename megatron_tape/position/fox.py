@@ -44,7 +44,7 @@ class FoxPosition(PositionEncoding):
         """Return the costs: the projection, and one addition per head, query and key.
 
         Saved are the inputs of log-sigmoid, its buffer on a CPU, and the cumulative sums in float64. An all-to-all
-        exchanges this rank's tokens with the gates of all heads for all tokens with those of this rank's heads.
+        replaces the gates of this rank's tokens and all heads by those of all tokens and this rank's heads.
         """
         heads, model = self.model.num_attention_heads, self.model
         gates = 4 * batch.local_tokens * heads

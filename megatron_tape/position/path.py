@@ -29,8 +29,8 @@ class PathPosition(PositionEncoding):
     """The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), H_l = I - beta_l w_l w_l^T.
 
     w is a unit vector for each token and key/value group. `w_down` (rank, C) and `w_up` (G D, rank) project the layer's
-    normalized input x; `conv` (G, D, width) convolves the result over a token and the last ones of its document; SiLU
-    and normalization follow. beta is 2 sigmoid(W x + b), where W is `beta_weight` (G, C) and b is `beta_bias` (G,).
+    normalized input x; `conv` (G, D, width) convolves the result over the token and preceding ones of its document;
+    SiLU and normalization follow. beta is 2 sigmoid(W x + b), where W is `beta_weight` (G, C) and b `beta_bias` (G,).
     """
 
     name = "path"
@@ -61,7 +61,7 @@ class PathPosition(PositionEncoding):
         """Return the costs: projections, convolution, each block's closed form, and the loop over blocks of keys.
 
         Saved are the inputs of w and beta, and the three results of the closed form for each block of keys. The state
-        is a token's position, which shows the convolution where the document starts.
+        is a token's position, from which the convolution finds the start of the document.
         """
         from megatron_tape.ops.householder import BLOCK
 

@@ -52,7 +52,7 @@ class Reposition(RotaryPosition):
             not 0 <= self.predicts_from <= last,
             ("model.position.repo_first_layer", "model.num_layers"),
             f"is {first}, but layers are numbered from 0 to {last}",
-            "choose one of them",
+            "choose one of these layers",
         )
 
     @property

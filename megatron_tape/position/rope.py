@@ -31,7 +31,7 @@ class FrequencySettings(EncodingSettings):
     increments = "fixed"
 
     rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
+    """Base of the rotary frequencies. A larger base slows the rotation, which suits longer contexts."""
     rope_share: float = 1.0
     """Fraction of the frequencies that rotate, starting with the fastest; the others are set to 0 (p-RoPE, Barbero et
     al., 2025)."""
@@ -103,7 +103,7 @@ class RotaryPosition(PositionEncoding):
             settings.rope_scaling_factor < 1,
             "model.position.rope_scaling_factor",
             f"is {settings.rope_scaling_factor}, which would shorten the context",
-            "set it to at least 1, the new length over the old",
+            "set it to the new context length divided by the old one, at least 1",
         )
         share, dim = settings.rope_share, self.model.head_dim
         problem = f"is {share}, which keeps none of the {dim // 2} frequencies" if share < 1 else f"is {share}"

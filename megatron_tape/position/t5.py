@@ -24,7 +24,7 @@ class T5Settings(EncodingSettings):
 
 
 class T5Position(PositionEncoding):
-    """A learned bias for each head and bucket of distances: `table` (buckets, H)."""
+    """Adds a learned bias to each score, depending on the head and the bucket of the distance: `table` (buckets, H)."""
 
     name = "t5"
     Settings = T5Settings

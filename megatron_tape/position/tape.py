@@ -182,8 +182,8 @@ class TapePosition(RotaryPosition):
         # Every rank sums over all tokens: the all-to-all sends each rank one copy of the logits, as if it were a group.
         logits = linear(hidden_states_sBC, parameters["increments"]).expand(-1, -1, self.tokens.sequence_shards)
         positions = self.running_sum(self.tokens.to_heads(logits), cache)
-        own = self.tokens.to_tokens(positions)[..., :1]
-        return self._exact_phases(own, self._state_dtype(hidden_states_sBC.dtype))
+        local = self.tokens.to_tokens(positions)[..., :1]
+        return self._exact_phases(local, self._state_dtype(hidden_states_sBC.dtype))
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
         """Return the state of all tokens for this rank's groups, rounded to the precision of the hidden states."""

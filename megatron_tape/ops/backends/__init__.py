@@ -43,7 +43,7 @@ LIBRARIES = ("torch", "torch_wide", "flash_attn")
 
 
 def described(needs: Set[str]) -> str:
-    """Return the `MEANINGS` of capabilities as one phrase, in a fixed order."""
+    """Return the `MEANINGS` of `needs`, joined by "and", in a fixed order."""
     ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
     return " and ".join(MEANINGS.get(need, need) for need in ordered)
 

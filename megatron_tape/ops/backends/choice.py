@@ -52,7 +52,7 @@ def choose_backend(
     """
     if requested != "auto":
         if why := lacks(requested, needs) or unsupported(requested, device, dtype, head_dim, needs):
-            raise ConfigError("model.attention_backend", f"is {requested}, which {why}", "set it to another, or auto")
+            raise ConfigError("model.attention_backend", f"is {requested}, which {why}", "set it to auto or another")
         return Choice(requested, "as set by model.attention_backend")
     case = Case(
         generation(device),
@@ -72,7 +72,7 @@ def choose_backend(
             why = "is not installed in version 4"
         if not why:
             return Choice(row.backend, f"auto's first choice for {case.generation} that can run: {row}", row.slow)
-        logger.info("attention backend: not %s, which %s", row.backend, why)
+        logger.info("attention backend %s is skipped: it %s", row.backend, why)
     raise ConfigError(
         ("model.attention_backend", "model.position_encoding"),
         f"is auto, but no backend can {described(needs)} at once",
@@ -107,7 +107,7 @@ def unsupported(
         return f"requires a GPU of compute capability 8.0 or newer, but this one has {capability[0]}.{capability[1]}"
     if backend == "torch_wide":
         if generation(device) not in (HOPPER, BLACKWELL):
-            return "requires cuDNN's kernels for NVIDIA GPUs of compute capability 9.x or 10.x"
+            return "requires an NVIDIA GPU of compute capability 9.x or 10.x, as cuDNN has no kernels for others"
         if torch.are_deterministic_algorithms_enabled():
             return "is not deterministic, as this run must be"
     dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]

@@ -15,7 +15,7 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 BLOCK = 128
 """Queries and keys per block of the mask."""
 RECOMPILATIONS = 1 << 16
-"""Minimum of torch.compile's limits of recompilations."""
+"""Value to which torch.compile's limits of recompilations are raised."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
@@ -26,7 +26,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         mask = _causal_mask(S, T, q.device)
     else:
         mask = x.packing.cached(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
-    # Compiling takes seconds for each length. Short sequences are not worth it, as their scores take little memory.
+    # Compiling takes seconds for each length. Short sequences run uncompiled, as their scores take little memory.
     function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
 
     def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:

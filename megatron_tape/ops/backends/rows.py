@@ -43,7 +43,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
 
 
 class _Scoring:
-    """Computes scores of a block of queries from `count` tensors of a `Rescore`, followed by those of a bias to add."""
+    """Computes the scores of a block of queries: a `Rescore` of the first `count` tensors, plus a bias of the rest."""
 
     def __init__(self, rescore: Rescore, bias: Bias | None, count: int, starts_BT: Tensor | None):
         self.takes_scores = rescore.takes_scores

@@ -1,8 +1,8 @@
 """torch's scaled_dot_product_attention (SDPA), called once per value.
 
 On most devices, its fast kernels require values as wide as the keys; `sdpa_wide` is for devices whose kernels do not.
-Forward and backward together, two calls take 14 matrix products of S x S x D, one pass over [v | z] would take 10, and
-a model without z takes 7.
+Forward and backward together, two calls take 14 matrix products of S x S x D. One pass over [v | z] would take 10, and
+attention without z takes 7.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -54,7 +54,7 @@ def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
-    """Disable cuDNN if there is a mask: its dq can then be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
+    """Disable cuDNN for masks, as its gradient of q can be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
     return nullcontext() if mask is None or not q.is_cuda else sdpa_kernel(_WITHOUT_CUDNN)
 
 

@@ -63,7 +63,7 @@ class Row:
     head_dims: range | tuple[int, ...] = range(1, 1025)
     condition: Callable[[Case], bool] = lambda case: True
     slow: bool = False
-    """Whether training with it requires `train.allow_slow_attention`, since faster kernels exist."""
+    """Whether training with this backend requires `train.allow_slow_attention`, since faster kernels exist."""
     flash_attn_4: bool = False
     """Whether flash-attn must be version 4."""
     measured: str | None = None

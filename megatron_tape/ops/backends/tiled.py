@@ -58,7 +58,7 @@ class _Tiles:
         self.first = first
 
     def of_tokens(self, rows: slice) -> slice:
-        """Return the slice of tokens of the queries `rows`, as keys are numbered."""
+        """Return the slice of the T tokens to which the queries `rows` belong."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:

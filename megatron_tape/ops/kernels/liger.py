@@ -21,8 +21,8 @@ NOTHING_IGNORED = -1
 def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,), all in float32.
 
-    `labels_n` are indices into the whole vocabulary; this shard starts at `first`. The last tensor is 0 for labels of
-    other shards.
+    `largest_n` is the largest logit of each token. `labels_n` are indices into the whole vocabulary; this shard starts
+    at `first`. The last tensor is 0 for labels of other shards.
     """
     (n, V), options = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
     results, sums, of_label = torch.empty(n, V, **options), torch.empty(n, **options), torch.empty(n, **options)
@@ -35,10 +35,7 @@ def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: 
 
 
 def to_gradients(exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int) -> Tensor:
-    """Return the gradient of the logits (n, V), which overwrites the exponentials.
-
-    `sums_n` are the exponentials' sums over the whole vocabulary, and `factors_n` the weights of the tokens' losses.
-    """
+    """Return the logits' gradient, which overwrites the exponentials; the sums are those over the whole vocabulary."""
     n, V = exponentials_nV.shape
     with torch.cuda.device_of(exponentials_nV):
         liger_vocab_parallel_ce_backward_kernel[(n,)](

@@ -245,12 +245,12 @@ def _backward_keys(
     low, high = tl.maximum(block * BLOCK_T - offset, 0) // BLOCK_S, tl.cdiv(S, BLOCK_S)
     # From tile `middle` on, all queries come after the block's keys; a partial last block has no such tiles.
     middle = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - offset, 0), BLOCK_S)
-    # From tile `tail` on, tiles are masked again: the last one is partial, or
+    # From tile `tail` on, tiles are masked again. It is the partial last tile or,
     tail = S // BLOCK_S
     ends = keys
     if PACKED:
         ends = tl.load(ENDS + batch * T + keys, mask=keys < T, other=0)
-        # some of its queries belong to a later document than the block's first key.
+        # if packed, the first tile with queries of a later document than that of the block's first key.
         high = tl.cdiv(tl.load(ENDS + batch * T + tl.minimum((block + 1) * BLOCK_T, T) - 1) - offset, BLOCK_S)
         tail = (tl.load(ENDS + batch * T + block * BLOCK_T) - offset) // BLOCK_S
     middle = tl.minimum(middle, high)

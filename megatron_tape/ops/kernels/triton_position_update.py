@@ -1,6 +1,7 @@
 """TAPE's update of the position state: two Triton kernels and a few matrix products of torch.
 
-Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For each token
+Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For each token, with the
+state z, its average u under the attention weights, and the token mixing A:
     z' = z + A u,    M = W_down diag(silu(gate)) W_up  in R^(G x G),    z'' = z' + M z'.
 One matrix product computes M for all tokens, as in the reference (`ops/position_update.py`). The forward kernel reads
 z, u and M once and writes z'' once. The backward kernel reads them and the gradient of z'', recomputes z', and writes

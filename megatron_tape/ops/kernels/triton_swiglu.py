@@ -1,7 +1,7 @@
 """Triton kernels of SwiGLU, silu(gate) * up, which read and write every element once.
 
-Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, which would take a copy of both
-halves of the projection's output. The reference is in `ops/swiglu.py`. Axes: F hidden size of the MLP.
+Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, which would take a copy of the
+projection's output. The reference is in `ops/swiglu.py`. Axes: F hidden size of the MLP.
 """
 
 import torch
@@ -36,21 +36,21 @@ def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
     tl.store(DX + row * 2 * F + F + columns, (dy * silu).to(DX.dtype.element_ty), mask=inside)
 
 
-def forward(both: Tensor) -> Tensor:
+def forward(gate_and_up: Tensor) -> Tensor:
     """Return silu(gate) * up (..., F) for a contiguous [gate | up] (..., 2F)."""
-    F = both.shape[-1] // 2
-    y = torch.empty(*both.shape[:-1], F, dtype=both.dtype, device=both.device)
+    F = gate_and_up.shape[-1] // 2
+    y = torch.empty(*gate_and_up.shape[:-1], F, dtype=gate_and_up.dtype, device=gate_and_up.device)
     if y.numel():
-        with torch.cuda.device_of(both):
-            _swiglu[(y.numel() // F, triton.cdiv(F, BLOCK))](both, y, F, BLOCK)
+        with torch.cuda.device_of(gate_and_up):
+            _swiglu[(y.numel() // F, triton.cdiv(F, BLOCK))](gate_and_up, y, F, BLOCK)
     return y
 
 
-def backward(both: Tensor, dy: Tensor) -> Tensor:
+def backward(gate_and_up: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of [gate | up] (..., 2F), given the contiguous gradient `dy` of the result (..., F)."""
     F = dy.shape[-1]
-    d_both = torch.empty_like(both)
+    d_gate_and_up = torch.empty_like(gate_and_up)
     if dy.numel():
-        with torch.cuda.device_of(both):
-            _swiglu_backward[(dy.numel() // F, triton.cdiv(F, BLOCK))](both, dy, d_both, F, BLOCK)
-    return d_both
+        with torch.cuda.device_of(gate_and_up):
+            _swiglu_backward[(dy.numel() // F, triton.cdiv(F, BLOCK))](gate_and_up, dy, d_gate_and_up, F, BLOCK)
+    return d_gate_and_up
