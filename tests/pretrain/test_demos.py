@@ -9,10 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from small_llama import write_llama
 from tool_runs import write_lines
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.tasks.perplexity import NATS
@@ -50,30 +48,12 @@ def test_the_demo_draws_its_picture_and_skips_finished_steps_when_repeated(tmp_p
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
 
 
-def write_model(folder, texts):
-    """Write a small Llama whose tokenizer has a chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer.train_from_iterator(texts[:4], trainers.BpeTrainer(vocab_size=400, special_tokens=special))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[1], eos_token=special[2])
-    fast.chat_template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
-    )
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-    config = LlamaConfig(vocab_size=len(fast), **sizes, **heads, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
 @pytest.mark.slow
 def test_the_smollm2_demo_compares_both_trained_methods(tmp_path):
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size)
     texts = [path.read_text(encoding="utf-8") for path in files[-40:]]
     demo = tmp_path / "runs" / "demo_smollm2"
-    write_model(demo / "SmolLM2-135M-Instruct", texts)
+    write_llama(demo / "SmolLM2-135M-Instruct", texts)
     (demo / "data").mkdir()
     write_lines(demo / "data" / "stdlib.jsonl", texts)
     run("demo_smollm2.sh", tmp_path)
