@@ -64,7 +64,7 @@ def test_prompts_that_fill_the_context_are_refused(exports, generate):
 
     text, length = prompt(128)
     code, out, line = generate("--model", made.directory, "--prompt", text)
-    assert code == 2 and not out and line.startswith(f"error: --prompt has {length} tokens, and the model ")
+    assert code == 2 and not out and line.startswith(f"error: --prompt has {length} tokens, but the model ")
     text, length = prompt(120)
     assert 108 < length < 128
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
