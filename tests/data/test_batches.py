@@ -1,4 +1,4 @@
-"""Batches: which datasets of a blend they are drawn from, in which order, and what loader processes live through."""
+"""Batches: the datasets of a blend that they are drawn from, their order, and the signals of loader processes."""
 
 import dataclasses
 import multiprocessing
@@ -58,7 +58,7 @@ def warnings_in(caplog):
 
 
 def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, build, caplog):
-    """The small one's 4 documents give about 100 training tokens, and none to validate on."""
+    """The 4 documents of `small` give about 100 training tokens, and no validation tokens."""
     built = build({f"{folder}/a": 0.3, f"{folder}/small": 0.6, f"{folder}/b": 0.1})
     warning, epochs = warnings_in(caplog)
     assert f"epochs on {folder}/small" in epochs
@@ -181,7 +181,7 @@ def test_a_dataset_that_vanishes_after_its_checks_ends_every_rank_in_one_sentenc
     assert isinstance(sent[0], ConfigError)
 
 
-def test_documents_end_with_their_end_mark(folder, build):
+def test_a_document_ends_with_its_end_of_document_token(folder, build):
     assert documents_from_tokens(torch.tensor([[5, EOD, 6, 7, EOD], [EOD, EOD, 5, 5, 5]]), EOD).tolist() == [
         [0, 0, 1, 1, 1],
         [0, 1, 2, 2, 2],
@@ -231,7 +231,7 @@ def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, buil
     found = [next(batches)["tokens"]]
     workers = multiprocessing.active_children()
     assert len(workers) == 2
-    # By another process, as Slurm does: what the parent sends is obeyed.
+    # Another process must send the signals, as Slurm does: those of the parent end a loader process.
     for name in ("TERM", "USR1", "INT"):
         subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True)
     found += [batch["tokens"] for batch in batches]
@@ -239,8 +239,8 @@ def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, buil
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_loader_processes_end_when_their_parent_says_so(folder, build):
-    """As multiprocessing does to what is left when Python exits, waiting for them without limit."""
+def test_loader_processes_end_when_their_parent_signals_them(folder, build):
+    """When Python exits, multiprocessing sends SIGTERM to remaining processes and waits for them without limit."""
     batches = build(f"{folder}/a", num_workers=2).training()
     next(batches)
     workers = multiprocessing.active_children()

@@ -1,4 +1,4 @@
-"""Training on examples of inputs and targets: the loss is on targets, and every epoch has its own order."""
+"""Training on examples of inputs and targets: the loss is on the targets, and every epoch has another order."""
 
 import json
 
@@ -39,7 +39,7 @@ def make(tmp_path):
 
 
 def sequences(source, count):
-    """Return the tokens that are read and the labels in the loss of the first samples."""
+    """Return, for each of the first samples, its tokens and those of its labels that enter the loss."""
     samples = [source[i] for i in range(count)]
     return [(sample["tokens"].tolist(), sample["labels"][sample["loss_mask"]].tolist()) for sample in samples]
 
@@ -51,7 +51,7 @@ def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_
     assert sequences(sample_source(config, validation=True), 4) == [
         ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
         ([5, 6, 9, 7, 8, EOD] + [0] * 10, [7, 8, EOD]),
-        # 16 tokens: 11 of the input, the template, 4 of the target; the end mark is only a label.
+        # 16 tokens: 11 of the input, the template, 4 of the target; the end-of-document token is only a label.
         ([10] * 11 + [9, 11, 12, 13, 14], [11, 12, 13, 14, EOD]),
         ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
     ]
@@ -77,7 +77,7 @@ def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decid
 def test_what_cannot_be_read_is_refused_by_file_and_line(make, tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps(LINES[0]) + '\n{"input": "w1"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
-    for changes, said in (
+    for changes, key in (
         ({"path": str(tmp_path / "bad.jsonl")}, "data.examples.path"),
         ({"validation": str(tmp_path / "empty.jsonl")}, "data.examples.validation"),
         ({"target_tokens": 15}, "target_tokens"),
@@ -85,8 +85,8 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(make, tmp_path):
     ):
         with pytest.raises(ConfigError) as error:
             check_datasets(make(**changes))
-        assert error.value.key == said
+        assert error.value.key == key
     (tmp_path / "qasper.zip").write_bytes(b"PK")
-    for name, said in (("none.jsonl", "no such file"), ("qasper.zip", "choose uncompressed JSON lines")):
-        with pytest.raises(ConfigError, match=said):
+    for name, problem in (("none.jsonl", "no such file"), ("qasper.zip", "choose uncompressed JSON lines")):
+        with pytest.raises(ConfigError, match=problem):
             check_data_files(make(path=str(tmp_path / name)))

@@ -1,4 +1,4 @@
-"""Examples of inputs and targets: read from JSON lines and zips, cut to a context."""
+"""Examples of inputs and targets are read from JSON lines and zips, and truncated to a context."""
 
 import json
 import zipfile
@@ -55,7 +55,7 @@ def test_a_bad_line_is_named(tmp_path, line, problem):
     assert (error.value.subject, error.value.problem) == (f"{path}:2", problem)
 
 
-def test_files_that_are_no_examples_are_refused(tmp_path):
+def test_files_without_examples_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "qa.zip", "w") as archive:
         archive.writestr("qa/train.jsonl", "")
     (tmp_path / "cut.zip").write_bytes((tmp_path / "qa.zip").read_bytes()[:-5])

@@ -1,4 +1,4 @@
-"""The cached index of the data: whole or absent, whatever becomes of the job that builds it."""
+"""The cached index of the data is either complete or absent, even if the job that builds it fails."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ PLAIN, BLEND, MIX = "plain", "blend", "mix with long documents"
 
 @pytest.fixture
 def tokens(folder, tmp_path, monkeypatch):
-    """Return the tokens of a run's sequences, from an index that is built or in the cache."""
+    """Return a function that builds or loads a run's index and returns the tokens of its sequences."""
     monkeypatch.setattr(index_cache, "sync_directory", lambda path: None)  # for speed
 
     def read(kind, on_progress=lambda: None):
@@ -63,12 +63,12 @@ class _Attack:
 
 
 @pytest.mark.parametrize("content", [b"cut", pickle.dumps(_Attack()), None])
-def test_what_is_no_whole_array_is_named_and_runs_no_code(tokens, content):
+def test_a_damaged_array_is_named_and_runs_no_code(tokens, content):
     expected = tokens(BLEND)
     assert tokens(BLEND) == expected and not list(tokens.cache.glob(".building-*"))
     path = next(tokens.cache.glob("*/*document_index.npy"))
     content = path.read_bytes()[:-8] if content is None else content
-    path.write_bytes(content)  # NumPy takes a file without its own header for a pickle
+    path.write_bytes(content)  # NumPy treats a file without a NumPy header as a pickle
     with pytest.raises(FileError, match=f"document_index.npy cannot be used .*; remove the directory {path.parent};"):
         tokens(BLEND)
     assert not RUN
@@ -112,7 +112,7 @@ def test_an_index_that_grows_is_progress(tokens, monkeypatch):
     assert moves == []
 
 
-def test_an_error_that_may_pass_is_no_mistake_in_the_settings(tokens, monkeypatch):
+def test_a_temporary_error_is_not_a_config_error(tokens, monkeypatch):
     def save(path, array, **options):
         raise OSError(errno.ESTALE, "Stale file handle", path)
 
@@ -122,7 +122,7 @@ def test_an_error_that_may_pass_is_no_mistake_in_the_settings(tokens, monkeypatc
     assert not isinstance(error.value, ConfigError) and list(tokens.cache.iterdir()) == []
 
 
-def test_what_a_killed_job_left_is_removed_after_a_day(tokens):
+def test_the_temporary_directory_of_a_killed_job_is_removed_after_a_day(tokens):
     left, recent = tokens.cache / ".building-node-1", tokens.cache / ".building-node-2"
     for path in (left, recent):
         path.mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_what_a_killed_job_left_is_removed_after_a_day(tokens):
     assert [path.name for path in tokens.cache.glob(".building-*")] == [recent.name]
 
 
-def test_a_whole_cache_need_not_be_writable(tokens, monkeypatch):
+def test_a_complete_cache_need_not_be_writable(tokens, monkeypatch):
     expected = tokens(BLEND)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
@@ -141,7 +141,7 @@ def test_a_whole_cache_need_not_be_writable(tokens, monkeypatch):
         tokens(PLAIN)
 
 
-def test_what_another_job_has_built_meanwhile_is_kept(tokens, monkeypatch, tmp_path):
+def test_an_index_that_another_job_has_built_meanwhile_is_kept(tokens, monkeypatch, tmp_path):
     expected = tokens(PLAIN)
     (directory,) = tokens.cache.iterdir()
     other, mkdtemp = directory.rename(tmp_path / "other"), tempfile.mkdtemp

@@ -42,7 +42,7 @@ def test_a_missing_relative_path_is_named_with_its_directory_and_the_demos_with_
         assert error.value.fix.endswith(f"(the path is relative to the current directory, {tmp_path})")
 
 
-def test_a_cache_that_cannot_be_made_is_named(tmp_path):
+def test_a_cache_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
     for directory in ("a.bin", "a.bin/cache"):
@@ -56,7 +56,7 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["logging.directory", "checkpoint.directory", "data.prefix", "data.tokenizer"])
-def test_a_path_that_cannot_be_looked_at_is_named_with_its_setting(tmp_path, key):
+def test_a_path_that_cannot_be_read_is_named_with_its_setting(tmp_path, key):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
     config = replace_settings(config, {key: str(tmp_path / ("x" * 300))})
@@ -91,7 +91,7 @@ def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     check("runs/second", "elsewhere")
 
 
-def test_a_dataset_that_was_cut_off_is_refused(tmp_path):
+def test_a_truncated_dataset_is_refused(tmp_path):
     write_dataset(tmp_path / "a")
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None)
     check_datasets(config)

@@ -1,4 +1,4 @@
-"""`data.long_documents`: what is drawn, from where in its document, in which order, and how often it repeats."""
+"""`data.long_documents`: the documents of the samples, their position and order, and the number of epochs."""
 
 import re
 
@@ -24,7 +24,7 @@ NAMES = ("books", "web", "notes")
 
 
 def write(prefix, lengths, first_token):
-    """Documents of tokens that occur nowhere else, `first_token`, `first_token` + 1, ..., each closed by EOD."""
+    """Write documents of the unique tokens `first_token`, `first_token` + 1, ..., with EOD at the end of each."""
     tokens = np.arange(first_token, first_token + sum(lengths), dtype="<i4")
     tokens[np.cumsum(lengths) - 1] = EOD
     write_documents(prefix, np.split(tokens, np.cumsum(lengths)[:-1]), "<i4")
@@ -73,7 +73,7 @@ def build(config, *place):
 
 
 def origins(rows, lengths):
-    """For each token, the length and the number of its document in `books`, `web`, ...; EOD counts with its label."""
+    """Return, for each sequence, its dataset, and the index and length of the document of each token except EOD."""
     known = {}
     for index, name in enumerate(NAMES):
         ends = np.cumsum(lengths[name])
@@ -100,7 +100,7 @@ def test_the_share_comes_from_long_documents_and_the_rest_from_the_others(config
     short = [bool((sizes < 64).all()) for _, _, sizes in origins(rows, lengths)]
     assert all(a != b for a, b in zip(long, short)) and sum(long) == 120
     assert all(abs(sum(long[: i + 1]) - 0.6 * (i + 1)) <= 1 for i in range(200))  # spread evenly
-    # The split's last tenth of the documents is for validation, which does not know of long documents.
+    # The last tenth of the documents is for validation, which data.long_documents does not affect.
     training = {"books": 180, "web": 360}
     assert all((documents < training[name]).all() for name, documents, _ in origins(rows, lengths))
     validation = [batch["tokens"].tolist() for batch in build(config).evaluation()]
@@ -114,7 +114,7 @@ def test_datasets_keep_their_proportions_among_long_documents_and_among_the_othe
     counts = {name: [0, 0] for name in names}
     for name, _, sizes in found:
         counts[name][int(sizes.max() < 40)] += 1
-    # notes has no document of 40 tokens, so that the long half is shared by the two others alone.
+    # notes has no document of 40 tokens, so the other two datasets provide all long documents.
     assert counts == {"books": [100, 40], "web": [100, 40], "notes": [0, 120]}
     found = origins(tokens_of(build(configure(["books", "web"], 40, 0.5, 100))), lengths)
     long = {name: sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if n >= 40) for name in ("books", "web")}
@@ -148,7 +148,7 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         inputs = torch.cat([sample["tokens"] for sample in samples]).numpy()
         inputs = inputs[inputs != EOD]
         assert len(set(inputs)) == len(inputs) and set(inputs) <= set(used)
-        # A window's last label can be a token that is no input elsewhere; the last incomplete window is left out.
+        # The last label of a window can be a token that is no input elsewhere; the last incomplete window is dropped.
         assert len(used) - len(inputs) < LENGTH + len(documents)
         whole = [s["tokens"].numpy() for s in samples if (s["tokens"][1:] - s["tokens"][:-1] == 1).all()]
         assert len(whole) >= sum((n - 1) // LENGTH for n in lengths["books"] if n >= 30)

@@ -1,4 +1,4 @@
-"""A dataset knows its tokenizer, and every program that reads it compares."""
+"""A dataset records its tokenizer, and every program that reads the dataset compares it."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from megatron_tape.errors import ConfigError, FileError
 
 @pytest.fixture
 def tokenizers(tmp_path):
-    """The paths of two tokenizers of as many words, and of one that ends documents with another of them."""
+    """Return the paths of three tokenizers: `other` has another word than `own`, and `ends` another `eod`."""
     write_tokenizer(tmp_path / "own.json")
     settings = json.loads((tmp_path / "own.json").read_text().replace('"w62"', '"<|stop|>"'))
     settings["added_tokens"].insert(0, settings["added_tokens"][0] | {"id": 62, "content": "<|stop|>"})
@@ -33,7 +33,7 @@ def tokenizers(tmp_path):
 
 @pytest.fixture
 def preprocess(tmp_path, tokenizers):
-    """Preprocess a few texts of 64 words, and return the prefix."""
+    """Return a function that preprocesses 40 texts and returns the prefix of the dataset."""
 
     def run(name, tokenizer="own", *options):
         texts = [" ".join(f"w{(i + k) % 62}" for k in range(90)) for i in range(40)]
@@ -58,7 +58,7 @@ def test_a_dataset_records_its_tokenizer_and_whether_documents_end(preprocess, t
         assert read_origin(prefix) == {"tokenizer": record, "append_eod": ends, "files": fingerprints_of(prefix)}
 
 
-def test_files_of_another_tool_in_its_place_have_no_origin(preprocess):
+def test_a_dataset_that_another_tool_has_replaced_has_no_origin(preprocess):
     prefix = preprocess("out")
     write_dataset(f"{prefix}.new")
     for ending in (".bin", ".idx"):
@@ -97,7 +97,7 @@ def test_datasets_are_compared_with_each_other_and_the_checkpoint_where_there_is
         check_datasets(settings(tokenizers, good, "own", packed=False), read_origin(bad)["tokenizer"])
 
 
-def test_data_of_other_tools_is_taken_with_one_warning(tmp_path, tokenizers, capsys):
+def test_data_of_other_tools_is_accepted_with_one_warning(tmp_path, tokenizers, capsys):
     for name in ("a", "b", "c"):
         write_dataset(tmp_path / name)
     prefixes = [str(tmp_path / name) for name in ("a", "b", "c")]
@@ -114,7 +114,7 @@ def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(prepro
     assert done.returncode == 0
     assert read_origin(out)["tokenizer"] == read_origin(one)["tokenizer"] and not read_origin(out)["append_eod"]
     stop = preprocess("stop", "ends", "--append-eod")
-    for order in ((one, stop), (stop, one)):  # no document of the first ends in its token
+    for order in ((one, stop), (stop, one)):  # the documents of `one` do not end in an end-of-document token
         assert (
             run_here("merge_datasets", "--input", *order, "--output-prefix", tmp_path / "x", "--overwrite").returncode
             == 0
@@ -150,7 +150,7 @@ def test_a_malformed_origin_is_one_sentence(preprocess):
 
 
 def documents(*ends):
-    """Documents of five tokens that end as told; None stands for an empty one."""
+    """Return documents of five tokens with the last tokens `ends`; None is an empty document."""
     return [[] if end is None else [1, 2, 3, 4, end] for end in ends]
 
 
@@ -164,7 +164,7 @@ def documents(*ends):
         [EOD, 7, 7, 7] * 256 + [EOD],
     ],
 )
-def test_the_ends_of_documents_are_looked_at_throughout_a_dataset(tmp_path, tokenizers, ends):
+def test_the_ends_of_documents_are_checked_throughout_a_dataset(tmp_path, tokenizers, ends):
     write_documents(tmp_path / "a", documents(*ends))
     changes = {"model__seq_length": 16, "data__split": "1,0,0", "train__eval_interval": None}
     config = settings(tokenizers, str(tmp_path / "a"), **changes)

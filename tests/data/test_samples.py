@@ -1,4 +1,4 @@
-"""Sources of samples in place of indexed datasets: which tokens enter the loss, and that it is their mean."""
+"""Sources of samples other than indexed datasets: the tokens that enter the loss, and their mean."""
 
 import dataclasses
 

@@ -22,7 +22,7 @@ def byte_level(texts):
         initial_alphabet=tokenizer.pre_tokenizer.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # What a downloaded tokenizer brings along: a beginning added to every text, truncation, padding.
+    # As in many downloaded tokenizers: a token added before every text, truncation, and padding.
     tokenizer.post_processor = processors.TemplateProcessing(single="<first> $A", special_tokens=[("<first>", 0)])
     tokenizer.enable_truncation(16)
     tokenizer.enable_padding(length=16)
@@ -203,7 +203,7 @@ def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_
     assert byte_level.token_to_id("<tool>") in tokenizer.encode("a<tool>b")
 
 
-def test_what_cannot_be_kept_from_text_is_refused(tmp_path):
+def test_a_special_token_that_text_encodes_to_is_refused(tmp_path):
     tokenizers.Tokenizer(models.WordLevel({END: 0, "a": 1}, unk_token=END)).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(FileError, match="as the unknown token"):
         load_tokenizer(tmp_path)
@@ -246,7 +246,7 @@ def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_pa
     assert problem in str(error.value) and error.value.subject == str(tmp_path / "tokenizer_config.json")
 
 
-def test_several_usual_ends_of_documents_must_be_told_apart(tmp_path):
+def test_several_candidates_for_the_end_of_document_token_are_an_error(tmp_path):
     words = {"</s>": 0, END: 1, "a": 2}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(words, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -360,7 +360,7 @@ def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
 
 
 @pytest.mark.parametrize("key", ["image_token", "additional_special_tokens", "added_tokens_decoder"])
-def test_whatever_the_files_name_as_special_is_special(byte_level, tmp_path, key):
+def test_tokens_that_the_files_name_as_special_are_special(byte_level, tmp_path, key):
     byte_level.add_tokens(["<pad>"])
     byte_level.save(str(tmp_path / "tokenizer.json"))
     index = byte_level.token_to_id("<pad>")
@@ -410,6 +410,6 @@ def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(tm
     assert load_tokenizer(tmp_path).same_as is None
 
 
-def test_settings_of_the_wrong_type_are_no_traceback(tmp_path, tokenizer_path):
+def test_settings_of_the_wrong_type_are_one_sentence(tmp_path, tokenizer_path):
     config = {"sp_model_kwargs": "x", "added_tokens_decoder": [], "tokenizer_class": 3, "additional_special_tokens": 5}
     assert load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config)).eod == 3

@@ -34,8 +34,8 @@ def test_a_complete_part_is_kept_and_another_count_is_refused(preprocess, tmp_pa
     assert index.stat().st_ino != before
     index.unlink()  # as if the process had been killed during the last rename
     preprocess(tmp_path / "?.jsonl", "--part", "1/2")
-    for given, told in (("0/3", "is one of 2 parts"), ("2/2", "is not I/N"), ("\u0660/2", "is not I/N")):
-        assert told in preprocess(tmp_path / "?.jsonl", "--part", given, code=2).stderr
+    for part, problem in (("0/3", "is one of 2 parts"), ("2/2", "is not I/N"), ("\u0660/2", "is not I/N")):
+        assert problem in preprocess(tmp_path / "?.jsonl", "--part", part, code=2).stderr
     assert "names only 3 files" in preprocess(tmp_path / "?.jsonl", "--part", "0/4", prefix="other", code=2).stderr
 
 

@@ -204,8 +204,8 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     assert error == f"error: {tmp_path}/a.parquet has no column 'body', only ['text']; {fix}\n"
 
 
-def large_in(path, texts):
-    """Write texts in the format of the path's suffix. The third text compresses well."""
+def write_texts(path, texts):
+    """Write texts to `path`, in the format of its suffix. The third text compresses well."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".parquet":
         pa.parquet.write_table(pa.table({"text": texts}), path)
@@ -216,7 +216,7 @@ def large_in(path, texts):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.zst", "a.parquet"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
 def test_too_large_documents_are_errors(preprocess, tmp_path, name, chunk_bytes):
-    large_in(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
+    write_texts(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
     place = f"{tmp_path}/{name}" + (" row " if name.endswith("parquet") else ":")
     error = preprocess(tmp_path / name, "--max-document-bytes", 100_000, code=2).stderr
     problem = f"error: {place}3 cannot be used: more than 100,000 bytes in one document; repair or split it, raise"
@@ -289,7 +289,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
 
 @pytest.fixture
 def interrupted(tmp_path, tokenizer_path, texts):
-    """Start the tool on an input that never ends; yield it and its workers once it has written some tokens."""
+    """Start the tool on an endless input; yield its process and workers once it has written some tokens."""
     pipe = tmp_path / "endless.jsonl"
     os.mkfifo(pipe)
     tool = subprocess.Popen(
@@ -298,7 +298,7 @@ def interrupted(tmp_path, tokenizer_path, texts):
         stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
-    # Opened for both directions, so that neither side waits for the other and the end never comes.
+    # Open the pipe for reading and writing, so that opening does not block and the input never ends.
     with open(pipe, "r+b", buffering=0) as writer:
         os.set_blocking(writer.fileno(), False)
         data = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts * 3)
@@ -365,7 +365,7 @@ def test_the_death_of_a_worker_is_an_error(interrupted, tmp_path):
     tool, workers = interrupted
     os.kill(workers[0], signal.SIGKILL)
     with open(tmp_path / "endless.jsonl", "r+b", buffering=0) as writer:
-        os.set_blocking(writer.fileno(), False)  # the tool may have ended already, and the pipe be full
+        os.set_blocking(writer.fileno(), False)  # the tool may have ended already with a full pipe
         writer.write(b'{"text": "a"}\n' * 2000)
     _, error = tool.communicate(timeout=60)
     assert tool.returncode == 1
