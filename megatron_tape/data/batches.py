@@ -74,7 +74,7 @@ class Batches:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's micro-batches of `samples`, indices into `dataset`.
 
-        `sizes` are those of consecutive global batches. Over each batch, the loss of a `SampleSource` is averaged.
+        `sizes` are the sizes of consecutive global batches, over which the loss of a `SampleSource` is averaged.
         """
         train, tokens = self.config.train, self.layout.tokens
         masked = isinstance(dataset, SampleSource)

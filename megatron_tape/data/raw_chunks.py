@@ -44,7 +44,7 @@ class TooLarge:
 class Chunk:
     """Consecutive unparsed documents of a file.
 
-    `payload` is whole JSON lines as bytes, or a list of UTF-8 texts; None is a null, and TooLarge replaces a document.
+    `payload` is whole JSON lines as bytes, or a list of UTF-8 texts, in which None is a null (see also TooLarge).
     `first` is the number, from 1, of the first line or row. `unit` is "line", "row", or "" for a file that is a single
     document. `position` is the number of input bytes read so far, before decompression.
     """

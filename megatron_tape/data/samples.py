@@ -32,7 +32,7 @@ def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> d
     """Return the sample of a sequence of token ids (N,), N <= S + 1; `in_loss` (N,), bool, selects those in the loss.
 
     The first token is never predicted. The sequence is padded with zeros to S + 1 tokens. The padding does not enter
-    the loss, and because of causal attention no token attends to it.
+    the loss, and because of causal attention, the sequence does not attend to it.
     """
     sequence = torch.zeros(seq_length + 1, dtype=torch.int64)
     mask = torch.zeros(seq_length + 1, dtype=torch.bool)
