@@ -1,7 +1,4 @@
-"""Helpers to write weights one at a time, so that at most one is in memory.
-
-A file is first described by tensors on the meta device, which have its tensors' names, dtypes and shapes.
-"""
+"""Helpers to write weights one at a time, so that at most one is in memory."""
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -16,7 +13,7 @@ _MOST_ELEMENTS = 1 << 45
 
 
 def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors on the meta device with these shapes, which describe a file to `write_safetensors`.
+    """Return tensors on the meta device that describe the contents of a file to `write_safetensors`.
 
     Raises UserError for a tensor that is too large for any machine.
     """

@@ -361,11 +361,7 @@ def damaged(folder, bases, name):
         ("pickle", [], "is a pickle, which may run code"),
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "encodes text in another way than that of extension.from"),
         ("rope", ["--extension.trains=[norms]"], "the new parameters would not be trained; add position"),
-        (
-            "rope",
-            [*ROPE, "--model.position.increments=learned"],
-            "model.position.increments is learned, unlike in extension.from",
-        ),
+        ("rope", [*ROPE, "--model.position.increments=learned"], "position.increments is learned, unlike in extension"),
         ("rope", ["--model.hidden_size=64"], "model.hidden_size: checkpoint 32, configuration 64"),
         ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),
         ("llama", ["--model.vocab_size=60"], "model.vocab_size"),
@@ -416,9 +412,7 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
         assert "continue it with pretrain.extend_context" in refused(capfd, train.main, chosen, statuses=[2])
     assert not (tmp_path / "other").exists()
     assert "run pretrain.extend_context" in refused(capfd, train.main, [*tiny, f"--extension.from={base_step}"])
-    assert "pretrain.train does not use this section" in refused(
-        capfd, train.main, [*tiny, "--extension.trains=[norms]"]
-    )
+    assert "train does not use this section" in refused(capfd, train.main, [*tiny, "--extension.trains=[norms]"])
     chosen = arguments(tmp_path, data, bases["rope"], "new", f"--checkpoint.resume={base_step}")
     assert "set extension.from to it instead of checkpoint.resume" in refused(capfd, extend_context.main, chosen)
     without = ["--config", str(RECIPE), f"--data.prefix={data}/a"]

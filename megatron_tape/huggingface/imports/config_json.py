@@ -208,8 +208,7 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
         problem = f"describes a TAPE model, which cannot become {encoding}"
         raise FileError(str(path), problem, "omit --position-encoding")
     if kind == ENCODED and encoding != settings["position_encoding"]:
-        encoded = f"{settings['position_encoding']!s:.100}"
-        problem = f"describes a model with the positional encoding {encoded}, which cannot become {encoding}"
+        problem = f"has the positional encoding {settings['position_encoding']!s:.100}, which cannot become {encoding}"
         raise FileError(str(path), problem, "omit --position-encoding")
     if changes.tape_settings and (encoding != "tape" or kind == ENCODED):
         problem = "applies only to TAPE" if encoding != "tape" else "cannot be changed in this export"
@@ -298,10 +297,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if kind == "yarn":
         return shared | _yarn(rope, length, original_length, path, scaling_factor)
     if scaling_factor != 1.0:
-        problem = (
-            f"{scaling_factor:g} cannot be combined with the rope_type llama3 in {path}, which scales only low "
-            "frequencies"
-        )
+        problem = f"{scaling_factor:g} cannot be combined with llama3 in {path}, which scales only low frequencies"
         raise UserError("--rope-scaling-factor", problem, "omit it")
     return shared | {
         "rope_scaling_factor": rope["factor"],

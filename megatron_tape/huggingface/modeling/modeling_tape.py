@@ -247,10 +247,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self) -> None:
-        """Return None, so that static caches take their sizes from the first tokens.
-
-        `generate` would assume that keys and values have equal sizes.
-        """
+        """Return None: static caches take their sizes from the first tokens, as values may be wider than keys."""
 
     @can_return_tuple
     def forward(

@@ -74,10 +74,7 @@ class TapePosition(nn.Module):
         self.up_proj.initial_std = G**-0.5
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next layer's state, like `state` (B, S, G, D).
-
-        `averaged` (B, S, H, D) is the state averaged by attention; `gate_input` is (B, S, C).
-        """
+        """Return the next layer's state, given `state` (B, S, G, D), averages (B, S, H, D) and gate input (B, S, C)."""
         B, S, G, D = state.shape
         N = B * S
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
