@@ -14,7 +14,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.examples import example_encoder, parse_example
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import FileError
-from megatron_tape.synthetic import TRAINING, VALIDATION, random_of
+from megatron_tape.synthetic import TRAINING, VALIDATION, sample_random
 
 
 class SampleSource(Dataset):
@@ -51,7 +51,7 @@ class GeneratedSamples(SampleSource):
         self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens, answers = self._generator.sequence(random_of(self._seed, self._purpose, index))
+        tokens, answers = self._generator.sequence(sample_random(self._seed, self._purpose, index))
         return padded_sample(tokens, answers | self._all, self._seq_length)
 
 
@@ -92,7 +92,7 @@ class ExampleSamples(SampleSource):
 
     def _order_of(self, epoch: int) -> np.ndarray:
         count = len(self.lines)
-        return np.arange(count) if self._seed is None else random_of(self._seed, TRAINING, epoch).permutation(count)
+        return np.arange(count) if self._seed is None else sample_random(self._seed, TRAINING, epoch).permutation(count)
 
 
 def sample_source(config: RunConfig, validation: bool) -> SampleSource:

@@ -1,13 +1,13 @@
-"""Synthetic tasks, one file each. `data.generator` and the evaluations choose a task by name."""
+"""Generators of synthetic data, one file each. `data.generator` and the evaluation tasks select them by name."""
 
 from megatron_tape.synthetic.addition import Addition
-from megatron_tape.synthetic.generator import EVALUATION, TRAINING, VALIDATION, Generator, random_of
+from megatron_tape.synthetic.generator import EVALUATION, TRAINING, VALIDATION, Generator, sample_random
 from megatron_tape.synthetic.grid_navigation import GridNavigation
 from megatron_tape.synthetic.recall import Recall
 from megatron_tape.synthetic.selective_copy import SelectiveCopy
 
 GENERATORS: dict[str, type[Generator]] = {task.task: task for task in (Addition, SelectiveCopy, GridNavigation, Recall)}
-"""Add the class of a new file here, and to the type of `config.data.DataConfig.generator`."""
+"""Generators by task name. Add a new one here, and to the type of `config.data.DataConfig.generator`."""
 
 __all__ = [
     "EVALUATION",
@@ -19,5 +19,5 @@ __all__ = [
     "GridNavigation",
     "Recall",
     "SelectiveCopy",
-    "random_of",
+    "sample_random",
 ]

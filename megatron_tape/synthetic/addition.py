@@ -1,7 +1,7 @@
-"""Addition of two numbers, digit by digit, with the lowest digit first.
+"""Addition of two numbers, written with the lowest digit first.
 
-As in "Transformers Can Do Arithmetic with the Right Embeddings" (McLeish et al., 2024), which the TAPE paper follows:
-every pair of operand lengths is equally likely, and the highest digit is not zero.
+This is the task of "Transformers Can Do Arithmetic with the Right Embeddings" (McLeish et al., 2024), which the TAPE
+paper follows: every pair of operand lengths is equally likely, and the highest digit of an operand is not zero.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,20 @@ from megatron_tape.synthetic.generator import Generator
 
 @dataclass(frozen=True, kw_only=True)
 class Addition(Generator):
-    """Sequences `a+b=c` with an end token; the answer is the sum with the end token.
+    """Sequences `a+b=c` followed by an end token. All tokens after `=` are answers.
 
-    Tokens: the digits 0 to 9, then `+`, `=`, the end token, and the index hints.
+    Token ids: 0 to 9 for the digits, 10 for `+`, 11 for `=`, 12 for the end token, and from 13 on the index hints.
     """
 
     task: Literal["addition"] = "addition"
     """The name of the task."""
     digits: int = 40
-    """Digits of the longest operand."""
+    """Maximum number of digits of an operand."""
     hints: int = 0
-    """Number of index hints (Zhou et al., 2023); 0 disables them. Every digit follows the hint of its place, which all
-    three numbers share. The hints of a sum are consecutive from a random one on, modulo this number. With hints, models
-    can extrapolate even if their encoding does not."""
+    """Number of distinct index hints (Zhou et al., 2023); 0 disables them. An index hint is a token before each digit.
+    Digits of equal place value in a, b and c have the same hint. In each sequence, the lowest digits have a random
+    hint, and each higher digit has the next hint, modulo this number. With hints, models can extrapolate to longer
+    numbers even if their positional encoding does not."""
 
     PLUS: ClassVar[int] = 10
     EQUALS: ClassVar[int] = 11
@@ -35,10 +36,10 @@ class Addition(Generator):
 
     def check(self) -> None:
         refuse(self.digits < 1, "digits", f"is {self.digits}", "set it to at least 1")
-        places = self.digits + 1
-        too_few = self.hints != 0 and self.hints < places
-        problem = f"is {self.hints}, but sums have up to {places} digits"
-        refuse(too_few, "hints", problem, f"set it to at least {places}, or to 0")
+        longest = self.digits + 1
+        too_few = self.hints != 0 and self.hints < longest
+        problem = f"is {self.hints}, but sums have up to {longest} digits"
+        refuse(too_few, "hints", problem, f"set it to at least {longest}, or to 0 for no hints")
 
     @property
     def vocab_size(self) -> int:
@@ -55,12 +56,12 @@ class Addition(Generator):
         return self.problem(random, int(first), int(second))
 
     def problem(self, random: np.random.Generator, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sum whose operands have `first` and `second` digits; return tokens and answers as `sequence` does."""
+        """Draw a sum of numbers with `first` and `second` digits; return ids and mask as `sequence` does."""
         a, b = _number(random, first), _number(random, second)
         start = int(random.integers(self.hints)) if self.hints else 0
-        written = [self._with_hints(number, start) for number in (a, b, add(a, b))]
-        prompt = np.concatenate([written[0], [self.PLUS], written[1], [self.EQUALS]])
-        tokens = np.concatenate([prompt, written[2], [self.END]])
+        a_tokens, b_tokens, sum_tokens = [self._with_hints(number, start) for number in (a, b, add(a, b))]
+        prompt = np.concatenate([a_tokens, [self.PLUS], b_tokens, [self.EQUALS]])
+        tokens = np.concatenate([prompt, sum_tokens, [self.END]])
         return tokens, np.arange(len(tokens)) >= len(prompt)
 
     def _with_hints(self, number: np.ndarray, start: int) -> np.ndarray:
@@ -71,19 +72,19 @@ class Addition(Generator):
 
 
 def _number(random: np.random.Generator, digits: int) -> np.ndarray:
-    """Draw a number with exactly this many digits, lowest first."""
+    """Draw a number with `digits` digits; return them (`digits`,), lowest first."""
     number = random.integers(10, size=digits)
     number[-1] = random.integers(1, 10)
     return number
 
 
 def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the digits of the sum of two numbers; all digits are lowest first."""
+    """Add two numbers; arguments and result are 1-D arrays of digits, lowest first."""
     columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
     columns[: len(a)] += a
     columns[: len(b)] += b
-    # A column carries if it is 10 or more, or if it is 9 and receives a carry: the last column up to it that is not 9
-    # decides.
+    # A column carries if it is above 9, or if it is 9 and the column below it carries. So the nearest column that is
+    # not 9, at or below this one, decides.
     decides = np.maximum.accumulate(np.where(columns != 9, np.arange(len(columns)), -1))
     carries = (decides >= 0) & (columns[decides] > 9)
     columns[1:] += carries[:-1]

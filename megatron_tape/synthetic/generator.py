@@ -1,48 +1,47 @@
-"""The interface of synthetic tasks: random sequences of tokens, some of which are answers.
+"""The interface of generators of synthetic data: random token sequences in which some tokens are answers.
 
-A task is one file with a subclass of `Generator`, a documented dataclass of its settings, listed in `GENERATORS`. The
-trainer trains on its sequences (`data.generator`), and the evaluation of the same name scores models on them. Only
-numpy is used. A sequence depends only on the settings and on its random stream, which `random_of` makes for each
-sample.
+A generator is a subclass of `Generator` in a file of its own, listed in `GENERATORS`. With `data.generator`, a model is
+trained on its sequences, and the evaluation task of the same name scores models on them. Generators use only numpy. A
+sequence depends only on the generator's settings and on the random numbers of its sample (see `sample_random`).
 """
 
 import numpy as np
 
 TRAINING, VALIDATION, EVALUATION = range(3)
-"""Purposes of samples. Each has independent random streams, whatever the seed."""
+"""What a sample is used for. Samples of different purposes have independent random numbers, even with equal seeds."""
 
 
-def random_of(seed: int, purpose: int, index: int) -> np.random.Generator:
-    """Return the random stream of sample `index` >= 0, which depends only on the three arguments."""
+def sample_random(seed: int, purpose: int, index: int) -> np.random.Generator:
+    """Return the random numbers of sample `index` (from 0); `purpose` is TRAINING, VALIDATION or EVALUATION."""
     return np.random.Generator(np.random.Philox(counter=[0, 0, index, 0], key=[seed, purpose]))
 
 
 class Generator:
-    """Draws sequences of one task. Subclasses are dataclasses whose fields, with documented defaults, are its settings.
+    """Base class: draws token sequences of one task. A subclass is a dataclass whose fields are the task's settings.
 
-    Tokens are numbered from 0 to `vocab_size` - 1. Sequences may be shorter than `length`.
+    Token ids are below `vocab_size`. Sequences have at most `length` tokens.
     """
 
     task: str
     """The name of the task in `data.generator`."""
 
     def check(self) -> None:
-        """Raise ConfigError for an invalid setting; its key is the setting's name."""
+        """Raise ConfigError if a setting is invalid; the subject of the error is the name of the setting."""
         raise NotImplementedError
 
     @property
     def vocab_size(self) -> int:
-        """Number of distinct tokens."""
+        """Number of distinct token ids."""
         raise NotImplementedError
 
     @property
     def length(self) -> int:
-        """Length (N) of the longest sequence in tokens."""
+        """Number of tokens of the longest sequence."""
         raise NotImplementedError
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence; return its tokens (N,), int64, and a mask of the answers (N,), bool.
+        """Draw a sequence of N tokens; return their ids (N,), int64, and a mask (N,), bool, of those that are answers.
 
-        An answer is determined by the tokens before it, and the model has to predict it.
+        An answer is determined by the tokens before it. Models are scored on the answers only.
         """
         raise NotImplementedError

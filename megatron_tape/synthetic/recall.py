@@ -1,7 +1,7 @@
-"""Multi-query associative recall ("Zoology", Arora et al., 2023): pairs of keys and values, then queries.
+"""Multi-query associative recall ("Zoology", Arora et al., 2023): key-value pairs, then queries.
 
-A query is a key of one of the pairs, followed by its value. Every sequence has its own pairs, so they cannot be
-memorized.
+A query repeats the key of a pair, followed by the value that the model has to recall. Every sequence has new pairs, so
+they cannot be memorized.
 """
 
 from dataclasses import dataclass
@@ -13,42 +13,38 @@ from megatron_tape.errors import refuse
 from megatron_tape.synthetic.generator import Generator
 
 _GAP_POWER = 0.01
-"""Zoology's value. Slot x (from 0) holds a query with a probability proportional to (x + 1) ** (this - 1), so most
-queries come soon after the pairs."""
+"""Zoology's constant for the positions of queries. The tokens after the pairs form slots of two. Slot x (from 0) holds
+a query with a probability proportional to (x + 1) ** (_GAP_POWER - 1), so most queries come soon after the pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Generator):
-    """Pairs of a key and its value, then queries in another order with blanks between; their values are the answers.
+    """Sequences of key-value pairs, then one query for each pair, in random order and separated by blanks.
 
-    Tokens: the keys from 0 on, then the same number of values, then the blank.
+    The values in the queries are the answers. Token ids: the keys from 0 on, then as many values, then the blank.
     """
 
     task: Literal["recall"] = "recall"
     """The name of the task."""
     tokens: int = 256
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
     shortest: int | None = None
-    """Tokens of the shortest sequence. Lengths are this times a power of two, at most `tokens`, each equally likely. By
-    default, all sequences have `tokens`."""
+    """Number of tokens of the shortest sequence. Sequence lengths are this number times 1, 2, 4 and so on up to
+    `tokens`, all equally likely. Default: all sequences have `tokens` tokens."""
     tokens_per_pair: int = 16
-    """Tokens of a sequence per pair."""
+    """Number of tokens of a sequence divided by its number of pairs; at least 4."""
     keys: int = 128
     """Number of distinct keys, and of distinct values."""
 
     def check(self) -> None:
         refuse(self.tokens_per_pair < 4, "tokens_per_pair", f"is {self.tokens_per_pair}", "set it to at least 4")
         least = self.tokens_per_pair
-        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least}, which is one pair")
-        shortest, fix = self.shortest, f"set it to at least {least} and at most tokens, {self.tokens}"
+        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least}, tokens_per_pair")
+        shortest, fix = self.shortest, f"set it to a number from {least} (tokens_per_pair) to {self.tokens} (tokens)"
         refuse(shortest is not None and not least <= shortest <= self.tokens, "shortest", f"is {shortest}", fix)
         pairs = self.tokens // self.tokens_per_pair
-        refuse(
-            self.keys < pairs,
-            "keys",
-            f"is {self.keys}, but the longest sequence has {pairs} pairs",
-            f"set it to {pairs}",
-        )
+        problem = f"is {self.keys}, but each of the {pairs} pairs of the longest sequence needs a different key"
+        refuse(self.keys < pairs, "keys", problem, f"set it to at least {pairs}")
 
     @property
     def vocab_size(self) -> int:
@@ -60,22 +56,22 @@ class Recall(Generator):
 
     @property
     def blank(self) -> int:
-        """The token between queries."""
+        """Id of the token between queries."""
         return 2 * self.keys
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence of one of the lengths; the values after queries are the answers."""
+        """Draw a sequence of one of the lengths; the values in the queries are the answers."""
         length = self.tokens
         if self.shortest is not None:
             doublings = (self.tokens // self.shortest).bit_length()
             length = self.shortest << int(random.integers(doublings))
         pairs = length // self.tokens_per_pair
-        known = np.stack([random.permutation(self.keys)[:pairs], self.keys + random.integers(self.keys, size=pairs)], 1)
+        keys, values = random.permutation(self.keys)[:pairs], self.keys + random.integers(self.keys, size=pairs)
         slots = np.full((length // 2, 2), self.blank)
-        slots[:pairs] = known
-        likely = np.arange(1, len(slots) - pairs + 1) ** (_GAP_POWER - 1)
-        queries = pairs + random.choice(len(likely), pairs, replace=False, p=likely / likely.sum())
-        slots[queries] = known
+        slots[:pairs] = key_values = np.stack([keys, values], 1)
+        weights = np.arange(1, len(slots) - pairs + 1) ** (_GAP_POWER - 1)
+        queries = pairs + random.choice(len(weights), pairs, replace=False, p=weights / weights.sum())
+        slots[queries] = key_values
         answers = np.zeros(slots.shape, dtype=bool)
         answers[queries, 1] = True
         return slots.reshape(-1), answers.reshape(-1)

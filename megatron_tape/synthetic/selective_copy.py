@@ -11,9 +11,9 @@ from megatron_tape.synthetic.generator import Generator
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveCopy(Generator):
-    """`copied` symbols at random places among `blanks`, a separator, and the symbols again as the answer.
+    """Sequences of `copied` symbols at random positions among blanks, a separator, and the symbols again as answers.
 
-    Tokens: the symbols from 0 on, then the blank, then the separator.
+    Token ids: the symbols from 0 on, then the blank, then the separator.
     """
 
     task: Literal["selective_copy"] = "selective_copy"
@@ -21,7 +21,7 @@ class SelectiveCopy(Generator):
     copied: int = 128
     """Number of symbols to copy."""
     blanks: int = 128
-    """Number of blanks among them."""
+    """Number of blanks among the symbols."""
     symbols: int = 16
     """Number of distinct symbols."""
 
@@ -40,18 +40,18 @@ class SelectiveCopy(Generator):
 
     @property
     def blank(self) -> int:
-        """The token that is not copied."""
+        """Id of the token that is not copied."""
         return self.symbols
 
     @property
     def mark(self) -> int:
-        """The separator, after which the copy begins."""
+        """Id of the separator, after which the copy begins."""
         return self.symbols + 1
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence; the copy is the answer."""
+        """Draw a sequence; the tokens of the copy are the answers."""
         symbols = random.integers(self.symbols, size=self.copied)
-        among = np.full(self.copied + self.blanks, self.blank)
-        among[np.sort(random.permutation(len(among))[: self.copied])] = symbols
-        tokens = np.concatenate([among, [self.mark], symbols])
+        source = np.full(self.copied + self.blanks, self.blank)
+        source[np.sort(random.permutation(len(source))[: self.copied])] = symbols
+        tokens = np.concatenate([source, [self.mark], symbols])
         return tokens, np.arange(self.length) >= self.length - self.copied

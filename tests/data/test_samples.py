@@ -10,7 +10,7 @@ from models import build, small_model
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.samples import sample_source
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.synthetic import Addition, random_of
+from megatron_tape.synthetic import Addition, sample_random
 
 
 def settings(**changes):
@@ -22,7 +22,7 @@ def settings(**changes):
 def test_samples_are_those_of_the_generator_and_validation_has_others():
     config = settings()
     source = sample_source(config, validation=False)
-    tokens, answers = Addition(digits=4).sequence(random_of(config.train.seed, 0, 5))
+    tokens, answers = Addition(digits=4).sequence(sample_random(config.train.seed, 0, 5))
     sample = source[5]
     assert sample["tokens"][: len(tokens)].tolist() == tokens.tolist()
     assert sample["labels"][sample["loss_mask"]].tolist() == tokens[answers].tolist()

@@ -15,7 +15,7 @@ from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.synthetic import Addition as Sums
 from megatron_tape.synthetic import GridNavigation as Walks
 from megatron_tape.synthetic import SelectiveCopy as Copies
-from megatron_tape.synthetic import random_of
+from megatron_tape.synthetic import sample_random
 from megatron_tape.synthetic.addition import add
 from pretrain import evaluate, train
 
@@ -216,7 +216,7 @@ def test_padding_and_batches_do_not_change_results_of_a_real_model():
         initializer_range=0.3,
     )  # fmt: skip
     model = HFModel(INFO, LlamaForCausalLM(config), None)
-    sequences = [Sums(digits=9).sequence(random_of(0, 2, i)) for i in range(7)]
+    sequences = [Sums(digits=9).sequence(sample_random(0, 2, i)) for i in range(7)]
     together = right_answers(model, sequences, 4)
     for sequence, found in zip(sequences, together):
         tokens, answers = sequence

@@ -12,7 +12,7 @@ from megatron_tape.synthetic import (
     GridNavigation,
     Recall,
     SelectiveCopy,
-    random_of,
+    sample_random,
 )
 from megatron_tape.synthetic.addition import add
 
@@ -27,13 +27,13 @@ SMALL = [
 
 
 def draw(generator, count, seed=0):
-    return [generator.sequence(random_of(seed, TRAINING, i)) for i in range(count)]
+    return [generator.sequence(sample_random(seed, TRAINING, i)) for i in range(count)]
 
 
 @pytest.mark.parametrize("generator", SMALL)
 def test_a_sample_depends_only_on_seed_purpose_and_index(generator):
     def tokens(*place):
-        return generator.sequence(random_of(*place))[0].tolist()
+        return generator.sequence(sample_random(*place))[0].tolist()
 
     first = tokens(1, TRAINING, 7)
     draw(generator, 3)

@@ -24,7 +24,7 @@ from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_group, share_maps
 from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
-from megatron_tape.synthetic import EVALUATION, Generator, random_of
+from megatron_tape.synthetic import EVALUATION, Generator, sample_random
 
 SEQUENCES_PER_UNIT = 100
 MOST = 10**6
@@ -111,7 +111,7 @@ class Addition(SyntheticTask):
         for second in self.lengths:
             numbers = [(first * MOST + second) * MOST + sample for sample in range(self.settings.samples)]
             problems = [
-                sums.problem(random_of(self.settings.seed, EVALUATION, number), first, second) for number in numbers
+                sums.problem(sample_random(self.settings.seed, EVALUATION, number), first, second) for number in numbers
             ]
             right.append([int(found.all()) for found in right_answers(model, problems, self.settings.batch_size)])
         return {"right": right}
@@ -173,7 +173,8 @@ class Variants(SyntheticTask):
         numbers = range(int(start), min(self.settings.samples, int(start) + SEQUENCES_PER_UNIT))
         offset = list(generators).index(name) << 40
         sequences = [
-            generators[name].sequence(random_of(self.settings.seed, EVALUATION, offset + number)) for number in numbers
+            generators[name].sequence(sample_random(self.settings.seed, EVALUATION, offset + number))
+            for number in numbers
         ]
         found = right_answers(model, sequences, self.settings.batch_size)
         blank = generators[name].blank  # type: ignore[attr-defined]
