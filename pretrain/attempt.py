@@ -37,7 +37,7 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
-from megatron_tape.evaluation.model_source import made_by
+from megatron_tape.evaluation.model_source import model_of_run
 from megatron_tape.extension.base_model import Base
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
@@ -116,7 +116,7 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     problem = f"is {first.logging.directory} for both pretraining and extension"
     refuse(same, "logging.directory", problem, "give one of them --logging.directory NEW, after its recipe")
     if evaluation:
-        check_evaluation(evaluation, made_by(second))
+        check_evaluation(evaluation, model_of_run(second))
     return first.logging.directory, second.logging.directory
 
 

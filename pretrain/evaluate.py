@@ -36,7 +36,7 @@ from megatron_tape.text import duration
 
 if TYPE_CHECKING:
     from megatron_tape.evaluation.ranks import Ranks
-    from megatron_tape.evaluation.runner import Planned
+    from megatron_tape.evaluation.runner import TaskPlan
     from megatron_tape.evaluation.transformers_model import HFModel
 
 EXAMPLE = (
@@ -160,7 +160,7 @@ def check_task(task: Task, source: Source) -> None:
     """Raise ConfigError if a task does not fit a model."""
     fix = (
         "export the model with one: tools/convert_checkpoint.py to-hf --tokenizer T"
-        if source.checkpoint
+        if source.is_checkpoint
         else "save the one it was trained with into that directory (save_pretrained of transformers)"
     )
     needed = task.needs_tokenizer and not source.info.has_tokenizer
@@ -185,17 +185,17 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     from megatron_tape.evaluation.transformers_model import choose_device
 
     ranks = Ranks.join()
-    with ranks.alone():
+    with ranks.rank_0_reports():
         device = choose_device(options.device)
     dtype = options.dtype or ("bf16" if device.startswith("cuda") else "fp32")
 
-    def plan() -> list[Planned]:
+    def plan() -> list[TaskPlan]:
         progress = command_line.Progress(sum(file.stat().st_size for file in source.files()))
         digest = source.digest(lambda done: progress.update(done, lambda _: f"reading {source.path}"))
         progress.end()
         return unfinished([plan_task(task, digest, dtype) for task in tasks], output, options.overwrite)
 
-    planned = ranks.first(plan)
+    planned = ranks.run_on_rank_0(plan)
     if planned:
         by_name = {task.name: task for task in tasks}
         with _as_transformers(source, output, dtype, ranks) as directory:
@@ -207,11 +207,11 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     ranks.leave()
 
 
-def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planned, source: Source) -> None:
+def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPlan, source: Source) -> None:
     """Run a task together with the other ranks; rank 0 records and prints the results."""
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.tables import markdown, score_table
-    from megatron_tape.evaluation.runner import draw, record, run_task
+    from megatron_tape.evaluation.runner import add_result, draw, run_task
 
     started = time.monotonic()
     result = run_task(task, model, ranks, output, planned)
@@ -219,7 +219,7 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
         return
     info, digest = model.info, planned.model_digest
     evaluated = EvaluatedModel(source.given, digest, model.parameters, info.trained_length, info.config, source.run)
-    results = record(output, info.label, evaluated, planned, result)
+    results = add_result(output, info.label, evaluated, planned, result)
     pictures = draw(output, task, results)
     print(f"{task.name}: {info.label}, {duration(time.monotonic() - started)}")
     for table in score_table({info.label: result}):
@@ -234,12 +234,12 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
 @contextmanager
 def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> Iterator[Path]:
     """Yield the model's directory; a checkpoint is exported to a temporary one in `output`."""
-    if not source.checkpoint:
+    if not source.is_checkpoint:
         yield source.path
         return
-    own = ranks.first(lambda: Path(tempfile.mkdtemp(prefix=".exported-", dir=output)))
+    own = ranks.run_on_rank_0(lambda: Path(tempfile.mkdtemp(prefix=".exported-", dir=output)))
     try:
-        ranks.first(lambda: source.export(own / "model", dtype))
+        ranks.run_on_rank_0(lambda: source.export(own / "model", dtype))
         yield own / "model"
     finally:
         if ranks.rank == 0:
@@ -249,8 +249,8 @@ def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> 
 def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
     from megatron_tape.evaluation.transformers_model import load_model
 
-    with ranks.alone():
-        return load_model(source.info, directory, dtype, device, source.trusts_code, source.load_saved_tokenizer())
+    with ranks.rank_0_reports():
+        return load_model(source.info, directory, dtype, device, source.needs_trust, source.load_saved_tokenizer())
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main() -> None:
 @contextlib.contextmanager
 def _in_transformers_format(source: Source) -> Iterator[Path]:
     """Yield the model's directory in transformers' format; a checkpoint is exported to a temporary directory."""
-    if not source.checkpoint:
+    if not source.is_checkpoint:
         yield source.path
         return
     with tempfile.TemporaryDirectory(prefix="exported-") as directory:
@@ -58,7 +58,7 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
 
     def load(read):
         try:
-            return read(str(directory), trust_remote_code=source.trusts_code)
+            return read(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines
             reason = str(error).strip().split("\n")[0]
             raise FileError(arguments.model, f"cannot be loaded: {reason or type(error).__name__}") from None

@@ -1,4 +1,4 @@
-"""Evaluation tasks during training: the section `evaluation`, checked without torch."""
+"""Create and check the tasks of the section `evaluation`, which run during training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def build_tasks(config: RunConfig) -> dict[str, Task]:
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Raise ConfigError if the tasks of `evaluation`, their data and the model do not fit together; reads the data."""
+    """Read the data of the tasks of `evaluation`; raise ConfigError if tasks, data and model do not fit together."""
     if not (tasks := build_tasks(config)):
         return
     tokenizer = load_run_tokenizer(config)
     info = replace(info_of_run(config), tokenizer=None if tokenizer is None else tokenizer_record(tokenizer))
     for name, task in tasks.items():
-        needed = task.needs_tokenizer and not info.has_tokenizer
-        refuse(needed, ("data.tokenizer", f"evaluation.{name}"), f"is null, and {name} needs a tokenizer", "set it")
+        missing, keys = task.needs_tokenizer and not info.has_tokenizer, ("data.tokenizer", f"evaluation.{name}")
+        refuse(missing, keys, f"is null, but {name} needs a tokenizer", f"set it, or remove evaluation.{name}")
         task.check(info)

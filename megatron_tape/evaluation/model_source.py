@@ -1,4 +1,4 @@
-"""The model that a user names with --model, found and described without torch."""
+"""Find and describe the model that a user gives with --model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,30 +33,34 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of this project, or a directory in the format of transformers."""
+    """A model given with --model: a checkpoint of this project, or a directory in transformers format."""
 
     path: Path
     info: ModelInfo
-    checkpoint: bool
+    is_checkpoint: bool
     run: dict[str, Any] | None
-    """Settings and step of the checkpoint; None for a directory in transformers format."""
+    """The `settings` and the `step` of the checkpoint; None for a directory in transformers format."""
     default_output: Path
-    runs_own_code: bool
-    """Whether the directory holds Python files other than this project's that transformers would run."""
+    """Directory of the results without --output."""
+    runs_foreign_code: bool
+    """Whether transformers would run Python files in the directory that are not this project's."""
     given: str = ""
     """The path as the user gave it."""
     average: bool = False
     """Whether to use the averaged weights of a checkpoint."""
 
     def digest(self, progress: Callable[[int], None] = lambda bytes_read: None) -> str:
-        """Return the SHA-256 of a checkpoint's manifest, or of the files of a directory."""
-        if self.checkpoint:
+        """Return a SHA-256 that covers a checkpoint's manifest, or the contents of `files`.
+
+        `progress` is called with the number of bytes read so far.
+        """
+        if self.is_checkpoint:
             return model_digest(self.path, self.average)
         whole, done = hashlib.sha256(), 0
         for file in self.files():
-            found = digest(file, lambda bytes_read: progress(done + bytes_read))  # noqa: B023
-            whole.update(f"{file.name} {found['sha256']}\n".encode())
-            done += found["bytes"]
+            fingerprint = digest(file, lambda bytes_read: progress(done + bytes_read))  # noqa: B023
+            whole.update(f"{file.name} {fingerprint['sha256']}\n".encode())
+            done += fingerprint["bytes"]
         return whole.hexdigest()
 
     def files(self) -> list[Path]:
@@ -70,27 +74,28 @@ class Source:
         )
 
     def load_saved_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer that a checkpoint was trained with, if it keeps one."""
-        return load_saved_tokenizer(self.path) if self.checkpoint else None
+        """Return the tokenizer in the checkpoint; None if it contains none."""
+        return load_saved_tokenizer(self.path) if self.is_checkpoint else None
 
     def tokenizer_problem(self) -> str | None:
-        """Return why the tokenizer of a checkpoint cannot be exported, as a clause, or None."""
+        """Return why the checkpoint's tokenizer cannot be exported, as a clause; None if it can, or if there is
+        none."""
         tokenizer = self.load_saved_tokenizer()
         return None if tokenizer is None else export_problem(tokenizer, self.info.trained_length or 0)
 
     @property
-    def trusts_code(self) -> bool:
-        """Whether transformers has to run Python files of this model, once foreign ones have been accepted."""
-        return self.checkpoint or self.runs_own_code or "auto_map" in self.info.config
+    def needs_trust(self) -> bool:
+        """Whether transformers needs `trust_remote_code=True` to load the model. Call `check_code` before."""
+        return self.is_checkpoint or self.runs_foreign_code or "auto_map" in self.info.config
 
     def check_code(self, trust_remote_code: bool) -> None:
-        """Raise ConfigError for Python files that are not this project's, unless the user trusts them."""
-        foreign = self.runs_own_code and not trust_remote_code
-        problem = f"{self.given} includes Python code to run"
-        refuse(foreign, "--model", problem, "read it, and pass --trust-remote-code")
+        """Raise ConfigError if transformers would run foreign Python files, unless `trust_remote_code`."""
+        foreign = self.runs_foreign_code and not trust_remote_code
+        problem = f"{self.given} contains Python code, which would run to load it"
+        refuse(foreign, "--model", problem, "read the code, and pass --trust-remote-code if you trust it")
 
     def export(self, directory: Path, dtype: str) -> None:
-        """Export a checkpoint to a directory, with its tokenizer if there is one. Raises ConfigError."""
+        """Export the checkpoint in transformers format, with its tokenizer if possible. Raises ConfigError."""
         from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
 
         try:
@@ -102,41 +107,41 @@ class Source:
 
 
 def find_model(given: str, label: str | None = None, average: bool = False) -> Source:
-    """Return the model at a path: a run, its checkpoints, one step, or a directory in transformers format.
+    """Return the model at a path: a run, its checkpoints, one checkpoint, or a directory in transformers format.
 
-    `average` selects the averaged weights of a run. Of a checkpoint's files, only the sizes are checked. Raises
-    ConfigError for a model that cannot be used.
+    `label` is the model's name in results, by default that of the directory. `average` selects the averaged weights of
+    a run. Only the sizes of a checkpoint's files are checked. Raises ConfigError if the model cannot be used.
     """
     path = Path(given)
     formats = "give a run, a checkpoint, or a directory in the format of transformers"
     if not path.exists():
         if given.count("/") == 1 and not given.startswith((".", "/")) and not path.parent.is_dir():
-            formats += f"; models of the hub come here with: hf download {given} --local-dir models/{path.name}"
+            formats += f"; to download a model from the hub, run hf download {given} --local-dir models/{path.name}"
         raise ConfigError("--model", f"{given} does not exist", formats)
     if (path / "adapter_config.json").is_file():
-        fix = "merge it with its base first (docs/extension.md shows how), and give the result"
+        fix = "merge it with its base model first (see docs/extension.md), and give the merged model"
         raise ConfigError("--model", f"{given} is an adapter", fix)
     try:
         in_transformers_format = (path / "config.json").is_file() and not (path / MANIFEST).exists()
-        found = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label, average)
+        source = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label, average)
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{given} cannot be used: {error}") from None
-    refuse(average and not found.checkpoint, "--average", "is for runs and their checkpoints", "leave it out")
-    return replace(found, given=given)
+    problem = f"requires a run or a checkpoint, but {given} is in transformers format"
+    refuse(average and not source.is_checkpoint, "--average", problem, "omit it")
+    return replace(source, given=given)
 
 
 def _from_transformers(path: Path, label: str | None) -> Source:
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
-        fix = "if you trust its other files, load it with transformers and save_pretrained (they may run code)"
-        raise FileError(str(path), "holds no .safetensors files", fix)
+        fix = "convert weights in other formats with save_pretrained of transformers, but note that they may run code"
+        raise FileError(str(path), "contains no .safetensors files", fix)
     text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else settings
     # GPT-2 and similar models use n_positions, MPT max_seq_len.
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     vocabulary, length = text.get("vocab_size"), next((text[name] for name in names if name in text), None)
     if type(vocabulary) is not int or vocabulary < 1:
-        problem = f"has the vocab_size {vocabulary!r}, which must be a whole number above 0"
-        raise FileError(str(path / "config.json"), problem)
+        raise FileError(str(path / "config.json"), f"has vocab_size {vocabulary!r}", "set it to an integer above 0")
     name = path.resolve().name
     info = ModelInfo(
         label=label or name,
@@ -144,23 +149,23 @@ def _from_transformers(path: Path, label: str | None) -> Source:
         trained_length=length if type(length) is int and length > 0 else None,
         config=settings,
         has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
-        tokenizer=_record_in(path),
+        tokenizer=_tokenizer_record(path),
     )
-    foreign = "auto_map" in settings and not _is_ours(path, settings)
+    foreign = "auto_map" in settings and not _is_own_code(path, settings)
     return Source(path, info, False, None, Path("evaluations") / name, foreign or _tokenizer_runs_code(path))
 
 
-def _record_in(path: Path) -> TokenizerRecord | None:
+def _tokenizer_record(path: Path) -> TokenizerRecord | None:
     """Return the record of a directory's tokenizer; None if only transformers can read it."""
     with suppress(FileError):
         return tokenizer_record(load_tokenizer(path))
     return None
 
 
-def _is_ours(path: Path, settings: dict[str, Any]) -> bool:
-    """Return whether only Python files that this project exports would run, byte for byte.
+def _is_own_code(path: Path, settings: dict[str, Any]) -> bool:
+    """Return whether transformers would run only unchanged copies of the Python files that this project exports.
 
-    `settings` is its config.json, whose `auto_map` could also name a class in another directory.
+    `settings` is the directory's config.json. Its `auto_map` could also name a class in another directory.
     """
     classes, encoding = settings["auto_map"], settings.get("position_encoding")
     if not isinstance(classes, dict):
@@ -177,29 +182,29 @@ def _tokenizer_runs_code(directory: Path) -> bool:
     return file.is_file() and "auto_map" in read_record(file, dict[str, Any])
 
 
-def made_by(config: RunConfig) -> Source:
-    """Return the model of a run as it will be when finished."""
+def model_of_run(config: RunConfig) -> Source:
+    """Return the model that a run will have trained when it is finished."""
     run = Path(config.logging.directory)
     facts = {"settings": config_dict(config), "step": config.train.steps}
     return Source(run, info_of_run(config), True, facts, run / "evaluation", False)
 
 
 def info_of_run(config: RunConfig) -> ModelInfo:
-    """Return the facts about a model in training for tasks."""
+    """Return the `ModelInfo` of a model in training."""
     return _info(config.model, Path(config.logging.directory or "run").name, config.data.tokenizer is not None)
 
 
 def check_trained_on(task: str, source: Source) -> None:
     """Raise ConfigError if `task` is synthetic and the model was trained on other data."""
     data = source.run["settings"].get("data", {}) if source.run else {}
-    learned = task
+    trained_on = task
     if source.info.has_tokenizer or data.get("prefix") or data.get("examples"):
-        learned = "text"
+        trained_on = "text"
     elif data.get("generator"):
-        learned = data["generator"]["task"]
-    problem = f"is for models that were trained on it, but {source.path} was trained on {learned}"
+        trained_on = data["generator"]["task"]
+    problem = f"is for models that were trained on it, but {source.path} was trained on {trained_on}"
     fix = f"give a model that was trained with data.generator: {{task: {task}}}"
-    refuse(task in GENERATORS and learned != task, task, problem, fix)
+    refuse(task in GENERATORS and trained_on != task, task, problem, fix)
 
 
 def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
@@ -210,7 +215,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
     try:
         model = model_config(state["config"]["model"])
     except ConfigError as error:
-        raise CheckpointError(str(path), f"was written by another version ({error})") from None
+        raise CheckpointError(str(path), f"was written by another version of this project ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     name = run.resolve().name
     tokenizer = state["progress"].get("tokenizer")
@@ -221,13 +226,13 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
 
 
 def _info(model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None) -> ModelInfo:
-    # As in an export, but models of built-in types have the encoding's name.
-    kind = ENCODED if encoding_of(model).exports_to == "code" else model.position_encoding
+    # The model_type of an export, but the name of the encoding if an export has a built-in type of transformers.
+    model_type = ENCODED if encoding_of(model).exports_to == "code" else model.position_encoding
     return ModelInfo(
         label=label,
         vocab_size=model.unpadded_vocab_size or model.vocab_size,
         trained_length=model.seq_length,
-        config={"model_type": kind, **as_dict(model)},
+        config={"model_type": model_type, **as_dict(model)},
         has_tokenizer=has_tokenizer,
         tokenizer=tokenizer,
     )

@@ -1,4 +1,4 @@
-"""The processes of an evaluation."""
+"""Communication between the processes of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of an evaluation. A single process needs no process group."""
+    """This process among the processes of an evaluation. A single process needs no process group."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def join(cls) -> Ranks:
-        """Connect the processes that torchrun or Slurm has started, and return them."""
+        """Connect the processes that torchrun or Slurm has started; return the rank of this one and their number."""
         ranks = cls(*rank_and_size())
         if ranks.count > 1:
-            with ranks.alone():
+            with ranks.rank_0_reports():
                 check_master_address()
             import torch.distributed as dist
 
             # Ranks wait for each other at the end of a task, which may take hours.
-            with ranks.alone():
+            with ranks.rank_0_reports():
                 dist.init_process_group("gloo", timeout=timedelta(days=7))
         return ranks
 
-    def share(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the `value` of rank 0 on every rank."""
         if self.count == 1:
             return value
         import torch.distributed as dist
@@ -48,7 +48,7 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, and an empty list elsewhere. Includes a barrier."""
+        """Return the values of all ranks on rank 0, and an empty list on the others. Includes a barrier."""
         if self.count == 1:
             return [value]
         import torch.distributed as dist
@@ -59,23 +59,23 @@ class Ranks:
             dist.barrier()
         return values or []
 
-    def first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank; an error ends all ranks."""
+    def run_on_rank_0(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0, and return its result on every rank. If it raises an error, every rank raises one."""
         value, failure = None, None
         if self.rank == 0:
             try:
                 value = work()
-            except Exception as error:  # raised below, after the other ranks know of it
+            except Exception as error:  # raised below, after telling the other ranks
                 failure = error
-        value, failed = self.share((value, failure is not None))
+        value, failed = self.broadcast((value, failure is not None))
         if failure is not None:
             raise failure
-        refuse(failed, "the evaluation", "was refused by rank 0", "see its message")
+        refuse(failed, "the evaluation", "failed on rank 0", "see the message of rank 0")
         return value
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Turn a UserError into a ValueError except on rank 0, so that only rank 0 reports it."""
+    def rank_0_reports(self) -> Iterator[None]:
+        """Turn a UserError into a ValueError on all ranks but 0, so that only rank 0 shows it to the user."""
         try:
             yield
         except UserError as error:
@@ -89,20 +89,22 @@ class Ranks:
 
             dist.destroy_process_group()
 
-    def shares(self, units: list[Unit]) -> list[list[Unit]]:
-        """Return the units of each rank: the most expensive first, each to the rank with the least work."""
-        loads, shares = [0.0] * self.count, [[] for _ in range(self.count)]
+    def assign(self, units: list[Unit]) -> list[list[Unit]]:
+        """Return the units of each rank. The most expensive unit comes first, and each goes to the least loaded
+        rank."""
+        loads, assigned = [0.0] * self.count, [[] for _ in range(self.count)]
         for unit in sorted(units, key=lambda unit: -unit.cost):
             rank = loads.index(min(loads))
             loads[rank] += unit.cost
-            shares[rank].append(unit)
+            assigned[rank].append(unit)
         order = {unit.key: index for index, unit in enumerate(units)}
-        return [sorted(share, key=lambda unit: order[unit.key]) for share in shares]
+        return [sorted(of_rank, key=lambda unit: order[unit.key]) for of_rank in assigned]
 
 
 @contextmanager
 def _others_alive() -> Iterator[None]:
+    """Raise ValueError if a collective call fails because another process has ended."""
     try:
         yield
     except RuntimeError as error:
-        raise ValueError("another process of this evaluation has ended; see its message") from error
+        raise ValueError("another process of this evaluation has ended; see the messages of that process") from error

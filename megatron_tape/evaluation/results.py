@@ -1,4 +1,4 @@
-"""Scores, and `results.json`: the scores of a model with their settings, data and versions.
+"""Scores, and the file `results.json`: the scores of a model, and the settings, data and versions behind them.
 
 Imports no torch.
 """
@@ -23,42 +23,42 @@ NAME = "results.json"
 _BYTES = 1 << 28
 Number = Annotated[float, Strict()]
 Whole = Annotated[int, Strict()]
-"""Numbers in files. Strings and booleans are not converted."""
+"""Types of numbers in files. Strings and booleans are refused instead of converted."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One measured value, as tasks, result files, pages, model cards and comparisons use it."""
+    """One measured value. Tasks return scores; result files, pages, model cards and comparisons show them."""
 
     metric: str
     """The name of the metric, such as `perplexity` or `accuracy`."""
     value: Number
     better: Literal["lower", "higher", "neither"]
-    """`neither` for values that describe a model without ranking it."""
+    """Which values are better; `neither` for a metric that describes models without ranking them."""
     low: Number | None = None
     """Lower end of the 95 % confidence interval."""
     high: Number | None = None
     length: Whole | None = None
     """Context length in tokens; None if the score is not about one length."""
     group: str = ""
-    """Distinguishes scores of one metric, such as by dataset or subtask."""
+    """The dataset, subtask or variant that the score is about; empty if the task has only one."""
     count: Whole | None = None
-    """Number of samples."""
+    """Number of samples behind the value, in the unit `counted`."""
     unit: str = ""
-    """Such as `nats per token`; empty for shares between 0 and 1."""
+    """Unit of the value, such as `nats per token`; empty if it has none, such as for a fraction."""
     counted: str = "sample"
-    """The unit of `count` in the singular, such as document or token."""
+    """What `count` counts, in the singular, such as document or token."""
     task: str = ""
     """Name of the task; set by the runner."""
 
     @property
     def subject(self) -> Score:
-        """This score without its values: the same for all models."""
+        """The score without value, interval and count. Scores with equal subjects can be compared between models."""
         return replace(self, value=0.0, low=None, high=None, count=None)
 
     @property
-    def is_share(self) -> bool:
-        """Whether the value is a share between 0 and 1, such as an accuracy."""
+    def is_fraction(self) -> bool:
+        """Whether the value is a fraction between 0 and 1, such as an accuracy."""
         return self.better == "higher" and not self.unit and 0 <= self.value <= 1
 
     @property
@@ -67,13 +67,13 @@ class Score:
 
     @property
     def error_bar(self) -> tuple[float, float]:
-        """Length of the interval below and above the value; 0 if unknown."""
+        """Distances from the value down to `low` and up to `high`; 0 if unknown."""
         low, high = (self.value if end is None else end for end in (self.low, self.high))
         return max(0.0, self.value - low), max(0.0, high - self.value)
 
     @property
     def shown_count(self) -> str:
-        """The number of samples, such as `32 documents`; empty if unknown."""
+        """The number of samples as text, such as `32 documents`; empty if unknown."""
         return "" if self.count is None else counted(self.count, self.counted)
 
     @property
@@ -83,7 +83,7 @@ class Score:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The model that was evaluated."""
+    """The evaluated model in `results.json`."""
 
     path: str
     digest: str
@@ -91,30 +91,30 @@ class EvaluatedModel:
     trained_length: Whole | None
     config: dict[str, Any]
     run: dict[str, Any] | None = None
-    """Settings and step of a checkpoint."""
+    """The `settings` and the `step` of a checkpoint; None for a model in transformers format."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Results of one task."""
+    """Results of one task in `results.json`."""
 
     settings: dict[str, Any]
     data: dict[str, str]
-    """Digests of the files that were read."""
+    """SHA-256 of the files that were read, by path."""
     seconds: Number
     processes: Whole
     scores: list[Score]
     details: dict[str, Any]
     notes: list[str]
     examples: dict[str, Any]
-    """Values of the task's units."""
+    """The return values of `Task.evaluate`, by unit key."""
     dtype: str
     hardware: str
     versions: dict[str, str]
     identity: str = ""
-    """Digest of everything the values depend on."""
+    """Digest of everything that the values depend on."""
     parts_before: Whole = 0
-    """Number of parts finished before an interruption; their time is not in `seconds`."""
+    """Number of units finished before an interruption; their time is not in `seconds`."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ class Results:
 
 
 def results_file(path: str | Path) -> Path:
-    """Return the results file of a path that is the file or its directory."""
+    """Return the path of `results.json`, given this path or that of its directory."""
     path = Path(path)
     return path / NAME if path.is_dir() else path
 
 
 def read_results(path: str | Path) -> Results:
-    """Read a results file, or that of a directory. Raises OSError, or FileError if it is invalid."""
+    """Read `results.json`, given its path or its directory. Raises OSError, or FileError if it is invalid."""
     results = read_dataclass(results_file(path), Results, _BYTES)
     tasks = {
         name: replace(task, scores=[replace(score, task=name) for score in task.scores])
@@ -145,28 +145,28 @@ def read_results(path: str | Path) -> Results:
     return replace(results, tasks=tasks)
 
 
-def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> Any:
-    """Read a JSON file as a dataclass. Raises OSError, or FileError if it is invalid."""
+def read_dataclass(file: str | Path, cls: type, limit: int = RECORD_BYTES) -> Any:
+    """Read a JSON file of at most `limit` bytes as a dataclass `cls`. Raises OSError, or FileError if it is invalid."""
     try:
         value = parse_record(read_small(file, limit), dict[str, Any])
     except ValueError as error:
         raise FileError(str(file), f"cannot be used: {error}") from None
     try:
-        return validator(kind).validate_python(value)
+        return validator(cls).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part)[:40] for part in first["loc"]) or "it"
-        raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
+        key = ".".join(str(part)[:40] for part in first["loc"]) or "the whole file"
+        raise FileError(str(file), f"cannot be used: {key}: {first['msg']}") from None
 
 
 def write_results(directory: Path, results: Results) -> None:
-    """Replace the results in a directory atomically."""
+    """Write `results.json` into a directory, replacing an earlier one atomically."""
     write_record(directory / NAME, asdict(results))
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock the results in a directory against other processes of this project."""
+    """Lock the results in a directory within the context, so that other processes of this project wait."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

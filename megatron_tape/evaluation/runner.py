@@ -1,8 +1,8 @@
 """Run tasks on a model: distribute their units over the ranks, save values, and write results and pictures.
 
-Every rank appends the value of each finished unit to its own file in `parts/` of the output directory, so that an
-interrupted evaluation can continue, on any number of processes. The files of a task are in a directory named by a
-digest of everything the values depend on: model, settings, data and dtype.
+Each rank appends the value of each finished unit to its own file in `parts/TASK-DIGEST/` of the output directory, so
+that an interrupted evaluation can continue, on any number of processes. The digest covers everything that the values
+depend on: model, settings, data and dtype.
 """
 
 from __future__ import annotations
@@ -39,62 +39,62 @@ from megatron_tape.text import counted
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A task to run, and what its values depend on in addition to its settings."""
+class TaskPlan:
+    """A task to run, and everything that its values depend on in addition to its settings."""
 
     task: str
     model_digest: str
     dtype: str
     data: dict[str, str]
-    """Digests of the files it reads."""
+    """SHA-256 of the files that the task reads, by path."""
     identity: str
-    """Digest of everything its values depend on."""
+    """Digest of everything that the values depend on."""
 
     def parts(self, output: Path) -> Path:
-        """Return the directory with the values of finished units."""
+        """Return the directory for the values of finished units."""
         return output / "parts" / f"{self.task}-{self.identity[:16]}"
 
 
-def plan_task(task: Task, model_digest: str, dtype: str) -> Planned:
-    """Return the plan of a task; reads its files."""
+def plan_task(task: Task, model_digest: str, dtype: str) -> TaskPlan:
+    """Return the plan of a task. Reads the task's files to compute their digests."""
     data = {str(path): _sha256(path, path.stat().st_size, path.stat().st_mtime_ns) for path in task.inputs()}
-    # Settings name the files; the paths here tell which file has which contents.
+    # With the paths, so that exchanging the contents of two files changes the identity.
     facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.items())]
     identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return Planned(task.name, model_digest, dtype, data, identity)
+    return TaskPlan(task.name, model_digest, dtype, data, identity)
 
 
 @functools.lru_cache
 def _sha256(path: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file; shows progress. Cached, since several tasks may read a file."""
+    """Return the SHA-256 of a file and show progress. Cached, since several tasks may read the file."""
     progress = command_line.Progress(size)
-    found = digest(path, lambda done: progress.update(done, lambda _: f"reading {path}"))["sha256"]
+    sha256 = digest(path, lambda done: progress.update(done, lambda _: f"reading {path}"))["sha256"]
     progress.end()
-    return found
+    return sha256
 
 
-def unfinished(planned: list[Planned], output: Path, overwrite: bool) -> list[Planned]:
-    """Return the tasks without results in the output directory, or all if `overwrite`; log the others.
+def unfinished(plans: list[TaskPlan], output: Path, overwrite: bool) -> list[TaskPlan]:
+    """Return the plans without results in the output directory, or all if `overwrite`; log the finished tasks.
 
     Raises FileError if the directory holds results of another model.
     """
     try:
         results = read_results(output)
     except FileNotFoundError:
-        return planned
+        return plans
     left = []
-    for one in planned:
-        _check_same_model(output, results, one)
-        finished = one.task in results.tasks and results.tasks[one.task].identity == one.identity
+    for plan in plans:
+        _check_same_model(output, results, plan)
+        finished = plan.task in results.tasks and results.tasks[plan.task].identity == plan.identity
         if finished and not overwrite:
-            command_line.log(f"{one.task} is finished already; --overwrite evaluates it again")
+            command_line.log(f"{plan.task} is finished already; --overwrite evaluates it again")
         else:
-            left.append(one)
+            left.append(plan)
     return left
 
 
-def _check_same_model(output: Path, results: Results, planned: Planned) -> None:
-    if planned.model_digest != results.model.digest:
+def _check_same_model(output: Path, results: Results, plan: TaskPlan) -> None:
+    if plan.model_digest != results.model.digest:
         problem = f"holds results of another model, {results.model.path:.200}"
         raise FileError(str(output / NAME), problem, "choose another --output")
 
@@ -105,7 +105,7 @@ class _Part(TypedDict):
 
 
 def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the values of finished units by key. An incomplete line of a killed process is ignored."""
+    """Return the values of finished units by unit key. Incomplete lines, left by killed processes, are ignored."""
     values = {}
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_bytes().splitlines():
@@ -116,9 +116,9 @@ def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def append_part(directory: Path, rank: int, key: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Append a unit's value to the rank's file; return the value as it will be read back.
+    """Append a unit's value to the rank's file; return the value as JSON reads it back.
 
-    Raises ValueError unless it is plain JSON with finite numbers.
+    Raises ValueError if the value contains infinite numbers or NaN.
     """
     directory.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"key": key, "value": value}, allow_nan=False)
@@ -129,7 +129,7 @@ def append_part(directory: Path, rank: int, key: str, value: dict[str, Any]) -> 
 
 
 def hardware(device: Any) -> str:
-    """Return the name of the GPU or CPU."""
+    """Return the name of the GPU, or the name of the CPU and its number of cores."""
     if getattr(device, "type", "cpu") == "cuda":
         import torch
 
@@ -137,83 +137,85 @@ def hardware(device: Any) -> str:
     return f"CPU {cpu_name()}, {os.cpu_count()} cores"
 
 
-def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, planned: Planned) -> TaskResult | None:
-    """Evaluate the unfinished units of a task together with the other ranks; return the result on rank 0.
+def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, plan: TaskPlan) -> TaskResult | None:
+    """Evaluate the unfinished units of a task together with the other ranks; return the result on rank 0, else None.
 
-    All processes call this with the same arguments.
+    All ranks call this with the same arguments.
     """
     started = time.monotonic()
     units = task.units(model)
-    values = read_parts(planned.parts(output)) if ranks.rank == 0 else {}
-    done = set(ranks.share(sorted(values)))
+    values = read_parts(plan.parts(output)) if ranks.rank == 0 else {}
+    done = set(ranks.broadcast(sorted(values)))
     left = [unit for unit in units if unit.key not in done]
     if ranks.rank == 0:
-        before = f", {len(units) - len(left):,} of them done before" if len(left) < len(units) else ""
-        command_line.log(f"{task.name}: {counted(len(units), 'part')}{before}")
-    own = _do(task, model, ranks, planned.parts(output), ranks.shares(left)[ranks.rank])
-    # Gathered instead of read: a network file system may show files of other machines only after a minute.
-    gathered = ranks.gather(own)
+        finished = f", {len(units) - len(left):,} of them already finished" if len(left) < len(units) else ""
+        command_line.log(f"{task.name}: {counted(len(units), 'part')}{finished}")
+    rank_values = _evaluate_units(task, model, ranks, plan.parts(output), ranks.assign(left)[ranks.rank])
+    # Not read from the files: a network file system may show files of other machines only after a minute.
+    gathered = ranks.gather(rank_values)
     if ranks.rank != 0:
         return None
-    for part in gathered:
-        values |= part
+    for rank_values in gathered:
+        values |= rank_values
     examples = {unit.key: values[unit.key] for unit in units}
     summary = task.summarize(examples, model.info)
     return TaskResult(
         settings=asdict(task.settings),
-        data=planned.data,
+        data=plan.data,
         seconds=time.monotonic() - started,
         processes=ranks.count,
         scores=[replace(score, task=task.name) for score in summary.scores],
         details=summary.details,
         notes=summary.notes,
         examples=examples,
-        dtype=planned.dtype,
+        dtype=plan.dtype,
         hardware=hardware(model.device),
         versions=versions_with_commit(),
-        identity=planned.identity,
+        identity=plan.identity,
         parts_before=len(units) - len(left),
     )
 
 
-def _do(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, share: list[Unit]) -> dict[str, Any]:
-    """Evaluate this rank's units, saving each value at once; rank 0 shows progress."""
-    progress = command_line.Progress(1_000_000) if ranks.rank == 0 and share else None
-    whole, finished, values = sum(unit.cost for unit in share), 0.0, {}
-    for number, unit in enumerate(share, 1):
-        with ranks.alone():
+def _evaluate_units(
+    task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, units: list[Unit]
+) -> dict[str, Any]:
+    """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank 0 shows progress."""
+    progress = command_line.Progress(1_000_000) if ranks.rank == 0 and units else None
+    total, finished, values = sum(unit.cost for unit in units), 0.0, {}
+    for number, unit in enumerate(units, 1):
+        with ranks.rank_0_reports():
             values[unit.key] = append_part(parts, ranks.rank, unit.key, task.evaluate(unit, model))
         finished += unit.cost
         if progress is not None:
-            shown = f"{task.name}: {number:,} of {len(share):,} parts"
-            progress.update(round(1_000_000 * finished / whole), lambda _: shown)  # noqa: B023
+            shown = f"{task.name}: {number:,} of {len(units):,} parts"
+            progress.update(round(1_000_000 * finished / total), lambda _: shown)  # noqa: B023
     if progress is not None:
         progress.end()
     return values
 
 
-def record(output: Path, label: str, model: EvaluatedModel, planned: Planned, result: TaskResult) -> Results:
-    """Add the result of a task to the results in the output directory, and remove its parts.
+def add_result(output: Path, label: str, model: EvaluatedModel, plan: TaskPlan, result: TaskResult) -> Results:
+    """Add the result of a task to `results.json` in the output directory, and remove the saved values of its units.
 
     Raises FileError if the directory now holds results of another model.
     """
     with locked(output):
         try:
-            before = read_results(output)
-            _check_same_model(output, before, planned)
-            tasks = before.tasks
+            previous = read_results(output)
+            _check_same_model(output, previous, plan)
+            tasks = previous.tasks
         except FileNotFoundError:
             tasks = {}
-        results = Results(label, model, time.time(), {**tasks, planned.task: result})
+        results = Results(label, model, time.time(), {**tasks, plan.task: result})
         write_results(output, results)
-    remove(planned.parts(output))
+    remove(plan.parts(output))
     return results
 
 
 def draw(output: Path, task: Task, results: Results) -> list[Path]:
-    """Draw the pictures of a task into the output directory; return their files.
+    """Draw the pictures of a task into the output directory, as PNG files; return their paths.
 
-    A picture that cannot be drawn, such as from a diverged model, is a warning. Raises OSError.
+    A failure to draw, such as for a diverged model, is logged as a warning. Raises OSError if a file cannot be written.
     """
     from megatron_tape.evaluation.figures import encoding_of, model_encodings, png
 

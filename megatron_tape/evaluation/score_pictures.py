@@ -59,7 +59,7 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
             values += y
             sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))
         length_axis(axes, lengths)
-        if all(score.is_share for scores in found.values() for score in scores):
+        if all(score.is_fraction for scores in found.values() for score in scores):
             axes.set_ylim(*limits((), share=True))
         elif 0 < steep * min(values) < max(values):
             log_scale(axes, "y")
@@ -131,7 +131,7 @@ def by_group(results: Results, keep: Callable[[Score], bool], name: str, title: 
     axes.set_yticks(range(len(rows)), list(map(plain, rows)))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(plain(title, LONGEST_AXIS_LABEL))
-    if all(score.is_share for scores in found.values() for score in scores.values()):
+    if all(score.is_fraction for scores in found.values() for score in scores.values()):
         axes.set_xlim(*limits((), share=True))
     legend(figure)
     if len(found) > len(rows):

@@ -1,6 +1,6 @@
 """95 % confidence intervals of scores, and a test of paired differences.
 
-scipy is loaded by the functions that need it: loading it takes longer than checking a command.
+scipy is imported inside functions, since the import takes longer than all checks of a command.
 """
 
 import math
@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 Interval = tuple[float | None, float | None]
-"""Low and high end; None if the data does not determine the spread."""
+"""Low and high end of a confidence interval; None if the data does not determine them."""
 TAIL = 2.5
-"""Percentage of resampled values below an interval, and also above it."""
+"""Percentage of resampled values below a 95 % interval, and also above it."""
 NORMAL_QUANTILE = 1.959963984540054
 """Half the width of a 95 % interval in standard errors."""
 
 
 def bootstrap_ratio(numerators: Sequence[float], denominators: Sequence[float], samples: int = 1000) -> Interval:
-    """Return the percentile interval of sum(`numerators`) / sum(`denominators`) over resampled documents.
+    """Return the bootstrap interval of sum(`numerators`) / sum(`denominators`), such as of nats per token.
 
-    Both have one entry per document, such as nats and tokens, which are drawn together. Returns (None, None) unless at
-    least two documents have a nonzero denominator.
+    Both arguments have one number for each document. Documents are drawn with replacement `samples` times. Returns
+    (None, None) if fewer than two documents have a nonzero denominator.
     """
     pairs = np.stack([np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1)
     if np.count_nonzero(pairs[:, 1]) < 2:
@@ -42,30 +42,31 @@ def percentiles(resampled: np.ndarray) -> Interval:
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:
-    """Return the percentile interval of the mean of resampled `values`; (None, None) for fewer than two."""
+    """Return the bootstrap interval of the mean of `values`; (None, None) for fewer than two values."""
     return bootstrap_ratio(values, np.ones(len(values)))
 
 
 def wilson(successes: float, count: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a share. It holds near 0 and 1 and for few samples.
+    """Return Wilson's score interval of the fraction `successes` / `count`.
 
-    `successes` may be fractional, for samples with several answers; `scipy.stats.binomtest` takes integers only.
+    It is accurate near 0 and 1 and for few samples. `successes` may be fractional, such as for samples with several
+    answers, which `scipy.stats.binomtest` does not support.
     """
     if count == 0:
         return 0.0, 1.0
-    share, z = successes / count, NORMAL_QUANTILE
-    center = share + z * z / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    fraction, z = successes / count, NORMAL_QUANTILE
+    center = fraction + z * z / (2 * count)
+    spread = z * math.sqrt(fraction * (1 - fraction) / count + z * z / (4 * count * count))
     low, high = ((center + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
-    # Avoids tiny numbers from rounding.
+    # Rounding would give tiny numbers instead of 0.
     return 0.0 if successes == 0 else low, 1.0 if successes == count else high
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Student's paired t test: the mean of the differences, its 95 % interval, and p.
+    """Result of Student's paired t test: number and mean of the differences, 95 % interval of the mean, p value.
 
-    `low`, `high` and `p` are None without at least two pairs whose differences vary.
+    `low`, `high` and `p` are None if there are fewer than two differences, or if all are equal.
     """
 
     count: int
@@ -78,7 +79,7 @@ class PairedTest:
 
 
 def paired_t(differences: Sequence[float]) -> PairedTest:
-    """Test whether the mean of the differences, at least one, is zero."""
+    """Test whether the mean of `differences` (at least one) is zero."""
     from scipy.special import stdtr
 
     count, mean = len(differences), float(np.mean(differences))
@@ -91,17 +92,17 @@ def paired_t(differences: Sequence[float]) -> PairedTest:
 
 
 def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
-    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979)."""
-    known = sorted((test.p, place) for place, test in enumerate(tests) if test.p is not None)
+    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979). Ignores p = None."""
+    known = sorted((test.p, index) for index, test in enumerate(tests) if test.p is not None)
     corrected, largest = list(tests), 0.0
-    for rank, (p, place) in enumerate(known):
+    for rank, (p, index) in enumerate(known):
         largest = max(largest, min(1.0, p * (len(known) - rank)))
-        corrected[place] = replace(tests[place], p=largest)
+        corrected[index] = replace(tests[index], p=largest)
     return corrected
 
 
 def t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution."""
+    """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - TAIL / 100))

@@ -1,16 +1,16 @@
 """The interface of evaluation tasks.
 
-A task is one file in `evaluation/tasks` with a subclass of `Task`, listed in the `__init__` there. It imports torch,
-transformers and lm_eval only inside functions, so that invalid settings are rejected before those are loaded.
+A task is one file in `evaluation/tasks` with a subclass of `Task`, listed in `evaluation/tasks/__init__.py`. It imports
+torch, transformers and lm_eval only inside functions, so that invalid settings are rejected before these slow imports.
 
-1. `check` rejects settings, data and models that cannot work.
-2. `units` splits the work into units: the same ones in the same order on every rank.
-3. The runner distributes the units over the ranks, and saves the value of each, so that an interrupted evaluation can
-   continue.
-4. `summarize` turns the values of all units into scores.
-5. `draw` draws the results of one or more models.
+1. `check` rejects settings, data and models that do not fit together.
+2. `units` splits the work into units, in the same order on every rank.
+3. The runner distributes the units over the ranks, calls `evaluate` for each unit, and saves the return values, so that
+   an interrupted evaluation can continue.
+4. `summarize` computes scores from the values of all units.
+5. `draw` draws pictures of the results of one or more models.
 
-The return value of `evaluate` is written as JSON and read back before `summarize`, so it consists of plain numbers,
+The return value of `evaluate` is written as JSON and read back before `summarize`, so it may contain only numbers,
 strings, lists and dictionaries.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of work, done by one rank."""
+    """A unit of work, which one rank evaluates."""
 
     key: str
     """Name of the unit within its task, such as `1024/17`. It depends only on the task's settings and data."""
@@ -45,18 +45,18 @@ class Unit:
 
 @dataclass(frozen=True)
 class Summary:
-    """Results of a task from the values of all units."""
+    """The results of a task, computed from the values of all units."""
 
     scores: list[Score]
     details: dict[str, Any] = field(default_factory=dict)
-    """Other data for pictures, such as losses by position; plain JSON."""
+    """Data for pictures, such as losses by position; plain JSON."""
     notes: list[str] = field(default_factory=list)
-    """Sentences shown with the scores, such as how many samples were truncated."""
+    """Sentences shown with the scores, such as one about the number of truncated samples."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with a description as alternative text."""
+    """A figure, and its description for readers who cannot see it."""
 
     name: str
     """File name without suffix, such as `perplexity` or `passkey-1024`."""
@@ -66,115 +66,116 @@ class Picture:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a model from its `config.json`."""
+    """Facts about a model that are known before its weights are loaded."""
 
     label: str
     """Name in results and pictures."""
     vocab_size: int
     trained_length: int | None
-    """Trained context length in tokens; None if the configuration does not name it."""
+    """Context length of the training in tokens; None if `config` does not contain it."""
     config: dict[str, Any]
-    """The whole `config.json`."""
+    """The contents of `config.json`; for a checkpoint or a model in training, equivalent settings."""
     has_tokenizer: bool
     tokenizer: TokenizerRecord | None = None
-    """The record that is compared with that of datasets; None if unknown."""
+    """The record of the tokenizer, which is compared with the records in datasets; None if unknown."""
 
 
 class LanguageModel(Protocol):
-    """A model under evaluation; see `transformers_model` and `training_model` for the implementations."""
+    """A model that tasks evaluate. The modules `transformers_model` and `training_model` implement it."""
 
     info: ModelInfo
     tokenizer: Any
-    """The tokenizer of transformers; None if the model has none."""
+    """A tokenizer of transformers or, in training, a `data.tokenizer.Tokenizer`; None if the model has none."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without beginning-of-text and end-of-text tokens."""
+        """Return the token ids of a text, without beginning-of-text and end-of-text tokens."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of token ids, including special tokens and all spaces."""
 
     @property
     def bos(self) -> list[int]:
-        """The beginning-of-text token that the tokenizer adds: a list of one id, or an empty list."""
+        """The beginning-of-text token that the tokenizer puts before texts: a list of one id, or an empty list."""
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        """Return the loss in nats (N - `first`,), float64, of every token of `tokens` (N,) from `first` >= 1 on.
+        """Return the losses (N - first,), float64, in nats of `tokens[first:]`, for `tokens` (N,) and `first` >= 1.
 
-        Each is predicted from all tokens before it. Logits are computed in parts to save memory.
+        Each token is predicted from all tokens before it. Implementations limit the memory for logits.
         """
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU; for small vocabularies."""
+        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU. Meant for small vocabularies V."""
 
 
 class HuggingFaceModel(LanguageModel, Protocol):
-    """A model of transformers, for tasks that generate text or inspect the model."""
+    """A `LanguageModel` of transformers, for tasks that generate text or inspect the model."""
 
     model: Any
     """The `PreTrainedModel`, in evaluation mode."""
     device: Any
 
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
-        """Generate at most `count` tokens greedily; return the text, and whether it ended with an end token."""
+        """Generate at most `count` tokens greedily after `prompt`; return their text, and whether an end token came."""
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
-        """Return this model as an `HFLM` of lm-evaluation-harness with a context of `max_length` tokens."""
+        """Return this model as an `HFLM` of lm-evaluation-harness; `max_length` is its context length in tokens."""
 
 
 class Task:
-    """Base class of tasks. A subclass defines `name`, `Settings`, and the methods without a default."""
+    """Base class of tasks. A subclass defines `name`, `Settings`, `units`, `evaluate` and `summarize`."""
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
-    """Heading, if it differs from `name`."""
+    """Heading of the results. Default: `name` with a capital letter, and spaces instead of underscores."""
     Settings: ClassVar[type]
-    """A documented dataclass of settings, as in `config.schema`."""
+    """The dataclass of the task's settings. As in `config.schema`, each field has a docstring."""
     needs_tokenizer: ClassVar[bool] = True
     generates: ClassVar[bool] = False
-    """Whether it needs a `HuggingFaceModel`; such a task cannot run during training."""
+    """Whether the task needs a `HuggingFaceModel`. Such a task cannot run during training."""
 
     def __init__(self, settings: Any, section: str = ""):
-        """Store the settings, and the section they are from if it is not the task's name."""
+        """Create a task; `section` is the section of its settings in error messages, by default the task's name."""
         self.settings, self.section = settings, section or self.name
 
     def key(self, setting: str) -> str:
         return f"{self.section}.{setting}"
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError if settings, data and model cannot work together.
+        """Raise ConfigError if the settings, the data and the model do not fit together.
 
-        Errors in data name file and line. Called on rank 0 before torch is loaded.
+        Errors in data name the file and the line. Called on rank 0, before torch is imported.
         """
 
     def refuse_code(self) -> None:
-        """Raise ConfigError if a setting names files that may run code.
+        """Raise ConfigError if a setting names files whose code the task would run.
 
-        Called before anything is read, unless --trust-remote-code is given.
+        Called before any file is read, and only without --trust-remote-code.
         """
 
     def inputs(self) -> Sequence[Path]:
-        """Return the files that are read. Their digests are recorded; if they change, results are not reused."""
+        """Return the files that the task reads. If one of them changes, earlier results are not reused."""
         return ()
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        """Return the units of work: the same list on every rank."""
+        """Return the units of work, as the same list on every rank."""
         raise NotImplementedError
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Evaluate one unit; return its value as plain JSON, including the score of every example."""
+        """Evaluate one unit; return its value as plain JSON, including the score of each example."""
         raise NotImplementedError
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return the results from the values by unit key. Called on rank 0."""
+        """Compute the results from the values of all units, given by unit key. Called on rank 0."""
         raise NotImplementedError
 
     def require(self, *packages: str) -> None:
-        """Raise ConfigError if a package, given by its import name, is not installed."""
+        """Raise ConfigError if one of `packages`, given by import name, is not installed."""
         missing = [package for package in packages if importlib.util.find_spec(package) is None]
         if missing:
-            raise ConfigError(self.name, f"needs {' and '.join(missing)}", f"pip install {' '.join(missing)}")
+            problem = f"needs {' and '.join(missing)}, which this environment lacks"
+            raise ConfigError(self.name, problem, f"run pip install {' '.join(missing)}")
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return pictures of this task's results, given by model label."""
+        """Return pictures of the results of one or more models, given by model label."""
         return []

@@ -1,4 +1,4 @@
-"""A model in training as a `LanguageModel`, and the hook that runs tasks on it."""
+"""The model in training as a `LanguageModel`, and the hook that evaluates tasks on it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 class TrainingModel:
     """An `evaluation.task.LanguageModel` in training. Data-parallel ranks may evaluate different texts.
 
-    Under ZeRO 3, every forward pass needs all ranks. Each pass is announced to the others, and a rank that has finished
-    joins with a dummy input (`join_other_ranks`).
+    Under ZeRO 3, all ranks have to take part in every forward pass. Before a pass, the ranks agree whether any of them
+    still has work. A rank that has none takes part with a dummy input (`join_other_ranks`).
     """
 
     def __init__(self, trainer: Training, stage: str):
         self.tokenizer = trainer.tokenizer
-        own = None if self.tokenizer is None else tokenizer_record(self.tokenizer)
-        self.info = replace(info_of_run(trainer.config), has_tokenizer=own is not None, tokenizer=own)
+        record = None if self.tokenizer is None else tokenizer_record(self.tokenizer)
+        self.info = replace(info_of_run(trainer.config), has_tokenizer=record is not None, tokenizer=record)
         self._engine, self._watch, self._stage = trainer.engine, trainer.watch, stage
         self._tokens, self._device = trainer.layout.tokens, trainer.layout.device
 
@@ -66,28 +66,29 @@ class TrainingModel:
         return function(*padded)[:, :length]
 
     def join_other_ranks(self) -> None:
-        """Join forward passes of other ranks until none is left. Every rank calls this when it has finished."""
-        nothing = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
+        """Take part in forward passes of other ranks until all have finished. Each rank calls this after its last
+        pass."""
+        dummy = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
         while self._any_rank_works(False):
             self._watch.progress(self._stage)
-            self._engine.losses(nothing, nothing)
+            self._engine.losses(dummy, dummy)
 
     def _any_rank_works(self, this_rank: bool) -> bool:
-        """Return whether any data-parallel rank has a pass to run; a collective call."""
+        """Return whether any data-parallel rank has a forward pass to run. This is a collective call under ZeRO 3."""
         if self._engine.zero_stage < 3:
             return False
         return bool(self._tokens.total(torch.tensor(float(this_rank), device=self._device)) > 0)
 
 
 class TaskHook(Hook):
-    """Run a task every `every` steps and after the last step; its units are distributed over the ranks."""
+    """A hook that evaluates a task every `every` steps and after the last step, on all data-parallel ranks together."""
 
     def __init__(self, task: Task, every: int):
         self._task, self._every = task, every
         self._units: list[Unit] | None = None
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Read the data before the first step, so that errors in it show at once."""
+        """Read the task's data before the first step, so that errors in the data appear at once."""
         if self._units is None:
             trainer.watch.progress(f"reading the data of {self._task.name}")
             self._units = self._task.units(self._model(trainer))
@@ -96,12 +97,12 @@ class TaskHook(Hook):
         return step % self._every == 0 or step == trainer.config.train.steps
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        """Return the scores as `evaluation/TASK/METRIC/GROUP/LENGTH`; on failure, log a warning and return none."""
+        """Return the scores by tag, `evaluation/TASK/METRIC/GROUP/LENGTH`. If the task fails, log a warning instead."""
         group = trainer.layout.tokens.data_group
         model, units = self._model(trainer), self._units
         values: dict[str, Any] = {}
         failure = None
-        for unit in Ranks(group.rank(), group.size()).shares(units)[group.rank()]:
+        for unit in Ranks(group.rank(), group.size()).assign(units)[group.rank()]:
             try:
                 values[unit.key] = self._task.evaluate(unit, model)
             except ValueError as error:
@@ -109,11 +110,11 @@ class TaskHook(Hook):
         model.join_other_ranks()
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, (values, failure), group=group)
-        if failure := next((found for _, found in gathered if found), None):
+        if failure := next((message for _, message in gathered if message), None):
             logger.warning("warning: the evaluation %s of step %d has no result: %s", self._task.name, step, failure)
             return HookResult()
-        whole = {key: value for part, _ in gathered for key, value in part.items()}
-        summary = self._task.summarize({unit.key: whole[unit.key] for unit in units}, model.info)
+        by_key = {key: value for of_rank, _ in gathered for key, value in of_rank.items()}
+        summary = self._task.summarize({unit.key: by_key[unit.key] for unit in units}, model.info)
         scalars = {self._tag(score): score.value for score in summary.scores}
         if trainer.writer is not None:
             shown = (f"{tag.removeprefix('evaluation/')} {value:.4g}" for tag, value in scalars.items())

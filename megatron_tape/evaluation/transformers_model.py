@@ -1,4 +1,4 @@
-"""A model of transformers as a `HuggingFaceModel` for evaluation tasks."""
+"""Load models of transformers for evaluation tasks."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 from megatron_tape.parallel.launcher import local_rank
+from megatron_tape.text import counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK = 2048
-"""Tokens per forward pass. Most models process longer texts in chunks with a cache."""
-_ROWS = 1024
-"""Maximum number of tokens with float32 logits in memory."""
+"""Tokens per forward pass. Longer texts are split into chunks, if the model supports a cache."""
+_LOGIT_TOKENS = 1024
+"""Maximum number of tokens whose float32 logits are in memory at once."""
 
 
 class HFModel:
-    """A causal model of transformers on one device; see `evaluation.task.HuggingFaceModel`."""
+    """A causal language model of transformers; implements `evaluation.task.HuggingFaceModel`."""
 
     def __init__(
-        self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK, reader: Tokenizer | None = None
+        self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK, saved_tokenizer: Tokenizer | None = None
     ):
-        """Wrap a `PreTrainedModel` and its tokenizer, or None if it has none.
+        """Wrap a `PreTrainedModel` and its tokenizer, which may be None.
 
-        A `reader`, the tokenizer of the training, encodes and decodes instead of that of transformers, which may split
-        some texts differently.
+        `chunk` is the number of tokens per forward pass. If `saved_tokenizer`, the one of the training, is given, it
+        encodes and decodes texts instead of `tokenizer`, whose transformers implementation may split some texts
+        differently.
         """
         self.info, self.model, self.tokenizer, self.chunk = info, model.eval(), tokenizer, chunk
-        self._reader = reader
+        self._saved_tokenizer = saved_tokenizer
 
     @property
     def device(self) -> torch.device:
@@ -52,31 +54,32 @@ class HFModel:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def encode(self, text: str) -> list[int]:
-        if self._reader is not None:
-            return self._reader.encode(text)
+        if self._saved_tokenizer is not None:
+            return self._saved_tokenizer.encode(text)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, tokens: list[int]) -> str:
-        if self._reader is not None:
-            return self._reader.decode(tokens)
+        if self._saved_tokenizer is not None:
+            return self._saved_tokenizer.decode(tokens)
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
     def bos(self) -> list[int]:
-        if self._reader is not None:
-            return self._reader.prefix
+        if self._saved_tokenizer is not None:
+            return self._saved_tokenizer.prefix
         if self.tokenizer is None:
             return []
-        own = self.tokenizer.bos_token_id
+        bos = self.tokenizer.bos_token_id
         ids = self.tokenizer("a", verbose=False)["input_ids"]
-        return ids[:1] if own is not None and ids[:1] == [own] else []
+        return ids[:1] if bos is not None and ids[:1] == [bos] else []
 
     @cached_property
     def supports_chunks(self) -> bool:
-        """Whether chunks with a cache are equivalent to one pass over the text.
+        """Whether forward passes over chunks of a text with a cache are equivalent to one pass over the whole text.
 
-        False for recurrent models, since many models of transformers resume a state for single tokens only; and for
-        RoPE with length-dependent frequencies, since cached keys of earlier chunks would have other frequencies.
+        False for recurrent models, since many models of transformers continue from a recurrent state only one token at
+        a time. Also False for RoPE with frequencies that depend on the length, since the cached keys of earlier chunks
+        would have other frequencies.
         """
         return not (self.model._is_stateful or self._rope_types & {"dynamic", "longrope"})
 
@@ -102,7 +105,7 @@ class HFModel:
     def reset_rope_frequencies(self) -> None:
         """Reset the frequencies of dynamic RoPE, so that results do not depend on earlier texts.
 
-        transformers keeps the frequencies of the longest text since the last one below the trained length.
+        transformers keeps the frequencies of a long text until it reads a text shorter than the trained length.
         """
         if "dynamic" in self._rope_types:
             self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False)
@@ -110,9 +113,9 @@ class HFModel:
     @torch.inference_mode()
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
         if not 1 <= first <= len(tokens):
-            raise ValueError(f"first is {first}, but must lie between 1 and the {len(tokens)} tokens")
+            raise ValueError(f"first is {first}, but must be from 1 to the number of tokens, {len(tokens)}")
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
-        inputs, cache, parts = ids[None, :-1], None, []
+        inputs, cache, losses = ids[None, :-1], None, []
         length = inputs.shape[1]
         chunk = self.chunk if self.supports_chunks and self._supports_cache(length) else max(1, length)
         if length > chunk:
@@ -124,17 +127,17 @@ class HFModel:
             stop = min(start + chunk, length)
             # The logits at position i predict token i + 1.
             scored = max(0, stop - max(start, first - 1))
-            more = {} if cache is None else {"past_key_values": cache}
+            options = {} if cache is None else {"past_key_values": cache}
             output = self.model(
-                inputs[:, start:stop], use_cache=cache is not None, logits_to_keep=max(1, scored), **more
+                inputs[:, start:stop], use_cache=cache is not None, logits_to_keep=max(1, scored), **options
             )
             if cache is not None and cache.get_seq_length() != stop:
                 # Models with their own code may not support this cache.
                 self.supports_chunks = False
                 return self.losses(tokens, first)
             if scored:
-                parts.append(_cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1]))
-        return torch.cat(parts).cpu().numpy() if parts else np.empty(0)
+                losses.append(_cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1]))
+        return torch.cat(losses).cpu().numpy() if losses else np.empty(0)
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -145,9 +148,9 @@ class HFModel:
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
         from transformers import GenerationConfig
 
-        own = self.model.generation_config.eos_token_id
-        known = set(own if isinstance(own, list) else [own]) | {self.tokenizer.eos_token_id}
-        ends = sorted(end for end in known if end is not None)
+        eos = self.model.generation_config.eos_token_id
+        ids_or_none = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
+        ends = sorted(end for end in ids_or_none if end is not None)
         settings = GenerationConfig(
             max_new_tokens=count, do_sample=False, num_beams=1, repetition_penalty=1.0,
             eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
@@ -167,10 +170,10 @@ class HFModel:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses (N,), float64, of logits (N, V); converts to float32 in parts."""
+    """Return the losses (N,), float64, of logits (N, V) for labels (N,). Converts few logits to float32 at once."""
     losses = [
         F.cross_entropy(part.float(), label, reduction="none")
-        for part, label in zip(logits.split(_ROWS), labels.split(_ROWS))
+        for part, label in zip(logits.split(_LOGIT_TOKENS), labels.split(_LOGIT_TOKENS))
     ]
     return torch.cat(losses).double()
 
@@ -181,11 +184,11 @@ def load_model(
     dtype: str,
     device: str,
     trust_remote_code: bool = False,
-    reader: Tokenizer | None = None,
+    saved_tokenizer: Tokenizer | None = None,
 ) -> HFModel:
-    """Load a model in transformers format, from safetensors only. Raises FileError if transformers cannot.
+    """Load a model in transformers format from safetensors files. Raises FileError if transformers cannot load it.
 
-    With a `reader` (see `HFModel`) the directory may lack a tokenizer.
+    `saved_tokenizer` is that of `HFModel`. If it is given, the directory needs no tokenizer.
     """
     import transformers
 
@@ -201,28 +204,28 @@ def load_model(
             local_files_only=True,
         )
         # Texts are generated greedily, without the model's settings for sampling or repetition.
-        own = model.generation_config
-        ids = {key: getattr(own, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        config = model.generation_config
+        ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.generation_config = transformers.GenerationConfig(**ids)
         tokenizer = None
-        if info.has_tokenizer and (reader is None or (Path(directory) / TOKENIZER_JSON).is_file()):
+        if info.has_tokenizer and (saved_tokenizer is None or (Path(directory) / TOKENIZER_JSON).is_file()):
             tokenizer = read_tokenizer(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-            # Tasks truncate long texts themselves; avoids a warning for each.
+            # Avoids a warning for each long text; tasks truncate texts themselves.
             tokenizer.model_max_length = int(1e30)
             # As in training, no text encodes to a special token.
             tokenizer.split_special_tokens = True
-    except Exception as error:  # any error of the libraries below, often with many lines
+    except Exception as error:  # the libraries raise errors of any type, often with many lines
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise FileError(str(directory), f"cannot be loaded: {reason}") from None
     config = read_settings(Path(directory) / "config.json")
-    info = dataclasses.replace(info, config=config, has_tokenizer=reader is not None or tokenizer is not None)
-    return HFModel(info, model.to(device), tokenizer, reader=reader)
+    info = dataclasses.replace(info, config=config, has_tokenizer=saved_tokenizer is not None or tokenizer is not None)
+    return HFModel(info, model.to(device), tokenizer, saved_tokenizer=saved_tokenizer)
 
 
 def _copy_code(directory: Path) -> None:
     """Copy a model's code to the module cache of transformers under a lock.
 
-    Without it, a process could read a file that another one is still writing. Existing files are not copied again.
+    Without the lock, a process could read a file that another process is still writing. Existing files are not copied.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.utils import HF_MODULES_CACHE
@@ -237,14 +240,14 @@ def _copy_code(directory: Path) -> None:
                 get_class_from_dynamic_module(name, str(directory), local_files_only=True)
 
 
-def choose_device(given: str) -> str:
-    """Return the device of this rank for `auto`, `cpu` or `cuda`; ConfigError if there is no GPU for it."""
+def choose_device(name: str) -> str:
+    """Return the device of this rank for --device `auto`, `cpu` or `cuda`. Raises ConfigError if it has no GPU."""
     count, rank = torch.cuda.device_count(), local_rank()
-    if given == "auto":
-        given = "cuda" if count else "cpu"
-    if given == "cpu":
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    if name == "cpu":
         return "cpu"
     if rank >= count:
-        problem = f"cuda needs a GPU for each process, but this machine has {count} and this is process {rank} on it"
-        raise ConfigError("--device", problem, "start fewer processes, or give --device cpu")
+        problem = f"is cuda, but this machine has {counted(count, 'GPU')}, none of them for local rank {rank}"
+        raise ConfigError("--device", problem, "start one process per GPU, or set --device cpu")
     return f"cuda:{rank}"

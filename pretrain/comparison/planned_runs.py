@@ -21,7 +21,7 @@ from megatron_tape.data.indexed_dataset import dataset_paths
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation import comparison_file
 from megatron_tape.evaluation.comparison_file import NAME, Comparison, FinishedRun
-from megatron_tape.evaluation.model_source import made_by
+from megatron_tape.evaluation.model_source import model_of_run
 from megatron_tape.evaluation.results import NAME as RESULTS
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
@@ -325,7 +325,7 @@ def _check_model(config: RunConfig, evaluation: list[str] | None) -> None:
         not_exportable = encoding_of(config.model).exports_to is None
         problem = f"is {encoding}, which cannot be exported and therefore cannot be evaluated"
         refuse(not_exportable, "model.position_encoding", problem, "remove it from --encodings")
-        evaluate.check_evaluation(evaluation, made_by(config))
+        evaluate.check_evaluation(evaluation, model_of_run(config))
 
 
 def _check_start(directory: Path, config: RunConfig) -> None:

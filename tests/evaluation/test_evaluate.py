@@ -233,21 +233,21 @@ def test_only_code_of_this_project_runs_without_trust_remote_code(llama, tmp_pat
     settings = json.loads((llama / "config.json").read_text())
     own = {"AutoConfig": "configuration_tape.TapeConfig", "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM"}
 
-    def runs_own_code(classes, tokenizer=None):
+    def runs_foreign_code(classes, tokenizer=None):
         (tmp_path / "config.json").write_text(json.dumps(settings | {"auto_map": classes}))
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer or {}))
-        return find_model(str(tmp_path)).runs_own_code
+        return find_model(str(tmp_path)).runs_foreign_code
 
-    assert not runs_own_code(own)
+    assert not runs_foreign_code(own)
     # transformers looks for such a class in another directory, or in a repository of the hub.
-    assert runs_own_code(own | {"AutoModelForCausalLM": f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"})
-    assert runs_own_code(["modeling_tape.TapeForCausalLM"])
-    assert runs_own_code(own, {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}})
+    assert runs_foreign_code(own | {"AutoModelForCausalLM": f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"})
+    assert runs_foreign_code(["modeling_tape.TapeForCausalLM"])
+    assert runs_foreign_code(own, {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}})
     # transformers replaces `generate` by that of such a file.
     (tmp_path / "custom_generate").mkdir()
-    assert runs_own_code(own)
+    assert runs_foreign_code(own)
     (tmp_path / "custom_generate").rmdir()
-    assert not runs_own_code(own)
+    assert not runs_foreign_code(own)
     digest = find_model(str(tmp_path)).digest()
     (tmp_path / "merges.txt").write_text("a b")
     assert find_model(str(tmp_path)).digest() != digest
@@ -262,7 +262,7 @@ def test_code_of_a_checkpoints_tokenizer_never_runs(tmp_path, monkeypatch):
     write_tokenizer(kept / "tokenizer.json")
     (kept / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x--y.Z", null]}}')
     found = find_model(str(tmp_path))
-    assert not found.runs_own_code and found.info.has_tokenizer and found.info.trained_length == 32
+    assert not found.runs_foreign_code and found.info.has_tokenizer and found.info.trained_length == 32
     (tmp_path / "out").mkdir()
     write_exported(load_tokenizer(kept), tmp_path / "out", 32, str(kept))
     assert "auto_map" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
@@ -333,7 +333,7 @@ def test_a_model_that_ignores_the_cache_uses_one_pass(llama, monkeypatch):
 
 def test_each_unit_is_assigned_to_one_rank_and_the_load_is_balanced():
     units = [Unit(str(i), cost=1 + i % 5) for i in range(23)]
-    shares = Ranks(0, 3).shares(units)
+    shares = Ranks(0, 3).assign(units)
     assert sorted(unit.key for share in shares for unit in share) == sorted(unit.key for unit in units)
     loads = [sum(unit.cost for unit in share) for share in shares]
     assert max(loads) - min(loads) <= 1

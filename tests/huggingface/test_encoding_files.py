@@ -27,26 +27,26 @@ from pretrain import evaluate
 def test_only_unchanged_exported_code_runs_without_trust(exported, tmp_path):
     directory = exported("fire").directory
     for name in ("fire", "toy_stretch"):
-        assert not find_model(str(exported(name).directory)).runs_own_code
+        assert not find_model(str(exported(name).directory)).runs_foreign_code
     for file in ("position_fire_tape.py", "encoding_tape.py", "modeling_encoded_tape.py", "extra.py"):
         changed = tmp_path / file
         shutil.copytree(directory, changed)
         with open(changed / file, "a") as content:
             content.write("\n")
-        assert find_model(str(changed)).runs_own_code
+        assert find_model(str(changed)).runs_foreign_code
     other = tmp_path / "other"
     shutil.copytree(directory, other)
     for named in ("t5", ["fire"]):
         change_config(other, {"position_encoding": named})
-        assert find_model(str(other)).runs_own_code
+        assert find_model(str(other)).runs_foreign_code
     change_config(other, {"position_encoding": "fire"})
     (other / "custom_generate").mkdir()
-    assert find_model(str(other)).runs_own_code
+    assert find_model(str(other)).runs_foreign_code
     (other / "custom_generate").rmdir()
-    assert not find_model(str(other)).runs_own_code
+    assert not find_model(str(other)).runs_foreign_code
     elsewhere = {"AutoModel": f"{tmp_path}/sub--modeling_encoded_tape.EncodedModel"}
     change_config(other, {"auto_map": ENCODED_AUTO_MAP | elsewhere})
-    assert find_model(str(other)).runs_own_code
+    assert find_model(str(other)).runs_foreign_code
 
 
 @pytest.mark.parametrize("name", NAMES)

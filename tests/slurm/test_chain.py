@@ -48,7 +48,7 @@ def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(clus
     cluster.until(lambda: values() >= 4, evaluation)
     cluster.run("scancel", "--batch", "--signal=USR1", evaluation)
     assert cluster.wait(evaluation) == "COMPLETED", cluster.story(evaluation)
-    assert cluster.field(evaluation, "Restarts") == "1" and "of them done before" in cluster.log(evaluation)
+    assert cluster.field(evaluation, "Restarts") == "1" and "of them already finished" in cluster.log(evaluation)
     evaluated = run / "evaluation" / f"step-{STEPS:08d}"
     found, perplexity = read_results(evaluated), read_results(evaluated).tasks["perplexity"]
     assert found.model.run["step"] == STEPS and (evaluated / "perplexity.png").is_file()

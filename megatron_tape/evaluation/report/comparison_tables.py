@@ -99,7 +99,7 @@ def picture(found: Found, variants: Sequence[str]) -> list[Picture]:
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel(figures.plain(title, 60), fontsize=9)
         same = [value for other in shown if other.metric == metric.metric for value in _values(found[other])]
-        axes.set_xlim(*figures.limits(same, share=metric.is_share))
+        axes.set_xlim(*figures.limits(same, share=metric.is_fraction))
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.locator_params(axis="x", nbins=6)
         descriptions.append(f"{title}: {', '.join(f'{row.variant} {row.mean:.4g}' for row in found[metric])}")
