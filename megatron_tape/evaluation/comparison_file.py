@@ -1,6 +1,7 @@
-"""`comparison.json`: results of several variants of one recipe, each with several seeds. Imports no torch.
+"""The file `comparison.json`: results of several variants of a recipe, each trained with several seeds.
 
-The file is small enough for a repository, and records the settings of its runs, so that runs need not be repeated.
+The file is small enough to be committed to a repository. It contains the settings of its runs, so that finished runs
+are not repeated. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from megatron_tape.io.records import write_record
 
 NAME = "comparison.json"
 TRAINING = "training"
-"""Task name of scores about the training itself."""
+"""Value of `Score.task` for scores of the training itself, such as its speed."""
 Settings = dict[str, dict[str, Any]]
+"""Settings by section or task, and by key."""
 _SHOWN = 300
-"""Maximum number of characters of a difference in a message."""
+"""Maximum number of characters of the description of one difference in a message."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Results of a variant with one seed, and where they were measured."""
+    """Results of a variant that was trained with one seed, and where they were measured."""
 
     variant: str
     seed: Whole
     scores: list[Score]
     seconds: Number
-    """Time of training and evaluation, without the time before an interruption."""
+    """Time of training and evaluation in seconds, without the time before an interruption."""
     created: Number
     hardware: str
     versions: dict[str, str]
     data: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of the files read in training and evaluation, by path; empty for older runs."""
+    """Fingerprints of the files read in training and evaluation, by path; empty for runs of earlier versions."""
 
     @property
     def name(self) -> tuple[str, int]:
@@ -56,9 +58,9 @@ class Comparison:
     """The contents of `comparison.json`."""
 
     settings: Settings
-    """Settings of the recipe. Variants change only what their names say."""
+    """Settings of the recipe. A variant changes only those in its name, such as `tape+increments=signed`."""
     evaluation: Settings
-    """Settings of each task."""
+    """Settings of each evaluation task, by task name."""
     baseline: str
     """The variant to which the others are compared."""
     runs: list[FinishedRun] = field(default_factory=list)
@@ -70,14 +72,14 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantResult:
     """Results of a variant in one metric."""
 
     variant: str
     values: dict[int, float]
     """Values by seed."""
     difference: PairedTest | None
-    """Difference from the baseline over common seeds; None for the baseline, or without common seeds."""
+    """Test of the differences from the baseline with the same seeds; None for the baseline, or without common seeds."""
 
     @property
     def mean(self) -> float:
@@ -85,14 +87,14 @@ class Row:
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over the seeds; None for one seed."""
+        """Sample standard deviation over the seeds; None for one seed."""
         return float(np.std(list(self.values.values()), ddof=1)) if len(self.values) > 1 else None
 
 
 def empty(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
-    """Return a comparison without runs, from a recipe's settings and the evaluated tasks."""
+    """Return a comparison without runs. `base` is the recipe, and `baseline` the name of a variant."""
     evaluation = {task.name: dataclasses.asdict(task.settings) for task in tasks}
-    # The same types as after reading the file.
+    # Converted to JSON and back, so that types are the same as after reading the file.
     settings, evaluation = json.loads(json.dumps([config_dict(base), evaluation]))
     # Paths on this machine are not part of the results.
     del settings["logging"], settings["checkpoint"]["directory"]
@@ -105,7 +107,7 @@ def read_comparison(path: str | Path) -> Comparison:
 
 
 def write_comparison(path: Path, comparison: Comparison) -> None:
-    """Replace the file atomically. Default values of scores are not written."""
+    """Write the file, replacing an earlier one atomically. Fields of scores that have their default are omitted."""
     content = dataclasses.asdict(comparison)
     defaults = {f.name: f.default for f in dataclasses.fields(Score)}
     for run in content["runs"]:
@@ -114,26 +116,26 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
 
 
 def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
-    """Add the runs of another file that are not in `comparison` yet.
+    """Add the runs of the file `path` that are not in `comparison` yet.
 
-    Raises FileError if they were made with other settings.
+    Raises FileError if they were made with settings other than those of the recipe `base`.
     """
     other = read_comparison(path)
     if other.runs and (different := differences(other, comparison, base)):
-        problem = f"holds runs with other settings ({first_of(different)})"
-        raise FileError(str(path), problem, "restore these, or choose another --output")
+        problem = f"contains runs with other settings ({first_of(different)})"
+        raise FileError(str(path), problem, "restore these settings, or choose another --output")
     known = {run.name for run in comparison.runs}
     comparison.runs.extend(run for run in other.runs if run.name not in known)
 
 
 def first_of(differences: Sequence[str]) -> str:
-    """Return the first differences and the number of others as text."""
-    others = f"; and {len(differences) - 3} others" if len(differences) > 3 else ""
+    """Join the first three of `differences` as text, and count the others."""
+    others = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
     return "; ".join(one if len(one) <= _SHOWN else f"{one[:_SHOWN]}..." for one in differences[:3]) + others
 
 
 def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[str]:
-    """Describe the settings that differ, except those without effect on results."""
+    """Describe the settings that differ, as `key: was X, is now Y`, except those without effect on results."""
     found = changed_settings(recorded.settings, base, of_variants=True)
     for task, settings in now.evaluation.items():
         before = recorded.evaluation.get(task)
@@ -145,17 +147,17 @@ def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[
 
 
 def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = False) -> list[str]:
-    """Describe the settings that differ from saved ones. With `of_variants`, the encoding may differ."""
+    """Describe how `config` differs from `saved`. With `of_variants`, the positional encoding may differ."""
     free = {"attention_backend", *(["position_encoding"] if of_variants else [])}
     now = json.loads(json.dumps(config_dict(config)))
     found = model_differences(saved.get("model", {}), now.pop("model"), free, ("was", "is now"))
     found += _changes("", saved, now)
-    # Of the evaluations, only the loss on the validation split is part of the results.
-    now = config.train.evaluations
-    was = saved.get("train", {}).get("evaluations", now)
+    # Of train.evaluations, only the loss on the validation split is part of the results.
+    evaluations = config.train.evaluations
+    was = saved.get("train", {}).get("evaluations", evaluations)
     was = was if isinstance(was, (list, tuple)) and all(isinstance(name, str) for name in was) else ()
-    if ON_VALIDATION_DATA & set(was) != ON_VALIDATION_DATA & set(now):
-        found.append(f"train.evaluations: was {json.dumps(was)}, is now {json.dumps(now)}")
+    if ON_VALIDATION_DATA & set(was) != ON_VALIDATION_DATA & set(evaluations):
+        found.append(f"train.evaluations: was {json.dumps(was)}, is now {json.dumps(evaluations)}")
     return found
 
 
@@ -167,31 +169,34 @@ def _changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str
     ]
 
 
-def rows(comparison: Comparison) -> dict[Score, list[Row]]:
-    """Return the results of each variant by metric (see `Score.subject`), in order."""
+def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]]:
+    """Return the results of all variants for each metric (see `Score.subject`)."""
     found: dict[Score, dict[str, dict[int, float]]] = {}
     for run in comparison.runs:
         for score in run.scores:
             found.setdefault(score.subject, {}).setdefault(run.variant, {})[run.seed] = score.value
-    return {metric: _rows(by_variant, comparison.baseline) for metric, by_variant in found.items()}
+    return {metric: _variant_results(by_variant, comparison.baseline) for metric, by_variant in found.items()}
 
 
-def _rows(by_variant: dict[str, dict[int, float]], baseline: str) -> list[Row]:
+def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> list[VariantResult]:
     reference = by_variant.get(baseline, {})
     tests = {}
     for variant, values in by_variant.items():
         if variant != baseline and (common := sorted(values.keys() & reference.keys())):
             tests[variant] = paired_t([values[seed] - reference[seed] for seed in common])
     tests = dict(zip(tests, holm(list(tests.values()))))
-    return [Row(variant, dict(sorted(values.items())), tests.get(variant)) for variant, values in by_variant.items()]
+    return [
+        VariantResult(variant, dict(sorted(values.items())), tests.get(variant))
+        for variant, values in by_variant.items()
+    ]
 
 
 def training_scores(
     config: RunConfig, speed: float | None, validation_loss: float | None, parameters: int, flops_per_token: int
 ) -> list[Score]:
-    """Return scores of the training itself: loss, time, parameters and arithmetic.
+    """Return scores of the training itself: validation loss, time per step, parameters and floating-point operations.
 
-    `speed` is the median of tokens per second; `validation_loss` is that of the last step.
+    `speed` is the median of tokens per second, and `validation_loss` that after the last step; None if not measured.
     """
     tokens = config.train.global_batch_size * config.model.seq_length
     teraflops = flops_per_token * config.train.samples_after(config.train.steps) * config.model.seq_length / 1e12

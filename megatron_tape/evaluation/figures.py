@@ -1,6 +1,6 @@
 """The style of pictures: the color of each encoding, heat maps, axes of lengths.
 
-Tasks draw with matplotlib's objects (no pyplot, no global style), which are imported when the first figure is made.
+Tasks draw with matplotlib's objects, without pyplot and global styles. matplotlib is imported with the first figure.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ENCODING_COLORS = {
     "path_fox": "#6e1d00",
     "sincos": "#1a1a1a",
 }
-"""The color of each positional encoding in every picture. Readers with protanopia or deuteranopia can tell any two of
-them apart."""
+"""The color of each positional encoding in every picture. Readers with protanopia or deuteranopia can distinguish any
+two of them."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
 LINES = ("-", "--", ":", "-.")
 BLENDS = ((0.0, 0.0), (0.0, 0.35), (1.0, 0.4))
-"""Shades of one encoding's color: the gray level (0 is black) that is blended in, and its share."""
+"""Shades of an encoding's color: the gray level that is blended in (0 is black, 1 white), and its fraction."""
 COLOR_MAP = "cividis"
 """Color map of heat maps, from dark blue to light yellow. It also works in gray and for color-blind readers."""
 SHADES = ("#2a78c8", "#8a6fc0", "#c8588e", "#d97a20")
@@ -54,11 +54,12 @@ SHADES = ("#2a78c8", "#8a6fc0", "#c8588e", "#d97a20")
 ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
 """Text colors on dark and light cells of a heat map."""
 CELLS_WITH_TEXT = 144
+"""Maximum number of cells of a heat map that shows the values."""
 LONGEST_LABEL, LONGEST_AXIS_LABEL = 36, 48
 """Maximum characters of the name of a model or panel, and of the label of an axis."""
 _LONGEST_TEXT = 80
 MOST_PANELS = 24
-"""Maximum number of axes of a figure; the layout of more takes minutes."""
+"""Maximum number of panels (axes) of a figure; the layout of more takes minutes."""
 # Pages and pictures cannot show lone surrogates and noncharacters.
 _UNSHOWABLE = re.compile(f"[{CONTROLS}\ud800-\udfff\ufffe\uffff]")
 _ENCODINGS: ContextVar[Mapping[str, str | None]] = ContextVar("encodings of the models", default=MappingProxyType({}))
@@ -70,7 +71,7 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
     The color is that of the model's encoding (see `model_encodings`). Models of one encoding differ in shade and line
     style. The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth` and `label`. Use `label` in legends
-    and titles: it is shortened, and matplotlib shows it as it is.
+    and titles: it is short, and contains no markup of matplotlib.
     """
     labels = list(labels)
     encodings = {**_ENCODINGS.get(), **{label: None for label in labels if label not in _ENCODINGS.get()}}
@@ -79,16 +80,16 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     free = [color for name, color in ENCODING_COLORS.items() if name not in reserved] or list(ENCODING_COLORS.values())
     colors = {**ENCODING_COLORS}
     uses: Counter[str] = Counter()
-    found: dict[str, dict[str, Any]] = {}
+    looks: dict[str, dict[str, Any]] = {}
     for index, (label, encoding) in enumerate(encodings.items()):
         family = encoding or f"model {label}"
         base = colors.setdefault(family, free[(len(colors) - len(ENCODING_COLORS)) % len(free)])
         variant = uses[base]
         uses[base] += 1
         short = plain(label, LONGEST_LABEL)
-        if any(look["label"] == short for look in found.values()):
+        if any(look["label"] == short for look in looks.values()):
             short = f"{plain(label, LONGEST_LABEL - 6)} ({index + 1})"
-        found[label] = {
+        looks[label] = {
             "color": shade(base, variant),
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 5,
@@ -96,12 +97,12 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
             "linewidth": 1.6,
             "label": short,
         }
-    return {label: found[label] for label in labels}
+    return {label: looks[label] for label in labels}
 
 
 @contextmanager
 def model_encodings(encodings: Mapping[str, str | None]) -> Iterator[None]:
-    """Set the encoding of each model by its label, so that `styles` is the same in all pictures within the context."""
+    """Set the encoding of each model label, so that all pictures within the context show a model in the same style."""
     token = _ENCODINGS.set(encodings)
     try:
         yield
@@ -117,7 +118,7 @@ def variant_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def encoding_of(config: Mapping[str, Any]) -> str | None:
-    """Return the encoding of a model that has this `config.json`, or None if it is unknown."""
+    """Return the name of a model's positional encoding, given its `config.json`; None if it is unknown."""
     for name in (config.get("position_encoding"), config.get("model_type")):
         if isinstance(name, str) and name in ENCODING_COLORS:
             return name
@@ -125,14 +126,14 @@ def encoding_of(config: Mapping[str, Any]) -> str | None:
 
 
 def shade(color: str, number: int) -> str:
-    """Return a shade of a color; number 0 is the color itself, and later numbers repeat."""
-    gray, share = BLENDS[number % len(BLENDS)]
+    """Return shade `number` of a color: 0 is the color itself, then the shades of `BLENDS` follow and repeat."""
+    gray, fraction = BLENDS[number % len(BLENDS)]
     channels = (int(color[start : start + 2], 16) for start in (1, 3, 5))
-    return "#" + "".join(f"{round((1 - share) * channel + share * 255 * gray):02x}" for channel in channels)
+    return "#" + "".join(f"{round((1 - fraction) * channel + fraction * 255 * gray):02x}" for channel in channels)
 
 
 def shades(count: int) -> list[tuple[float, ...]]:
-    """Return colors for ordered curves, such as those of layers."""
+    """Return `count` RGBA colors for ordered curves, such as those of layers."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("shades", SHADES)
@@ -140,7 +141,7 @@ def shades(count: int) -> list[tuple[float, ...]]:
 
 
 def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
-    """Return a text on one line, with an ellipsis in the middle if it is longer than `longest` characters."""
+    """Return a text as one line of at most `longest` characters, with an ellipsis in the middle if it is longer."""
     text = " ".join(text.split())
     if len(text) <= longest:
         return text
@@ -149,14 +150,15 @@ def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
 
 
 def clean(text: str, longest: int = 10_000) -> str:
-    """Return a text on one line, shortened, without characters that pages and pictures cannot show."""
+    """Return a text as one line, shortened, and with a replacement for characters that pages and pictures cannot
+    show."""
     return shorten(_UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text), longest)
 
 
 def plain(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return a text for a figure: clean, short, and without a leading underscore, which would hide it in a legend.
+    """Return a text for a figure: clean and short. A space precedes a leading underscore, which would hide legend entries.
 
-    Dollar signs are shown as they are (see `new_figure`).
+    Dollar signs stay, since `new_figure` disables math text.
     """
     text = clean(text, longest)
     return f" {text}" if text.startswith("_") else text
@@ -165,18 +167,18 @@ def plain(text: str, longest: int = _LONGEST_TEXT) -> str:
 def new_figure(
     rows: int = 1, columns: int = 1, *, width: float = 4.6, height: float = 3.2, **subplots: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes in reading order; `width` and `height` are those of one of them, in inches.
+    """Return a figure and its axes in reading order. `width` and `height` are the size of one panel in inches.
 
-    Further arguments are those of `Figure.subplots`, such as `sharey=True`. Use at most three columns, since more are
-    narrow on a page. Raises ValueError for more than MOST_PANELS axes.
+    Other arguments are those of `Figure.subplots`, such as `sharey=True`. Use at most three columns, since more are
+    narrow on a page. Raises ValueError for more than MOST_PANELS panels.
     """
     if rows * columns > MOST_PANELS:
-        raise ValueError(f"it has {rows * columns:,} panels, but at most {MOST_PANELS} are drawn")
+        raise ValueError(f"the figure has {rows * columns:,} panels, but at most {MOST_PANELS} are allowed")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["text.parse_math"] = False  # labels are from files, and a stray $ would raise an error
+    matplotlib.rcParams["text.parse_math"] = False  # labels come from files, and a single $ would raise an error
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **subplots).ravel().tolist()
@@ -214,7 +216,8 @@ def curve(
     low: Sequence[float | None] | None = None,
     high: Sequence[float | None] | None = None,
 ) -> None:
-    """Draw a model's values with error bars; None is a gap, or a point without an error bar."""
+    """Draw the values `y` at `x`, with error bars from `low` to `high`. None in `y` is a gap, and elsewhere no error
+    bar."""
     values = np.array(_numbers(y))
     axes.plot(x, values, **style)
     if low is not None and high is not None:
@@ -223,7 +226,7 @@ def curve(
 
 
 def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
-    """Format the x axis for lengths in tokens: logarithmic, with a tick at each of at most about ten lengths."""
+    """Format the x axis for lengths in tokens: logarithmic, with ticks at about ten of the lengths at most."""
     from matplotlib.ticker import NullLocator
 
     shown = sorted(set(lengths))
@@ -235,37 +238,37 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
 
 
 def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
-    """Make an axis logarithmic, with plain numbers instead of matplotlib's formulas at its ticks.
+    """Make an axis logarithmic, with plain numbers instead of matplotlib's powers at its ticks.
 
-    Numbers of base 2 are exact, such as 131,072 instead of 1e+05.
+    With base 2, the numbers are exact, such as 131,072 instead of 1e+05.
     """
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis = getattr(axes, f"{which}axis")
-    for put in (axis.set_major_formatter, axis.set_minor_formatter):
-        put(FuncFormatter(lambda value, _: f"{value:,.12g}") if base == 2 else LogFormatter(base))
+    for set_formatter in (axis.set_major_formatter, axis.set_minor_formatter):
+        set_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}") if base == 2 else LogFormatter(base))
 
 
 def length_name(length: int) -> str:
-    """Return 1024 as 1K and 1000 as 1,000."""
+    """Return a length in tokens as text, such as 1K for 1024 and 1,000 for 1000."""
     return f"{length // 1024:,}K" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
 
 
-def limits(values: Iterable[float], share: bool = False) -> tuple[float, float]:
-    """Return the limits of an axis with a margin: around the values, or from 0 to 1 if they are shares.
+def limits(values: Iterable[float], fraction: bool = False) -> tuple[float, float]:
+    """Return the limits of an axis with a margin: around the values, or around 0 to 1 if they are fractions.
 
-    Values that are nearly equal get at least 2 % of the largest, so that rounding does not look like a difference.
+    The limits cover at least 2 % of the largest value, so that rounding errors do not look like differences.
     """
     finite = [value for value in values if math.isfinite(value)]
-    low, high = (0.0, 1.0) if share and all(0 <= value <= 1 for value in finite) else (min(finite), max(finite))
+    low, high = (0.0, 1.0) if fraction and all(0 <= value <= 1 for value in finite) else (min(finite), max(finite))
     least = 0.02 * max(abs(low), abs(high)) or 1.0
     margin = 0.05 * (high - low) if high - low > least else (least - (high - low)) / 2
     return low - margin, high + margin
 
 
 def legend(figure: Figure) -> None:
-    """Add one legend for all axes below the figure, which grows by its height."""
+    """Add one legend for all axes at the bottom of the figure, and increase the height of the figure for it."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -291,8 +294,8 @@ def heat_map(
 ) -> None:
     """Draw a matrix of values, rows from top to bottom, with a color range from 0 to `high`.
 
-    Cells with None or NaN have a cross. Small matrices show values. `bar` adds a color bar with that label; use it
-    in the last of several panels with one range.
+    Cells with None or NaN show a cross. Small matrices also show the values as text. `bar` is the label of a color bar;
+    by default, there is none. If several panels have the same range, add a color bar to the last one only.
     """
     matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(len(rows), len(columns))
     image = axes.imshow(matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none")
@@ -320,7 +323,7 @@ def heat_map(
 
 
 def png(picture: Picture) -> bytes:
-    """Return a picture as a PNG file, dark on white."""
+    """Return the contents of a PNG file that shows a picture on a white background."""
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as for characters missing in the font

@@ -264,7 +264,7 @@ def test_paths_without_a_run_or_results_are_rejected(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for arguments, sentence in (
         ([tmp_path / "nowhere"], "does not exist"),
-        ([tmp_path / "empty"], "holds neither metrics.jsonl nor results.json"),
+        ([tmp_path / "empty"], "contains neither metrics.jsonl nor results.json"),
         ([run], "metrics.jsonl cannot be used: line 2"),
         ([run, "--output", run / "metrics.jsonl"], "give a name that ends in .html"),
     ):

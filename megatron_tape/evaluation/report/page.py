@@ -1,6 +1,6 @@
-"""The page of results as one HTML file: reading its sources, and making its sections.
+"""Read training runs, evaluation results and comparisons, and show them on one HTML page.
 
-Text from runs and results is cleaned and escaped where it is shown.
+Text from files is cleaned and escaped when the page is rendered.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from megatron_tape.run.metrics import (
 from megatron_tape.text import counted, flop_count
 
 _SHOWN_POINTS = 300
-"""Maximum points of a curve; a longer one is drawn as means over consecutive points."""
+"""Maximum number of points of a curve. A longer curve is drawn as means over consecutive points."""
 _NAMES = {LOSS: "training loss", VALIDATION_LOSS: "validation loss", LEARNING_RATE: "learning rate"}
 _LENGTH = re.compile("[0-9]{1,12}")
 Drawing = tuple[str, Callable[[], list[Picture]]]
-"""The subject of pictures, and a function that draws them."""
+"""What some pictures show, such as the name of a task, and a function that draws them."""
 
 
 @dataclass
@@ -67,15 +67,17 @@ class Section:
     title: str
     tables: list[Table] = field(default_factory=list)
     pictures: list[tuple[str, str, float]] = field(default_factory=list)
-    """The data URL, description and width in inches of each picture; one that cannot be drawn has an empty URL."""
+    """Data URL, description and width in inches of each picture. If drawing failed, the URL is empty and the
+    description contains the reason."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results]]:
-    """Read runs with their evaluations, results files, and directories of these; return runs and results by label.
+    """Read runs with their evaluations, and results files or their directories; return runs and results by label.
 
-    Results have no examples. Raises OSError, or FileError if a path is neither a run nor results, or is invalid.
+    `TaskResult.examples` are left empty. Raises OSError, or FileError if a path is invalid, or neither a run nor
+    results.
     """
     runs: dict[str, Run] = {}
     results: dict[str, Results] = {}
@@ -85,30 +87,30 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
         if is_run:
             runs[_label(path.resolve().name, path, runs)] = read_run(path)
         for file in files:
-            found = read_results(file)
-            tasks = {name: replace(task, examples={}) for name, task in found.tasks.items()}
-            results[_label(found.label, file.parent, results)] = replace(found, tasks=tasks)
+            result = read_results(file)
+            tasks = {name: replace(task, examples={}) for name, task in result.tasks.items()}
+            results[_label(result.label, file.parent, results)] = replace(result, tasks=tasks)
         progress.update(0, lambda _: f"reading {path}")  # noqa: B023
     progress.end()
     return runs, results
 
 
-def _label(name: str, place: Path, taken: dict[str, Any]) -> str:
-    return f"{name} ({place})" if name in taken else name
+def _label(name: str, path: Path, taken: dict[str, Any]) -> str:
+    return f"{name} ({path})" if name in taken else name
 
 
 def _files_of(path: Path) -> tuple[bool, list[Path]]:
-    """Return whether a path is a run, and its results files."""
+    """Return whether a path is a run, and the results files that belong to it."""
     if not path.exists():
-        raise FileError(str(path), "does not exist", f"give a run, a {NAME}, or a directory that holds one")
+        raise FileError(str(path), "does not exist", f"give a run, a {NAME}, or a directory that contains one")
     if not path.is_dir():
         return False, [path]
     is_run = any((path / name).exists() for name in (METRICS, SETTINGS))
     files = sorted(path.glob(f"evaluation/*/{NAME}")) if is_run else []
     files += [path / NAME] if (path / NAME).exists() else []
     if not is_run and not files:
-        fix = "give a training run, or the directory into which pretrain.evaluate wrote"
-        raise FileError(str(path), f"holds neither {METRICS} nor {NAME}", fix)
+        fix = "give a training run, or the --output of pretrain.evaluate"
+        raise FileError(str(path), f"contains neither {METRICS} nor {NAME}", fix)
     return is_run, files
 
 
@@ -118,7 +120,7 @@ def page(
     comparisons: Sequence[Comparison] = (),
     missing: Sequence[str] = (),
 ) -> str:
-    """Return the HTML page of runs and results by label, and of comparisons.
+    """Return an HTML page that shows runs, results (both by label) and comparisons.
 
     `missing` names runs of the comparisons that are not finished.
     """
@@ -157,29 +159,30 @@ def _headline(
 
 
 def _leaders(results: Mapping[str, Results]) -> str:
-    """Return a sentence about the scores in which one model's 95 % interval is apart from the others'."""
+    """Return a sentence about the scores in which one model leads (see `leader`)."""
     wins: Counter[str] = Counter()
     count = 0
     for name in dict.fromkeys(name for one in results.values() for name in one.tasks):
-        those = {label: one for label, one in results.items() if name in one.tasks}
-        if len(those) < 2 or comparison_warnings(list(those.values()), name):
+        evaluated = {label: one for label, one in results.items() if name in one.tasks}
+        if len(evaluated) < 2 or comparison_warnings(list(evaluated.values()), name):
             continue
-        for what, scores in by_subject({label: one.tasks[name] for label, one in those.items()}).items():
-            if what.better != "neither" and len(scores) > 1:
+        for subject, scores in by_subject({label: one.tasks[name] for label, one in evaluated.items()}).items():
+            if subject.better != "neither" and len(scores) > 1:
                 count += 1
                 wins.update(filter(None, [leader(scores)]))
     if not count:
         return "No two models have a score that can be compared, so these results rank no model."
-    scope = "Intervals cover the choice of test samples, not that of the training seed."
+    scope = "Intervals reflect the choice of test samples, but not that of the training seed."
     if not wins:
-        return f"In none of {counted(count, 'score')} is one model's 95 % interval apart from all others. {scope}"
-    led = enumerated([f"{label} leads in {number}" for label, number in wins.most_common()], 6)
-    apart = f"In {wins.total()} of {counted(count, 'score')}, one model's 95 % interval is apart from all others"
-    return f"{apart}: {led}. {scope}"
+        return f"In none of {counted(count, 'score')} is the best model's 95 % interval separate from others. {scope}"
+    leads = enumerated([f"{label} leads in {number}" for label, number in wins.most_common()], 6)
+    outcome = f"In {wins.total()} of {counted(count, 'score')}, the best model's 95 % interval is separate from others"
+    return f"{outcome}: {leads}. {scope}"
 
 
 def training_warnings(runs: Mapping[str, Run]) -> list[str]:
-    """Return a warning for each setting that differs and makes losses incomparable: length, data or tokenizer."""
+    """Return a warning for each setting of length, data or tokenizer in which runs differ: it makes losses
+    incomparable."""
     warnings = []
     data = ("prefix", "stages", "generator", "examples", "loss_on", "tokenizer")
     for section, key in (("model", "seq_length"), *(("data", key) for key in data)):
@@ -194,35 +197,35 @@ def training_warnings(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _shown(value: Any) -> Any:
-    """Return text without the characters that a page cannot show; it is escaped after that."""
+    """Return a text without the characters that a page cannot show; jinja2 escapes it afterwards."""
     return clean(value) if type(value) is str else value
 
 
 def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
-    """Return the pictures of drawings; a sentence replaces one that values from files make impossible."""
-    found: list[tuple[str, str, float]] = []
+    """Draw pictures; return URL, description and width of each (see `Section.pictures`). Warns if a drawing fails."""
+    pictures: list[tuple[str, str, float]] = []
     progress = Progress(None)
-    for shows, make in drawings:
-        progress.update(0, lambda _: f"drawing {clean(shows)}")  # noqa: B023
+    for subject, make in drawings:
+        progress.update(0, lambda _: f"drawing {clean(subject)}")  # noqa: B023
         try:
             for picture in make():
                 address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
-                found.append((address, picture.alternative_text, picture.figure.get_figwidth()))
+                pictures.append((address, picture.alternative_text, picture.figure.get_figwidth()))
         except Exception as error:
-            sentence = clean(f"The picture of {shows} could not be drawn ({type(error).__name__}: {error}).", 300)
+            sentence = clean(f"The picture of {subject} could not be drawn ({type(error).__name__}: {error}).", 300)
             print(f"warning: {sentence}", file=sys.stderr)
-            found.append(("", sentence, 0.0))
+            pictures.append(("", sentence, 0.0))
     progress.end()
-    return found
+    return pictures
 
 
 def _comparison(comparison: Comparison, missing: Sequence[str]) -> list[Section]:
     variants = comparison.variants
     notes = comparison_tables.notes(comparison, missing)
     sections = [Section("Comparison", warnings=comparison_tables.warnings(comparison), notes=notes)]
-    for task, found in comparison_tables.by_task(comparison).items():
-        pictures = draw([(task, partial(comparison_tables.picture, found, variants))])
-        tables = comparison_tables.metrics_tables(found, comparison.baseline)
+    for task, by_metric in comparison_tables.by_task(comparison).items():
+        pictures = draw([(task, partial(comparison_tables.picture, by_metric, variants))])
+        tables = comparison_tables.metrics_tables(by_metric, comparison.baseline)
         sections.append(Section(comparison_tables.task_title(task), tables, pictures))
     return sections
 
@@ -241,7 +244,7 @@ def _task(results: Mapping[str, Results], name: str) -> Section:
 
 
 def runs_table(runs: Mapping[str, Run]) -> list[Table]:
-    """Return a table with the progress, losses and speed of each run."""
+    """Return a table of the progress, losses and speed of each run."""
     rows = []
     for label, run in runs.items():
         validation, planned = run.curve(VALIDATION_LOSS).last, run.settings.get("train", {}).get("steps", "unknown")
@@ -253,12 +256,12 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
         speeds = [number(run.curve(TOKENS_PER_SECOND).median), flops]
         rows.append([text(label), number(length, 0), *steps, *losses, *speeds])
     columns = ("run", "length (tokens)", "steps", "tokens", "training loss, last 5 %", "validation loss, last")
-    caption = "Losses in nats per token; speeds are medians over the steps, of all processes together."
+    caption = "Losses are in nats per token. Speeds are medians over the steps, for all processes together."
     return table(caption, [*columns, "tokens/s", "FLOP/s"], rows)
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
-    """Yield a drawing for each metric with at least two points, with a panel for each length."""
+    """Yield a drawing for each logged metric with at least two points; metrics by length have a panel per length."""
     keys = sorted({key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1})
     stems: dict[str, list[str]] = {key: [key] for key in _NAMES if key in keys}
     for key in keys:

@@ -1,4 +1,4 @@
-"""Tables as data for the page and Markdown, and the table of a task's scores by model. Imports no torch."""
+"""Tables for the page and for Markdown, such as that of a task's scores by model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ MISSING = "\N{EN DASH}"
 SUBJECT = ("metric", "group", "length (tokens)")
 """Columns of the cells that `subject` returns."""
 _NOT_COMPARED = ("data", "batch_size", "trained_length")
-"""Settings without effect on scores. Of data, the digests of the files are compared."""
+"""Settings that may differ between compared scores. For `data`, the contents of the files are compared instead."""
 _ARROWS = {"higher": " \N{UPWARDS ARROW}", "lower": " \N{DOWNWARDS ARROW}", "neither": ""}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table. Numbers are sorted by value, texts by letters; None comes last."""
+    """A cell of a table."""
 
     text: str
     sort: float | str | None = None
+    """Key for sorting the rows by this column: numbers by value, texts by letters; None comes last."""
     detail: str = ""
-    """Smaller text below."""
+    """Smaller text below `text`."""
     strong: bool = False
-    """Whether the cell is bold, which only a test or separate intervals allow."""
+    """Whether the text is bold. Only significant differences and best scores with separate intervals are bold."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption."""
+    """A table with a caption; `columns` are its headings."""
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     summary: str = ""
-    """One line that stands for the table if all its values are equal; the page folds the table behind it."""
+    """A sentence that replaces the table in Markdown if all values are equal. The page folds the table behind it."""
 
     @property
     def are_numbers(self) -> list[bool]:
@@ -48,16 +49,16 @@ class Table:
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], summary: str = "") -> list[Table]:
-    """Return a table without the columns that are empty in every row, or no table if there are no rows."""
+    """Return a list of one table, without columns that are empty in every row; an empty list if there are no rows."""
     known = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
     shown = Table(caption, list(compress(columns, known)), [list(compress(row, known)) for row in rows], summary)
     return [shown] if rows else []
 
 
 def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
-    """Return the lines of a table in Markdown, aligned for terminals, or its summary if it has one.
+    """Return the lines of a table in Markdown, with aligned columns, or its summary if it has one.
 
-    `escape` turns text from files into plain text.
+    `escape` escapes text from files.
     """
     if shown.summary:
         return [escape(shown.summary)]
@@ -93,12 +94,13 @@ def _metric(score: Score) -> str:
 
 
 def text(value: str) -> Cell:
-    """Return the cell of a text."""
+    """Return a cell that contains a text."""
     return Cell(value, value)
 
 
 def number(value: float | None, decimals: int | None = None, detail: str = "") -> Cell:
-    """Return the cell of a number; by default, its size determines the decimals."""
+    """Return a cell that contains a number, or a dash for None. By default, `decimals` depends on the size of the
+    number."""
     if value is None:
         return Cell(MISSING)
     shown = shown_number(value, decimals_for([value]) if decimals is None else decimals)
@@ -106,7 +108,7 @@ def number(value: float | None, decimals: int | None = None, detail: str = "") -
 
 
 def decimals_for(values: Iterable[float]) -> int | None:
-    """Return the number of decimals for the values of a metric; None means significant digits."""
+    """Return the number of decimals with which to show values of one metric; None means four significant digits."""
     values = list(values)
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 0.1
     if all(float(value).is_integer() for value in values) and largest >= 2:
@@ -117,7 +119,7 @@ def decimals_for(values: Iterable[float]) -> int | None:
 
 
 def shown_number(value: float, decimals: int | None) -> str:
-    """Return a number with thousands separators and a real minus sign."""
+    """Return a number as text with thousands separators and a minus sign; see `decimals_for` for `decimals`."""
     # A value that rounds to 0 has no sign.
     value = value if decimals is None or round(value, decimals) else 0.0
     shown = f"{value:,.4g}" if decimals is None else f"{value:,.{decimals}f}"
@@ -125,7 +127,7 @@ def shown_number(value: float, decimals: int | None) -> str:
 
 
 def interval(low: float | None, high: float | None, decimals: int | None) -> str:
-    """Return an interval as text; empty if unknown."""
+    """Return an interval as text; empty if an end is None."""
     return "" if None in (low, high) else f"{shown_number(low, decimals)} {MISSING} {shown_number(high, decimals)}"
 
 
@@ -139,8 +141,8 @@ def enumerated(items: Sequence[str], most: int = 1000) -> str:
 def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> list[Table]:
     """Return the scores of a task: a row for each metric, group and length, and a column for each model.
 
-    The best value of a row is bold if its interval is apart from all others and the models are `comparable`. Rows in
-    which every model has 0 form a table of their own, with a summary.
+    The best value of a row is bold if its interval overlaps none of the others and the models are `comparable`. Rows in
+    which every model has 0 form a second table, which has a summary.
     """
     values: dict[str, list[float]] = {}
     for score in (score for task in tasks.values() for score in task.scores):
@@ -165,7 +167,7 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
 
 
 def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]:
-    """Return the scores of a task by subject (see `Score.subject`) and model."""
+    """Return the scores of a task by subject (see `Score.subject`) and model label."""
     found: dict[Score, dict[str, Score]] = {}
     for label, task in tasks.items():
         for score in task.scores:
@@ -174,7 +176,7 @@ def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]
 
 
 def leader(scores: Mapping[str, Score]) -> str | None:
-    """Return the model whose score is best, if its 95 % interval is apart from those of all others."""
+    """Return the label of the best model if its 95 % interval does not overlap that of any other, else None."""
     some = next(iter(scores.values()))
     if len(scores) < 2 or some.better == "neither":
         return None
@@ -184,8 +186,8 @@ def leader(scores: Mapping[str, Score]) -> str | None:
     sign = 1 if some.better == "higher" else -1
     best = max(scores, key=lambda label: sign * scores[label].value)
     nearest = min(sign * end for end in ends[best])
-    apart = all(max(sign * end for end in ends[label]) < nearest for label in scores if label != best)
-    return best if apart else None
+    separate = all(max(sign * end for end in ends[label]) < nearest for label in scores if label != best)
+    return best if separate else None
 
 
 def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell:
@@ -197,11 +199,11 @@ def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell
 
 
 def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
-    """Return warnings if the scores of a task cannot be compared between models."""
+    """Return warnings if the scores of the task `name` cannot be compared between models."""
     tasks = [one.tasks[name] for one in results]
     settings = dict.fromkeys(key for task in tasks for key in task.settings if key not in _NOT_COMPARED)
     changed = [key for key in settings if _differ(task.settings[key] for task in tasks if key in task.settings)]
-    # Paths do not matter.
+    # The contents of the files matter, not their paths.
     changed += ["data"] if _differ(sorted(task.data.values()) for task in tasks) else []
     changed += ["dtype"] if _differ(task.dtype for task in tasks) else []
     warnings = [f"These differ, and scores may not be comparable: {', '.join(changed)}."] if changed else []
@@ -210,8 +212,8 @@ def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
     tokens = [one.tasks[name].details.get("scored") or one.model.config.get("vocab_size") for one in per_token]
     if _differ(one for one in tokens if one is not None):
         warnings.append(
-            "The models did not score the same tokens: losses, gains and perplexities are per token and cannot be "
-            "compared. Bits per byte of the task perplexity on texts can."
+            "The models did not score the same tokens, so losses, gains and perplexities, which are per token, cannot "
+            "be compared. Compare bits per byte instead, which the task perplexity measures on texts."
         )
     if _differ(task.details.get("key_tokens") for task in tasks):
         warnings.append("Each model was measured on its own key tokens, so scores on key tokens cannot be compared.")
@@ -223,5 +225,5 @@ def _differ(values: Iterable[Any]) -> bool:
 
 
 def _is_per_token(score: Score) -> bool:
-    """Return whether a score depends on the tokenizer."""
+    """Return whether a score is an average over tokens, which depends on the tokenizer."""
     return score.unit == "nats per token" or score.metric in ("perplexity", "key_perplexity")

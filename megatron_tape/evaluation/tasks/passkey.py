@@ -15,7 +15,7 @@ from pydantic import Field
 from megatron_tape.config.values import Count
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.score_pictures import by_length, share_maps
+from megatron_tape.evaluation.score_pictures import by_length, fraction_maps
 from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
@@ -142,7 +142,7 @@ class Passkey(Task):
         labels = "depth of the key", "context length (tokens)"
         title = "Passkey retrieval by depth and length"
         return [
-            *share_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels),
+            *fraction_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels),
             *by_length(results, "accuracy", "passkey-lengths", "accuracy"),
         ]
 

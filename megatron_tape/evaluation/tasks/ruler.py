@@ -13,7 +13,7 @@ from pydantic import Field
 from megatron_tape.config.values import Count, PathText, format_value
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.score_pictures import by_length, share_maps
+from megatron_tape.evaluation.score_pictures import by_length, fraction_maps
 from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
@@ -167,8 +167,8 @@ class Ruler(Task):
             alike.setdefault((result.details["mean_name"], *result.details["tasks"]), {})[label] = result
         pictures = [picture for (mean, *_), of in alike.items() for picture in by_length(of, mean, "ruler", mean)]
         title = "RULER's tasks by context length"
-        shares = share_maps(results, lambda result: list(result.details["tasks"].values()), names, "ruler-tasks", title)
-        return pictures + shares
+        maps = fraction_maps(results, lambda result: list(result.details["tasks"].values()), names, "ruler-tasks", title)
+        return pictures + maps
 
     @property
     def _tasks(self) -> list[str]:

@@ -21,7 +21,7 @@ from megatron_tape.config.evaluation import (
 )
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.score_pictures import by_group, share_maps
+from megatron_tape.evaluation.score_pictures import by_group, fraction_maps
 from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.synthetic import EVALUATION, Generator, sample_random
@@ -142,7 +142,7 @@ class Addition(SyntheticTask):
 
         trained = " and ".join(dict.fromkeys(str(result.details["digits"]) for result in results.values()))
         labels, title = ("digits of the first operand", "digits of the second"), f"Sums; trained up to {trained} digits"
-        return share_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels)
+        return fraction_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels)
 
 
 class Variants(SyntheticTask):
