@@ -156,7 +156,7 @@ def clean(text: str, longest: int = 10_000) -> str:
 
 
 def plain(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return a text for a figure: clean and short. A space precedes a leading underscore, which would hide legend entries.
+    """Return a clean, short text for a figure. A space precedes a leading underscore, which would hide legend entries.
 
     Dollar signs stay, since `new_figure` disables math text.
     """

@@ -167,8 +167,11 @@ class Ruler(Task):
             alike.setdefault((result.details["mean_name"], *result.details["tasks"]), {})[label] = result
         pictures = [picture for (mean, *_), of in alike.items() for picture in by_length(of, mean, "ruler", mean)]
         title = "RULER's tasks by context length"
-        maps = fraction_maps(results, lambda result: list(result.details["tasks"].values()), names, "ruler-tasks", title)
-        return pictures + maps
+
+        def fractions(result: TaskResult) -> list[list[float]]:
+            return list(result.details["tasks"].values())
+
+        return pictures + fraction_maps(results, fractions, names, "ruler-tasks", title)
 
     @property
     def _tasks(self) -> list[str]:
