@@ -16,7 +16,7 @@ from megatron_tape.evaluation.comparison_file import (
     add_runs,
     empty,
     read_comparison,
-    rows,
+    results_by_metric,
     write_comparison,
 )
 from megatron_tape.evaluation.report.comparison_tables import (
@@ -49,7 +49,7 @@ def comparison(found=FOUND, baseline="rope"):
 
 
 def rows_of(made):
-    (found,) = rows(made).values()
+    (found,) = results_by_metric(made).values()
     return found
 
 
