@@ -16,7 +16,7 @@ from megatron_tape.evaluation.tasks.passkey import (
     ExactPrompts,
     Passkey,
     PasskeySettings,
-    is_right,
+    is_correct,
     published_prompt,
 )
 
@@ -149,7 +149,7 @@ def test_the_published_prompt_equals_that_of_longlora(tokenizers):
      (" 1234", False), ("", False), (" 54321 12345", False)],
 )  # fmt: skip
 def test_the_first_number_counts(answer, right):
-    assert is_right(answer, "12345") == right
+    assert is_correct(answer, "12345") == right
 
 
 def test_a_length_that_truncated_filler_cannot_give_is_reached_by_appending_text():

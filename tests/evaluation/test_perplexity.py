@@ -37,7 +37,7 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(texts):
     assert np.allclose(result.details["loss_by_position"]["texts"]["loss"], math.log(100), rtol=1e-12)
     assert result.notes == [
         "texts: 192 tokens (192 bytes) of 3 documents are scored, the same at every length.",
-        "texts: 1 document was too short and left out.",
+        "texts: 1 document was too short and skipped.",
     ]
     other = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[32, 64], stride=8)
     recorded = result.details["scored"]

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks import Addition, GridNavigation, Recall, SelectiveCopy
-from megatron_tape.evaluation.tasks.synthetic_tasks import right_answers
+from megatron_tape.evaluation.tasks.synthetic_tasks import correct_answers
 from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.synthetic import Addition as Sums
 from megatron_tape.synthetic import GridNavigation as Walks
@@ -217,10 +217,10 @@ def test_padding_and_batches_do_not_change_results_of_a_real_model():
     )  # fmt: skip
     model = HFModel(INFO, LlamaForCausalLM(config), None)
     sequences = [Sums(digits=9).sequence(sample_random(0, 2, i)) for i in range(7)]
-    together = right_answers(model, sequences, 4)
+    together = correct_answers(model, sequences, 4)
     for sequence, found in zip(sequences, together):
         tokens, answers = sequence
-        (alone,) = right_answers(model, [sequence], 1)
+        (alone,) = correct_answers(model, [sequence], 1)
         greedy = [
             int(model.logits(torch.from_numpy(tokens[None, :i]))[0, -1].argmax() == tokens[i])
             for i in np.flatnonzero(answers)

@@ -1,4 +1,4 @@
-"""The registry of the tasks of `pretrain.evaluate` and training runs."""
+"""The evaluation tasks of `pretrain.evaluate` and of the section `evaluation`, by name."""
 
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
@@ -13,10 +13,10 @@ from megatron_tape.evaluation.tasks.synthetic_tasks import Addition, GridNavigat
 _CLASSES = (Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls)
 _CLASSES += (Addition, SelectiveCopy, GridNavigation, Recall, PositionPictures)
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
-"""All tasks by name, in the order of the page. Those that do not generate text are also in the section `evaluation`."""
+"""All tasks by name, in the order of the page. Tasks with `generates` = False can also run during training."""
 
 
 def title_of(name: str) -> str:
-    """Return the heading of a task, known or not."""
+    """Return the heading of the task `name`, which may be a task that this version does not have."""
     known = TASKS.get(name)
     return (known and known.title) or name.replace("_", " ").capitalize()

@@ -1,8 +1,8 @@
-"""Gain from longer contexts: the loss with a short context minus that with a longer one, on the same tokens.
+"""Gain from longer contexts: the loss with a short context minus the loss with a longer one, on the same tokens.
 
-Few tokens depend on a long context, so perplexity hardly predicts how well a model uses it. Key tokens, after LongPPL
-(Fang et al., ICLR 2025), do: their loss falls by more than `alpha` from the short to the longest context, and their
-log-probability in the longest is above `beta`.
+Few tokens depend on a long context, so perplexity hardly shows how well a model uses it. The losses of key tokens do
+(LongPPL, Fang et al., ICLR 2025). A token is a key token if its loss falls by more than `alpha` from the short to the
+longest context, and its log-probability with the longest context is above `beta`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Sum
 from megatron_tape.evaluation.tasks.document_task import DocumentTask, window_losses
 
 NATS = "nats per token"
-BIAS = "The measured model itself chose the key tokens, which favors it: it predicts them well."
+BIAS = "Key tokens are those that the measured model predicts well with the longest context, which favors this model."
 DECIMALS = 5
-"""Decimals of the losses of single tokens in results."""
+"""Number of decimals of the losses of single tokens in `results.json`."""
 
 
 class ContextGain(DocumentTask):
-    """The gain of longer contexts, on all scored tokens and on key tokens.
+    """The gain from longer contexts, on all scored tokens and on key tokens.
 
-    The values: `losses` of a document's scored tokens at a length.
+    The value of a unit contains the `losses` of a document's scored tokens with a context length.
     """
 
     name = "context_gain"
@@ -67,7 +67,7 @@ class ContextGain(DocumentTask):
                 scores += _scores(before, after, key, length, source)
             scored, chosen = sum(map(len, before)), sum(map(len, key))
             notes.append(
-                f"{source}: gains are over a context of {short:,} tokens; {chosen:,} of {scored:,} tokens of "
+                f"{source}: gains are relative to a context of {short:,} tokens; {chosen:,} of {scored:,} tokens of "
                 f"{len(of_source):,} document{'s' if len(of_source) > 1 else ''} are key tokens."
             )
         notes.append(BIAS)
@@ -92,7 +92,11 @@ class ContextGain(DocumentTask):
 def _scores(
     before: list[np.ndarray], after: list[np.ndarray], keys: list[np.ndarray], length: int, group: str
 ) -> list[Score]:
-    """Return the scores of one source and length, from the losses with the short and with this context."""
+    """Return the scores of one source at a context length.
+
+    Arguments have an array for each document: the losses `before` with the short context and `after` with this context,
+    and the indices `keys` of key tokens.
+    """
 
     def mean(parts: list[np.ndarray]) -> tuple[float, float | None, float | None]:
         sums, counts = [float(part.sum()) for part in parts], [len(part) for part in parts]
@@ -107,6 +111,6 @@ def _scores(
     if count := sum(map(len, keys)):
         scores.append(score("key_gain", "higher", mean([gain[key] for gain, key in zip(gains, keys)]), count, NATS))
         losses = mean([loss[key] for loss, key in zip(after, keys)])
-        raised = tuple(None if loss is None else math.exp(loss) for loss in losses)
-        scores.append(score("key_perplexity", "lower", raised, count))
+        perplexity = tuple(None if loss is None else math.exp(loss) for loss in losses)
+        scores.append(score("key_perplexity", "lower", perplexity, count))
     return scores

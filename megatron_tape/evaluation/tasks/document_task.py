@@ -1,7 +1,7 @@
-"""Base of tasks on the losses of documents: which tokens are scored, in which windows.
+"""Base class of tasks that measure losses of documents: it chooses the scored tokens and the windows around them.
 
-The scored tokens of a document depend only on the longest context, so they are the same at every shorter length. Every
-scored token is a label in exactly one window, and has at least three quarters of the context before it.
+The scored tokens of a document depend only on the longest context length, so they are the same at all lengths. At each
+length, a token is scored in exactly one window, in which at least three quarters of the context precede it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_tape.evaluation.tasks.text_sources import (
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `stop` of a document; the last `scored` are scored."""
+    """Tokens `start` to `stop` (exclusive) of a document; the last `scored` of them are scored."""
 
     start: int
     stop: int
@@ -48,18 +48,18 @@ class Work:
 
     @property
     def scored(self) -> tuple[int, int]:
-        """Start and stop of the scored tokens in the document."""
+        """Start and stop (exclusive) of the scored tokens in the document."""
         return self.windows[0].stop - self.windows[0].scored, self.windows[-1].stop
 
 
 class DocumentTask(Task):
-    """Base class: a unit is a document at a length; `work` holds the windows by unit key."""
+    """Base class. A unit is a document at a context length; `units` sets `work` to the windows of each unit, by key."""
 
     Settings: ClassVar[type] = DocumentSettings
     needs_tokenizer = False
     work: dict[str, Work]
     skipped: dict[str, int]
-    """Number of documents that were too short, by source."""
+    """Number of documents that were too short, by name of the source."""
 
     @property
     def sources(self) -> list[Source]:
@@ -91,7 +91,7 @@ class DocumentTask(Task):
         return [Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536)) for key, work in self.work.items()]
 
     def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
-        """Return the work of a source by `SOURCE/NUMBER/LENGTH`: by default, each document at each length."""
+        """Return the work for a source by unit key, `SOURCE/DOCUMENT/LENGTH`: each document at each length."""
         lengths = self.lengths(model.info)
         return {
             f"{document.key}/{length}": Work(document, length, self.windows(document, length, model))
@@ -100,7 +100,7 @@ class DocumentTask(Task):
         }
 
     def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
-        """Return the windows of a document. They score the same tokens at every length."""
+        """Return the windows of a document at a context length. They score the same tokens at every length."""
         settings, longest = self.settings, max(self.lengths(model.info))
         first = longest + 1 - scored_per_window(longest, settings.stride)
         stop = min(first + (settings.windows or 8) * settings.stride, len(document.tokens))
@@ -111,47 +111,47 @@ class DocumentTask(Task):
         return [Window(end - size, end, end - start) for start, end in ends]
 
     def scored(self) -> dict[str, dict[str, Any]]:
-        """Return the `count` of scored tokens of each source, and a `digest` of their ids and positions.
+        """Return for each source the `count` of scored tokens, and a `digest` of their ids and positions.
 
         Models with equal digests were measured on the same tokens.
         """
         spans: dict[str, tuple[np.ndarray, int, int]] = {}
         for work in self.work.values():
-            first, stop = work.scored
-            _, before, after = spans.get(work.document.key, (None, first, stop))
-            spans[work.document.key] = work.document.tokens, min(first, before), max(stop, after)
-        found: dict[str, dict[str, Any]] = {}
+            start, stop = work.scored
+            _, first, last = spans.get(work.document.key, (None, start, stop))
+            spans[work.document.key] = work.document.tokens, min(start, first), max(stop, last)
+        scored: dict[str, dict[str, Any]] = {}
         digests: dict[str, Any] = {}
         for key, (tokens, first, stop) in spans.items():
             name = key.split("/")[0]
             digest = digests.setdefault(name, hashlib.sha256())
             digest.update(f"{key} {first} {stop} ".encode())
             digest.update(np.ascontiguousarray(tokens[first:stop], "<i8"))
-            count = found.get(name, {"count": 0})["count"] + stop - first
-            found[name] = {"count": count, "digest": digest.hexdigest()[:16]}
-        return found
+            count = scored.get(name, {"count": 0})["count"] + stop - first
+            scored[name] = {"count": count, "digest": digest.hexdigest()[:16]}
+        return scored
 
     def notes_on_documents(self) -> list[str]:
         return [
-            f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and left out."
+            f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and skipped."
             for name, short in self.skipped.items()
             if short
         ]
 
 
 def scored_per_window(length: int, stride: int) -> int:
-    """Return the number of scored tokens per window, small enough that each has most of the context."""
+    """Return the number of scored tokens per window: `stride`, but at most a quarter of the context `length`."""
     return min(stride, max(1, length // 4))
 
 
 def window_losses(
-    model: LanguageModel, document: Document, window: Window, marks: list[int], whole: bool = False
+    model: LanguageModel, document: Document, window: Window, prefix: list[int], whole: bool = False
 ) -> np.ndarray:
-    """Return the losses in nats of a window's scored tokens, or of all tokens but the first if `whole`.
+    """Return the losses in nats of a window's scored tokens or, if `whole`, of all tokens but the first.
 
-    `marks`, such as a beginning-of-text token, precede the window. Raises ValueError if a loss is infinite or NaN.
+    `prefix`, such as a beginning-of-text token, precedes the window. Raises ValueError if a loss is infinite or NaN.
     """
-    tokens = np.concatenate([np.asarray(marks, np.int64), document.tokens[window.start : window.stop]])
+    tokens = np.concatenate([np.asarray(prefix, np.int64), document.tokens[window.start : window.stop]])
     losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
     if not np.isfinite(losses).all():
         raise ValueError(

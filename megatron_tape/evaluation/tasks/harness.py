@@ -1,8 +1,8 @@
 """Find and run tasks of lm-evaluation-harness. Imports no torch until a task runs.
 
-The harness's `simple_evaluate` is not used: it returns results on one process per machine only, contacts the hub for
-the model, and seeds once, so that samples depend on earlier tasks. Here, every call runs one task with its own seed and
-counts truncated documents.
+This module replaces the harness's `simple_evaluate`, which contacts the hub for the model, returns results on one
+process only, and seeds random generators once, so that samples depend on earlier tasks. Here, each call of `run` seeds
+them, and counts truncated documents.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from megatron_tape.errors import ConfigError
 
 FEWSHOT_SEED = 1234
-"""Default of the harness."""
+"""Seed of few-shot examples; the default of the harness."""
 _RESAMPLINGS = 1000
+"""Number of bootstrap samples for standard errors."""
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
-    """Return an index of tasks that contains all `names`: tasks, groups, tags or paths of YAML files.
+    """Return an index of tasks that contains all `names`, which are tasks, groups, tags or paths of YAML files.
 
-    The harness's 14,000 task files are slow to read, so they are read only if `include` lacks a name. Raises
-    ConfigError for an unknown name.
+    `include` are directories of task files. The harness's own 14,000 task files are slow to read, so they are read only
+    if these directories lack a name. Raises ConfigError for an unknown name.
     """
     for defaults in (False, True):
         manager = index(tuple(include), defaults)
@@ -47,12 +48,12 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
         unknown = [name for name in names if name not in known and not name.endswith((".yaml", ".yml"))]
         if not unknown:
             return manager
-    raise ConfigError("lm_eval.tasks", f"has {unknown[0]}, which lm_eval does not know", "lm_eval ls tasks lists all")
+    raise ConfigError("lm_eval.tasks", f"has {unknown[0]}, which lm_eval does not have", "lm_eval ls tasks lists all")
 
 
 @lru_cache(maxsize=4)
 def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
-    """Return the index of the tasks in directories, and of the harness's own if `defaults`."""
+    """Return the index of the tasks in the directories `include` and, if `defaults`, of the harness's own tasks."""
     try:
         with quiet():
             return TaskManager(include_path=list(include), include_defaults=defaults)
@@ -60,35 +61,35 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
         if not include or isinstance(error, (OSError, MemoryError)):
             raise
         reason = f"{type(error).__name__}: {str(error)[:200]}".split("\n")[0]
-        problem = f"is {', '.join(include)}, whose tasks cannot be read ({reason})"
-        raise ConfigError("lm_eval.include_path", problem, "correct its YAML files") from error
+        problem = f"is {', '.join(include)}, but tasks in it cannot be read ({reason})"
+        raise ConfigError("lm_eval.include_path", problem, "correct the YAML files") from error
 
 
 def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict[str, Any]:
-    """Return the tasks and groups of a name with their data. Raises ConfigError if they cannot be loaded."""
+    """Load the tasks and groups of a name, and their data, for `run`. Raises ConfigError if they cannot be loaded."""
     try:
         with quiet(), seeded(name):
             loaded = manager.load([name])
-    except Exception as error:  # of the harness, of datasets, of the network, or of the task's own code
+    except Exception as error:  # from the harness, datasets, the network, or code of the task
         reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-        fix = "if its data is on the hub, this machine needs access to it or a copy in its cache"
+        fix = "if its data is on the hub, allow this machine to access it, or copy it to the cache of datasets"
         raise ConfigError("lm_eval.tasks", f"has {name}, which cannot be loaded: {reason}", fix) from error
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
-            problem = f"has {task.config.task}, which runs code written by the model"
-            raise ConfigError("lm_eval.tasks", problem, "leave it out")
+            problem = f"has {task.config.task}, which runs code that the model generates"
+            raise ConfigError("lm_eval.tasks", problem, "remove it")
         if getattr(task, "MULTIMODAL", False):
-            problem = f"has {task.config.task}, which needs a multimodal model"
-            raise ConfigError("lm_eval.tasks", problem, "leave it out")
-        # As in the harness's command, a task that sets 0 keeps it.
-        own = task.get_config("num_fewshot")
-        task.set_config(key="num_fewshot", value=own or 0 if fewshot is None or own == 0 else fewshot)
+            problem = f"has {task.config.task}, which requires a multimodal model"
+            raise ConfigError("lm_eval.tasks", problem, "remove it")
+        # As in the harness's command, a task that sets num_fewshot to 0 keeps it.
+        default = task.get_config("num_fewshot")
+        task.set_config(key="num_fewshot", value=default or 0 if fewshot is None or default == 0 else fewshot)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
 
 def own_task(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a task of this project, from a configuration of the harness, as input of `run`."""
+    """Make a task from a configuration in the harness's format; return it as input of `run`."""
     with quiet():
         task = ConfigurableTask(config={"num_fewshot": 0, **config})
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -96,8 +97,8 @@ def own_task(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
-    """Return the configuration `name`.yaml in a folder of the harness's tasks, with its functions loaded."""
-    # Importing RULER's functions would download nltk data that few of them use.
+    """Load the configuration `name`.yaml in a folder of the harness's tasks, with the functions that it names."""
+    # Importing RULER's functions would download data of nltk that few of them use.
     with quiet(), mock.patch("nltk.download", lambda *_, **__: False), contextlib.redirect_stdout(io.StringIO()):
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
     for key in ("tag", "group"):
@@ -108,18 +109,19 @@ def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
 def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) -> list[dict[str, Any]]:
     """Run tasks from `load_tasks` or `own_task` on a model of the harness; return an outcome for each task and group.
 
-    `seed` is any text. Samples and few-shot examples depend on it, not on earlier calls. An outcome has
+    `seed` is any text. Samples and few-shot examples depend on it, but not on earlier calls. `limit` is the maximum
+    number of documents of each task. An outcome is a dictionary with
 
-    - `name`, `version`, and `fewshot`, the number of examples in every prompt;
+    - `name`, `version`, and `fewshot`, the number of examples in each prompt;
     - `metrics` by `metric,filter`: `value`, `error` (the standard error or None), and `higher_is_better`;
-    - `documents`: their digests in order; empty for a group;
-    - `values` of the documents by `metric,filter`;
-    - `responses` to the first request of each document: a text, or a log-likelihood and whether the text is the most
-      likely one;
+    - `documents`: digests of the documents in order; empty for a group;
+    - `values` by `metric,filter`: the value of each document;
+    - `responses` to the first request of each document: a text, or a log-likelihood and whether greedy decoding would
+      generate the text;
     - `truncated`: the number of truncated documents.
     """
     with quiet(), seeded(seed), without_bars(), contextlib.redirect_stdout(io.StringIO()):
-        # Otherwise, its bootstrap forks this process, with the model, once per core.
+        # Otherwise, the bootstrap of the harness forks this process, including the model, once per core.
         with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
             found = evaluate(model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True)
     outcomes = []
@@ -127,10 +129,10 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
         better = found["higher_is_better"].get(name) or {}
         metrics = {}
         for key, value in values.items():
-            metric, _, rest = key.partition(",")
-            if not rest or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            error = values.get(f"{metric}_stderr,{rest}")
+            error = values.get(f"{metric}_stderr,{filter_name}")
             error = float(error) if isinstance(error, (int, float)) and math.isfinite(error) else None
             higher = better.get(metric) is not False
             metrics[key] = {"value": float(value), "error": error, "higher_is_better": higher}
@@ -141,7 +143,7 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
 
 
 def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> dict[str, Any]:
-    """Return the fields of an outcome about documents. The harness repeats a document for each filter."""
+    """Return the fields of an outcome that are about documents. `samples` contain each document once per filter."""
     first: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[int, Any]] = {}
     for sample in samples:
@@ -163,11 +165,11 @@ def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -
 
 @contextlib.contextmanager
 def seeded(seed: str) -> Iterator[None]:
-    """Seed Python, NumPy and torch with a text, and restore their states afterwards."""
+    """Seed the random generators of Python, NumPy and torch with a text, and restore their states afterwards."""
     import torch
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    source = random.Random(seed)  # seeded by the digest of the text: the same in every process
+    source = random.Random(seed)  # Random hashes a text in the same way in every process
     random.seed(source.getrandbits(64))
     np.random.seed(source.getrandbits(32))
     torch.manual_seed(source.getrandbits(63))
@@ -181,7 +183,7 @@ def seeded(seed: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the harness and transformers below errors, such as a warning per truncated request."""
+    """Hide warnings of the harness and of transformers, such as one for each truncated request, but not errors."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -196,10 +198,10 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
     """Hide progress bars of the harness; the evaluation shows its own progress."""
-    begin = tqdm.tqdm.__init__
+    original = tqdm.tqdm.__init__
 
     def hidden(self: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, *arguments, **options | {"disable": True})
+        original(self, *arguments, **options | {"disable": True})
 
     with mock.patch.object(tqdm.tqdm, "__init__", hidden):
         yield

@@ -14,7 +14,7 @@ from megatron_tape.evaluation.tasks.harness import quiet
 
 
 class HarnessModel(HFLM):
-    """An `HFLM` that records truncated requests."""
+    """An `HFLM` (lm-evaluation-harness's wrapper of transformers models) that records truncated requests."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -26,9 +26,9 @@ class HarnessModel(HFLM):
             prompt, options = request.args
             generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
             if generated >= self.max_length:
-                takes = f"but the model takes only {self.max_length:,} with the prompt"
-                problem = f"has {request.task_name}, which generates up to {generated:,} tokens, {takes}"
-                raise ConfigError("lm_eval.tasks", problem, "leave it out")
+                limit = f"but the model reads at most {self.max_length:,}, including the prompt"
+                problem = f"has {request.task_name}, which generates up to {generated:,} tokens, {limit}"
+                raise ConfigError("lm_eval.tasks", problem, "remove it")
             if len(self.tok_encode(prompt)) > self.max_length - generated:
                 self.truncated.add((prompt,))
         return super().generate_until(requests, disable_tqdm)
@@ -37,21 +37,21 @@ class HarnessModel(HFLM):
         for texts, context, continuation in requests:
             if len(continuation) > self.max_length:
                 problem = (
-                    f"has a text to score of {len(continuation):,} tokens, but the model takes {self.max_length:,}"
+                    f"has an answer of {len(continuation):,} tokens, but the model reads at most {self.max_length:,}"
                 )
-                raise ConfigError("lm_eval.tasks", problem, "leave that task out")
-            # The last token is predicted, but not an input.
+                raise ConfigError("lm_eval.tasks", problem, "remove its task")
+            # The last token is predicted, but the model does not read it.
             if texts and len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(tuple(texts))
         return super()._loglikelihood_tokens(requests, *arguments, **options)
 
 
 def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
-    """Return a `HuggingFaceModel` as a model of the harness that truncates to `max_length` tokens."""
+    """Return a `HuggingFaceModel` as a model of the harness, which truncates prompts to `max_length` tokens."""
     if model.tokenizer.eos_token_id is None:
-        problem = f"of {model.info.label} has no token that ends a text, which lm_eval needs"
+        problem = f"of {model.info.label} has no end-of-text token, which lm_eval requires"
         raise ConfigError("the tokenizer", problem, "set eos_token in its tokenizer_config.json")
-    # The harness sets a padding token; other tasks must not see it.
+    # A copy, since the harness sets a padding token, which would affect other tasks.
     tokenizer = copy.deepcopy(model.tokenizer)
     with quiet():
         return HarnessModel(pretrained=model.model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness by name."""
+"""The task `lm_eval`: runs tasks of lm-evaluation-harness that the settings name."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class LmEvalSettings:
     """Settings of tasks of lm-evaluation-harness."""
 
     tasks: list[PathText]
-    """Names of tasks, groups or tags as listed by `lm_eval ls tasks`, or paths of YAML files. Files may run code and
-    need --trust-remote-code."""
+    """Names of tasks, groups or tags as listed by `lm_eval ls tasks`, or paths of YAML files. YAML files may run code
+    and require --trust-remote-code."""
     include_path: PathText | None = None
-    """A directory with your own tasks. It may run code and needs --trust-remote-code."""
+    """A directory of YAML files of your own tasks. They may run code and require --trust-remote-code."""
     limit: Count | None = None
-    """Evaluate only the first `limit` documents of each task. The default is all."""
+    """Maximum number of documents of each task; the first ones are used. Default: all documents."""
     num_fewshot: NotNegativeInt | None = None
-    """Number of examples in every prompt. The default is that of the task."""
+    """Number of examples in each prompt. Default: that of the task."""
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Maximum number of tokens; longer prompts are truncated on the left. The default is from the model's
-    configuration."""
+    """Maximum number of tokens of prompt and answer; longer prompts are truncated on the left. Default: that of the
+    model's configuration."""
     batch_size: Count = 1
     """Number of prompts per batch."""
 
 
 class LmEval(Task):
-    """The scores of the harness, with intervals.
+    """The scores of tasks of lm-evaluation-harness, with intervals.
 
-    The values: `max_length`, and `outcomes` of every task and group of a name: `metrics`, the digests of `documents`,
-    their numeric `values` of each metric, and the number `truncated`.
+    A unit is a name in `tasks`. Its value contains `max_length`, and the `outcomes` of all tasks and groups with that
+    name (see `harness.run`), without `responses` and numbers that are not finite.
     """
 
     name = "lm_eval"
@@ -56,21 +56,21 @@ class LmEval(Task):
         settings = self.settings
         self.require("lm_eval")
         key, include = self.key("tasks"), settings.include_path
-        refuse(not settings.tasks, key, "is []", "name some of what lm_eval ls tasks lists")
+        refuse(not settings.tasks, key, "is []", "give at least one task; lm_eval ls tasks lists all")
         missing = include is not None and not Path(include).is_dir()
-        refuse(missing, self.key("include_path"), f"is {include}, which is not a directory", "correct it")
+        refuse(missing, self.key("include_path"), f"is {include}, which is not a directory", "correct the path")
         for name in settings.tasks:
             file = name.endswith(_TASK_FILES)
-            refuse(file and not Path(name).is_file(), key, f"has {name}, which is not a file", "correct it")
+            refuse(file and not Path(name).is_file(), key, f"has {name}, which is not a file", "correct the path")
         from megatron_tape.evaluation.tasks.harness import find_tasks
 
         find_tasks(settings.tasks, self._include)
 
     def refuse_code(self) -> None:
         # The harness imports functions named in task files, and its templates can run any Python code.
-        own = [("include_path", self.settings.include_path)] if self.settings.include_path is not None else []
-        for setting, path in own + [("tasks", name) for name in self.settings.tasks if name.endswith(_TASK_FILES)]:
-            problem = f"names {path}, and your own files of tasks may run any code"
+        include = [("include_path", self.settings.include_path)] if self.settings.include_path is not None else []
+        for setting, path in include + [("tasks", name) for name in self.settings.tasks if name.endswith(_TASK_FILES)]:
+            problem = f"names {path}, and YAML files of tasks may run any code"
             refuse(True, self.key(setting), problem, "read it, and pass --trust-remote-code to pretrain.evaluate")
 
     def inputs(self) -> list[Path]:
@@ -86,7 +86,7 @@ class LmEval(Task):
         from megatron_tape.evaluation.tasks.harness import find_tasks, load_tasks, run
 
         settings = self.settings
-        # Data is read here instead of in `units`, since ranks have different tasks.
+        # Data is loaded here instead of in `units`, since each rank runs only some of the tasks.
         tasks = load_tasks(find_tasks(settings.tasks, self._include), unit.key, settings.num_fewshot)
         harness = model.harness(settings.batch_size, settings.max_length)
         outcomes = run(harness, tasks, unit.key, settings.limit)
@@ -118,10 +118,10 @@ class LmEval(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        def is_share(score: Score) -> bool:
+        def is_fraction(score: Score) -> bool:
             return 0 <= score.value <= 1 and score.better != "lower"
 
-        return by_group(results, is_share, "lm_eval", "score")
+        return by_group(results, is_fraction, "lm_eval", "score")
 
     @property
     def _include(self) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ class LmEval(Task):
 
 
 def _without_responses(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome without responses and numbers that are not finite."""
+    """Return an outcome without `responses` and numbers that are not finite; `not_finite` lists metrics left out."""
     kept = {key: value for key, value in outcome.items() if key != "responses"}
     finite = {key: metric for key, metric in outcome["metrics"].items() if math.isfinite(metric["value"])}
     values = {
@@ -143,7 +143,7 @@ def _without_responses(outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcomes(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the outcomes by name; a task in several groups has the same outcome in each."""
+    """Return the outcomes by name of task or group. A task in several groups has the same outcome in each."""
     return {
         outcome["name"]: {**outcome, "max_length": value["max_length"]}
         for value in values.values()
@@ -152,9 +152,9 @@ def _outcomes(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _interval(metric: dict[str, Any], values: list[float] | None) -> Interval:
-    """Return Wilson's interval for a share of documents, else one from the harness's standard error."""
-    share = values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), metric["value"])
-    if share:
+    """Return Wilson's interval if the metric is a fraction of documents, else one from the harness's standard error."""
+    is_fraction = values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), metric["value"])
+    if is_fraction:
         return wilson(sum(values), len(values))
     if metric["error"] is None:
         return None, None
@@ -164,5 +164,5 @@ def _interval(metric: dict[str, Any], values: list[float] | None) -> Interval:
 
 def metric_name(key: str) -> str:
     """Return `acc` for the harness's `acc,none`, and `exact_match (strict-match)` for `exact_match,strict-match`."""
-    metric, _, kind = key.partition(",")
-    return metric if kind == "none" else f"{metric} ({kind})"
+    metric, _, filter_name = key.partition(",")
+    return metric if filter_name == "none" else f"{metric} ({filter_name})"

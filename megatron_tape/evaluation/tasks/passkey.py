@@ -27,16 +27,17 @@ TASK = (
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 QUESTION = "What is the pass key? The pass key is"
 PUBLISHED_TOKENS = 10
-"""Tokens generated in the published form."""
+"""Number of generated tokens with form landmark."""
 _SEARCHED = 60
-"""Search range in characters around the estimated end of the filler."""
+"""Number of characters before and after the estimated end of the filler that are tried as its end."""
 _WORD = 16
-"""Penalty in characters for an end of the filler within a word, so that ends after words are tried first."""
+"""Penalty in characters for ending the filler within a word, so that ends after words are tried first."""
 _COMPLETED = 20
+"""Number of ends of the filler at which `_ENDINGS` are tried."""
 _ENDINGS = (".", "..", "...", " .", " a", " on", " and", " green", " blue.", "!", ", and", " x", " .. .", " a a", ":")
-"""Texts appended to the filler if no end of it gives the exact length. They are tried at `_COMPLETED` ends."""
+"""Texts appended to the filler if cutting it anywhere does not give the exact number of tokens."""
 MORE_THAN_DIGITS = 3
-"""Tokens generated in addition to one per digit, such as for a space before the number."""
+"""Number of generated tokens in addition to one per digit, such as for a space before the number."""
 
 
 @dataclass(kw_only=True)
@@ -44,28 +45,29 @@ class PasskeySettings:
     """Settings of passkey retrieval."""
 
     lengths: list[int] | None = None
-    """Context lengths in tokens, including prompt and answer. The default is the trained length, a half and a quarter
-    of it."""
+    """Context lengths in tokens, including prompt and answer. Default: the training length, half of it and a quarter of
+    it."""
     depths: Count = 10
-    """Number of depths of the key, evenly spaced from the beginning of the filler (0) to its end (1). With landmark,
-    depths are random, and this is the number of ranges in the heat map."""
+    """Number of depths of the key, evenly spaced from the beginning of the filler (0) to its end (1). With form
+    landmark, depths are random, and this is the number of equal ranges of depths in the heat map."""
     samples: Count = 10
     """Number of prompts for each length and depth."""
     digits: Annotated[int, Field(ge=1, le=18)] = 5
-    """Digits of the key; landmark has one to five."""
+    """Number of digits of the key. With form landmark, keys have one to five digits instead."""
     form: Literal["exact", "landmark"] = "exact"
-    """exact: exact lengths and depths. landmark: the prompts of Landmark attention and LongLoRA, with lengths in
-    characters and random depths, for comparison with their tables."""
+    """exact makes prompts with exact lengths and depths. landmark makes the prompts of Landmark attention and LongLoRA,
+    with lengths in characters and random depths, for comparison with tables in these papers."""
     seed: int = 0
-    """Seed of the keys."""
+    """Seed of the keys and, with form landmark, of the depths."""
     batch_size: Count = 1
     """Number of prompts per batch."""
 
 
 class Passkey(Task):
-    """The share of prompts for which the model names the key, by length and depth.
+    """The fraction of prompts for which the model generates the key, by length and depth.
 
-    The values: `keys`, the generated `answers`, whether they are `right` (0 or 1), and the `tokens` of the prompts.
+    Values of units contain, for each prompt: the `keys`, the generated `answers`, whether they are `right` (0 or 1),
+    and the numbers of `tokens` of the prompts.
     """
 
     name = "passkey"
@@ -79,7 +81,7 @@ class Passkey(Task):
         refuse(
             settings.form == "landmark" and not published_filler(shortest),
             (self.key("lengths"), self.key("form")),
-            f"has {shortest}, but the form landmark has no filler below 274 tokens",
+            f"has {shortest}, but form landmark requires at least 274 tokens",
             "remove that length, or set form to exact",
         )
 
@@ -87,7 +89,7 @@ class Passkey(Task):
         settings, lengths = self.settings, self._lengths(model.info)
         if settings.form == "exact":
             shortest = self._prompts(model, lengths[0]).smallest("9" * settings.digits) + self._room
-            problem = f"has {lengths[0]}, but the prompt without filler and its answer have {shortest} tokens"
+            problem = f"has {lengths[0]}, but a prompt without filler and its answer have {shortest} tokens"
             refuse(lengths[0] < shortest, self.key("lengths"), problem, f"set lengths of at least {shortest}")
             keys = [(length, depth) for length in lengths for depth in range(settings.depths)]
             return [Unit(f"{length}/{depth}", cost=settings.samples * length) for length, depth in keys]
@@ -102,16 +104,16 @@ class Passkey(Task):
         if self.settings.form == "exact":
             length, depth = (int(part) for part in unit.key.split("/"))
             prompts, source = self._prompts(model, length), random.Random(f"{self.settings.seed} {unit.key}")
-            shares = self._depths()
+            depths = self._depths()
             hidden = [
-                prompts.make(shares[depth], random_key(source, self.settings.digits))
+                prompts.make(depths[depth], random_key(source, self.settings.digits))
                 for _ in range(self.settings.samples)
             ]
         else:
             hidden = self._published[unit.key]
         tokens = [_count(model, one.prompt) for one in hidden]
         task = own_task(_configuration(hidden, self._room))
-        # The longest prompt fits. In the form exact, prompt and answer have the unit's length.
+        # The longest prompt fits exactly. With form exact, this is the length of the unit.
         (outcome,) = run(model.harness(self.settings.batch_size, max(tokens) + self._room), task, seed=unit.key)
         return {
             "keys": [one.key for one in hidden],
@@ -127,8 +129,8 @@ class Passkey(Task):
             cells = [values[key]["right"] if (key := f"{length}/{depth}") in values else [] for depth in depths]
             columns.append([sum(right) / len(right) if right else None for right in cells])
             right = sum(cells, [])
-            share, interval = sum(right) / len(right), wilson(sum(right), len(right))
-            scores.append(Score("accuracy", share, "higher", *interval, length, count=len(right)))
+            fraction, interval = sum(right) / len(right), wilson(sum(right), len(right))
+            scores.append(Score("accuracy", fraction, "higher", *interval, length, count=len(right)))
         accuracy = [list(row) for row in zip(*columns)]
         details = {"lengths": lengths, "depths": self._depths(), "accuracy": accuracy}
         return Summary(scores, details, self._notes(lengths, values))
@@ -137,7 +139,7 @@ class Passkey(Task):
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         def names(result: TaskResult) -> tuple[list[str], list[str]]:
             details = result.details
-            return [f"{share:.0%}" for share in details["depths"]], [f"{length:,}" for length in details["lengths"]]
+            return [f"{depth:.0%}" for depth in details["depths"]], [f"{length:,}" for length in details["lengths"]]
 
         labels = "depth of the key", "context length (tokens)"
         title = "Passkey retrieval by depth and length"
@@ -155,7 +157,7 @@ class Passkey(Task):
         return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
 
     def _depths(self) -> list[float]:
-        """Return the depths, 0 to 1, of the heat map's rows; with landmark, the beginning of each range."""
+        """Return the depths (0 to 1) of the heat map's rows. With form landmark, these are the starts of ranges."""
         count = self.settings.depths
         if self.settings.form == "landmark":
             return [index / count for index in range(count)]
@@ -165,7 +167,7 @@ class Passkey(Task):
         return ExactPrompts(lambda text: _count(model, text), length - self._room)
 
     def _sorted_into_depths(self, lengths: list[int]) -> dict[str, list[Hidden]]:
-        """Return the published prompts by length and range of depths; a range may be empty."""
+        """Return the prompts of form landmark by unit key: length, and index of a range of depths that has any."""
         found: dict[str, list[Hidden]] = {}
         count, first = self.settings.depths * self.settings.samples, self.settings.seed
         for length in lengths:
@@ -179,8 +181,8 @@ class Passkey(Task):
         if settings.form == "exact":
             keys = 9 * 10 ** (settings.digits - 1)
             return [
-                f"Prompt and answer together have exactly the length in tokens, {self._room} of them for the answer. "
-                f"The first number that the model writes counts; a guess is right in 1 of {keys:,} cases."
+                f"Prompt and answer together have exactly as many tokens as the length, {self._room} of them for the "
+                f"answer. The first generated number counts. A random guess is correct in 1 of {keys:,} cases."
             ]
         means = []
         for length in lengths:
@@ -189,9 +191,9 @@ class Passkey(Task):
             ]
             means.append(f"{sum(tokens) / len(tokens):,.0f} for {length:,}")
         return [
-            "The published form (Landmark attention, LongLoRA): lengths are in characters, 3.75 per token, so the "
-            f"average number of tokens differs: {', '.join(means)}. Depths are random. Keys have one to five "
-            "digits and are compared as text; LongLoRA compares ids."
+            "Form landmark (Landmark attention, LongLoRA): lengths are in characters, 3.75 per token, so the mean "
+            f"number of tokens differs from the length: {', '.join(means)}. Depths are random. Keys have one to five "
+            "digits and are compared as text, while LongLoRA compares token ids."
         ]
 
 
@@ -210,7 +212,7 @@ def _configuration(hidden: list[Hidden], room: int) -> dict[str, Any]:
         "doc_to_text": "prompt",
         "doc_to_target": "key",
         "generation_kwargs": {"until": [], "max_gen_toks": room, "do_sample": False},
-        "process_results": lambda document, answers: {"right": int(is_right(answers[0], document["key"]))},
+        "process_results": lambda document, answers: {"right": int(is_correct(answers[0], document["key"]))},
         "metric_list": [{"metric": "right", "aggregation": "mean", "higher_is_better": True}],
     }
 
@@ -222,50 +224,51 @@ def _count(model: HuggingFaceModel, text: str) -> int:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A prompt and the key hidden in it."""
+    """A prompt, and the key that is hidden in it."""
 
     prompt: str
     key: str
 
 
 class ExactPrompts:
-    """Prompts with an exact number of tokens, and the key at a set depth of the filler.
+    """Makes prompts with an exact number of tokens, and with the key at a given depth of the filler.
 
-    The filler is cut where the number is exact, in most cases after a word. Tokens of the whole prompt are counted, so
-    merges across the cut are included.
+    The end of the filler is chosen so that the number of tokens is exact, in most cases after a word. The whole prompt
+    is tokenized for that, since tokens may extend across the end of the filler.
     """
 
     def __init__(self, count_tokens: Callable[[str], int], tokens: int):
-        """`count_tokens` counts the tokens of a text as model input; prompts have `tokens` tokens."""
+        """Prepare prompts of `tokens` tokens; `count_tokens` returns the number of tokens of a text as model input."""
         self._count, self._tokens = count_tokens, tokens
         repeats = 2 + tokens * 32 // len(FILLER)
         self._filler = " ".join([FILLER] * repeats)
         self._starts = [0, *(match.end() for match in re.finditer(r"\. ", self._filler))]
         self._characters = 4 * tokens
-        """End of the last prompt's filler, the first guess for the next one."""
+        """End of the filler in the last prompt, in characters: the first guess for the next prompt."""
 
     def smallest(self, key: str) -> int:
         return self._count(self._build(0, 0.0, key))
 
     def make(self, depth: float, key: str) -> Hidden:
-        """Return the prompt with the key after the share `depth`, 0 to 1, of the filler's sentences.
+        """Return a prompt with the key after a fraction `depth` (0 to 1) of the filler's sentences.
 
         Raises ConfigError if no text of the exact length is found.
         """
-        end, best = self._characters, 4.0
+        end, characters_per_token = self._characters, 4.0
         for _ in range(8):
             missing = self._tokens - self._count(self._build(end, depth, key))
             if abs(missing) <= 2:
                 break
-            next_end = min(max(0, end + round(missing * best)), len(self._filler))
+            next_end = min(max(0, end + round(missing * characters_per_token)), len(self._filler))
             if next_end == end:
                 break
             gained = self._count(self._build(next_end, depth, key)) - (self._tokens - missing)
-            best = max(0.25, (next_end - end) / gained) if gained else best
+            if gained:
+                characters_per_token = max(0.25, (next_end - end) / gained)
             end = next_end
         near = range(max(0, end - _SEARCHED), min(end + _SEARCHED, len(self._filler)) + 1)
         short: dict[int, int] = {}
-        for candidate in sorted(near, key=lambda place: abs(place - end) + self._within_word(place) * _WORD):
+        for candidate in sorted(near, key=lambda at: abs(at - end) + self._within_word(at) * _WORD):
             prompt = self._build(candidate, depth, key)
             missing = self._tokens - self._count(prompt)
             if missing == 0:
@@ -273,14 +276,14 @@ class ExactPrompts:
                 return Hidden(prompt, key)
             if missing > 0:
                 short[candidate] = missing
-        # Not every length is possible by cutting: a word may have two tokens however it is cut.
+        # Cutting cannot give every length: each end of a word may change the number of tokens by two.
         for candidate in sorted(short, key=short.__getitem__)[:_COMPLETED]:
             for ending in _ENDINGS:
                 prompt = self._build(candidate, depth, key, ending)
                 if self._count(prompt) == self._tokens:
                     return Hidden(prompt, key)
-        problem = f"need a text of exactly {self._tokens:,} tokens, which this model's tokenizer does not produce"
-        raise ConfigError("passkey.lengths", problem, "choose another length")
+        problem = f"require a prompt of exactly {self._tokens:,} tokens, but none was found for this model's tokenizer"
+        raise ConfigError("passkey.lengths", problem, "choose other lengths")
 
     def _within_word(self, end: int) -> bool:
         return end > 0 and (self._filler[end - 1] == " " or self._filler[end : end + 1].isalpha())
@@ -293,22 +296,22 @@ class ExactPrompts:
 
 
 def random_key(source: random.Random, digits: int) -> str:
-    """Return a number with exactly this many digits."""
+    """Return a random number with exactly `digits` digits, as text."""
     return str(source.randrange(10 ** (digits - 1), 10**digits))
 
 
 def published_filler(length: int) -> int:
-    """Return the characters of filler in LongLoRA for a context of `length` tokens."""
+    """Return the number of characters of filler in LongLoRA for a context of `length` tokens."""
     return int(3.75 * length // 1024 * 1024)
 
 
 def published_prompt(length: int, seed: int) -> tuple[Hidden, float]:
-    """Return the prompt of Landmark attention as LongLoRA's script makes it, and the key's depth, 0 to 1.
+    """Return the prompt of Landmark attention as LongLoRA's script makes it, and the depth (0 to 1) of the key.
 
-    Its length is only close to `length` tokens, its key has one to five digits, and its depth is random.
+    The prompt has about `length` tokens, the key has one to five digits, and the depth is random.
 
     Sources: Mohtashami and Jaggi, Landmark Attention (2023), `llama/run_test.py`; Chen et al., LongLoRA (2023),
-    `passkey_retrivial.py`, with the same draws from NumPy's generator.
+    `passkey_retrivial.py`, which draws the same numbers from NumPy's generator.
     """
     source, characters = np.random.RandomState(seed), published_filler(length)
     before = int(source.randint(0, characters))
@@ -318,8 +321,8 @@ def published_prompt(length: int, seed: int) -> tuple[Hidden, float]:
     return Hidden("\n".join(parts), key), before / characters
 
 
-def is_right(answer: str, key: str) -> bool:
-    """Return whether the first number in a generated text is the key."""
+def is_correct(answer: str, key: str) -> bool:
+    """Return whether the first number in a generated text equals the key."""
     number = re.search(r"\d+", answer)
     return number is not None and number.group() == key
 

@@ -1,4 +1,4 @@
-"""Perplexity by context length, on the same tokens at every length, or by the protocol of published tables."""
+"""Perplexity by context length, on the same tokens at every length, or with the protocol of published tables."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from megatron_tape.evaluation.tasks.text_sources import Document, Source
 
 NATS = "nats per token"
 POSITION_BINS = 64
+"""Number of ranges of positions over which losses are averaged."""
 WINDOWS_PER_UNIT = 32
+"""Maximum number of windows of a unit with protocol longlora."""
 LONGLORA_NOTE = (
-    "Protocol longlora: windows run across documents and begin in the middle of a text, without a beginning-of-text "
-    "token. All positions are scored, so the average context is half of the length, and tokens are counted several "
-    "times. Windows of different lengths score different tokens, and the end of the data is not scored. Compare these "
-    "values only with tables measured in this way."
+    "Protocol longlora: windows extend across documents and begin in the middle of a text, without a beginning-of-text "
+    "token. All positions are scored, so the average context is half of the length, and overlapping windows score a "
+    "token several times. Windows of different lengths score different tokens, and the end of the data is not scored. "
+    "Compare these values only with tables that use the same protocol."
 )
 
 
 class Perplexity(DocumentTask):
-    """Nats per token, perplexity and bits per byte, with intervals over documents, and the loss by position.
+    """Loss, perplexity and bits per byte by context length, with intervals over documents, and the loss by position.
 
-    The values: `nats` and `tokens` of a document at a length, `bytes` if known, and at the longest length `positions`,
-    the sums of the losses of a document's first window over `POSITION_BINS` ranges of positions. With longlora: `means`
-    of the windows.
+    The value of a unit contains the sum of losses in `nats` of a document at a length, the number of scored `tokens`,
+    and for texts the number of their `bytes`. At the longest length, it also contains `positions`: the sums of the
+    losses of the first window over `POSITION_BINS` ranges of positions. With protocol longlora, it contains only
+    `means`, the mean loss of each window.
     """
 
     name = "perplexity"
@@ -50,7 +53,7 @@ class Perplexity(DocumentTask):
         return 2 if self._longlora else super().needed(info)
 
     def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
-        """Return the work of a source: each document, or with longlora groups of windows, at each length."""
+        """Return the work for a source by unit key: documents or, with longlora, groups of windows, at each length."""
         if not self._longlora:
             return super().plan(source, documents, model)
         tokens = np.concatenate([document.tokens for document in documents])
@@ -60,10 +63,11 @@ class Perplexity(DocumentTask):
             starts = range(0, len(stream.tokens) - length, self.settings.stride)[:-1][: self.settings.windows]
             if not starts:
                 problem = f"has {len(stream.tokens):,} tokens, too few for windows of {length:,} with protocol longlora"
-                raise FileError(source.path, problem, f"give more data, or shorten {self.key('lengths')}")
+                raise FileError(source.path, problem, f"give more data, or set shorter {self.key('lengths')}")
             for first in range(0, len(starts), WINDOWS_PER_UNIT):
-                some = [Window(start, start + length, length - 1) for start in starts[first : first + WINDOWS_PER_UNIT]]
-                work[f"{source.name}/{first}/{length}"] = Work(stream, length, some)
+                chosen = starts[first : first + WINDOWS_PER_UNIT]
+                windows = [Window(start, start + length, length - 1) for start in chosen]
+                work[f"{source.name}/{first}/{length}"] = Work(stream, length, windows)
         return work
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
@@ -122,9 +126,9 @@ def _note_on_scored(name: str, values: list[dict[str, Any]]) -> str:
 
 def _text_bytes(model: LanguageModel, tokens: np.ndarray, start: int, stop: int) -> int:
     """Return the number of UTF-8 bytes of tokens `start` to `stop` of a document."""
-    # Decodes prefixes, since a tokenizer may treat the beginning of a text differently.
-    before, whole = (len(model.decode(tokens[:end].tolist()).encode("utf-8", "replace")) for end in (start, stop))
-    return whole - before
+    # Decodes the document from its beginning, since tokenizers may decode the first token of a text differently.
+    before, total = (len(model.decode(tokens[:end].tolist()).encode("utf-8", "replace")) for end in (start, stop))
+    return total - before
 
 
 def _by_position(losses: np.ndarray) -> list[np.ndarray]:
@@ -132,7 +136,7 @@ def _by_position(losses: np.ndarray) -> list[np.ndarray]:
 
 
 def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[float]]:
-    """Return mean losses of ranges of positions, and the number of tokens before the middle of each."""
+    """Return the mean loss of each range of positions, and the mean number of tokens before its positions."""
     parts = _by_position(np.arange(1, length + 1))
     counts = np.array([len(part) for part in parts]) * len(sums)
     return {

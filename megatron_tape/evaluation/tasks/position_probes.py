@@ -1,8 +1,9 @@
 """Read the position states of a TAPE model of transformers, or replace them by RoPE's phases, with hooks on its layers.
 
-Layer l, counted from 0, reads the state z_l (B, S, G, D), D/2 complex numbers per head group stored as [real |
-imaginary], and returns z_(l+1). z_0 are RoPE's phases. The model is not changed: hooks read the inputs and outputs of
-its layers. Axes: L layers, N tokens, G head groups, H query heads, D head dimension.
+Layer l, counted from 0, reads the state z_l and returns z_(l+1); z_0 are RoPE's phases. A state (B, S, G, D) has D/2
+complex numbers per head group, stored as [real | imaginary]. The hooks do not change the model permanently.
+
+Axes: B batch, S or N tokens, G head groups, H query heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LOSS_ROWS = 512
-"""Maximum number of tokens with logits in memory."""
+"""Maximum number of tokens whose logits are in memory at once."""
 
 
 def layers_of(model: Any) -> nn.ModuleList:
@@ -32,16 +33,17 @@ def state_norms(state: Tensor) -> Tensor:
 
 
 def relative_distance(state: Tensor, phases: Tensor) -> np.ndarray:
-    """Return |z - z_0| / |z_0| (N, G), float32, of states and RoPE's phases (N, G, D)."""
+    """Return |z - z_0| / |z_0| (N, G), float32, for states z and RoPE's phases z_0, both (N, G, D)."""
     distance = state_norms(state.float() - phases.float()) / state_norms(phases)
     return distance.cpu().numpy()
 
 
 def similarity(state: Tensor, distances: Collection[int]) -> list[float]:
-    """Return, for every distance d >= 1, the mean over s and groups of |<z_s, z_(s+d)>| / (|z_s| |z_(s+d)|).
+    """Return for each distance d >= 1 the mean similarity of states (N, G, D) of tokens that are d positions apart.
 
-    <,> is the complex inner product over the frequencies of a group, so a shift of all positions
-    does not change the result.
+    The similarity of tokens s and t is |<z_s, z_t>| / (|z_s| |z_t|), where <,> is the complex inner product over the
+    D/2 frequencies of a group. The mean is over all pairs of tokens and all groups. Shifting all positions does not
+    change the result.
     """
     real, imaginary = (state.float() / state_norms(state).unsqueeze(-1)).chunk(2, dim=-1)
     z = torch.complex(real.contiguous(), imaginary.contiguous())
@@ -54,19 +56,19 @@ def similarity(state: Tensor, distances: Collection[int]) -> list[float]:
 
 @torch.no_grad()
 def losses(model: Any, tokens: Tensor) -> np.ndarray:
-    """Return the loss in nats (N - 1,), float64, of every token (1, N) but the first."""
+    """Return the losses (N - 1,), float64, in nats of all `tokens` (1, N) but the first."""
     hidden_states = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0, :-1]
     labels = tokens[0, 1:]
     parts = [
-        F.cross_entropy(model.lm_head(rows).float(), targets, reduction="none").double().cpu()
-        for rows, targets in zip(hidden_states.split(LOSS_ROWS), labels.split(LOSS_ROWS))
+        F.cross_entropy(model.lm_head(states).float(), targets, reduction="none").double().cpu()
+        for states, targets in zip(hidden_states.split(LOSS_ROWS), labels.split(LOSS_ROWS))
     ]
     return torch.cat(parts).numpy()
 
 
 @contextmanager
 def watching(model: Any, on_state: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
-    """Call on_state(l, z_l, z_0) with the states (N, G, D) of the first sequence when layer l reads its state."""
+    """Within the context, call on_state(l, z_l, z_0) when layer l runs, with states (N, G, D) of the first sequence."""
     phases = None
 
     def hook(index: int, _: nn.Module, arguments: tuple) -> None:
@@ -87,12 +89,12 @@ def with_phases(
     layer_indices: Collection[int],
     on_maps: Callable[[int, Tensor | None, Tensor | None], None] | None = None,
 ) -> Iterator[None]:
-    """Make some layers read RoPE's phases instead of their state.
+    """Within the context, make some layers read RoPE's phases instead of their position states.
 
-    Their hidden states follow from the phases. The state they return still follows from the real state, so that no
-    other layer changes directly. With `on_maps`, hidden states do not change either, and
-    on_maps(l, map, map_with_phases) gets the attention maps (B, H, N, N) with the state and with the phases, or None if
-    the attention implementation returns none.
+    These layers compute hidden states with the phases, but still return the position state that they compute from their
+    real one, so that other layers are not affected directly. If `on_maps` is given, hidden states do not change either.
+    Instead, on_maps(l, map, map_with_phases) is called with the attention maps (B, H, N, N) with the real state and
+    with the phases, which are None if the attention implementation returns none.
     """
     layers, phases = layers_of(model), None
 
@@ -115,9 +117,9 @@ def with_phases(
 
 
 def attention_maps(model: Any, tokens: Tensor, on_maps: Callable[[int, Tensor, Tensor], None]) -> None:
-    """Call on_maps(l, map, map_with_phases) for every layer l with attention maps (H, N, N), float32, of tokens (1, N).
+    """Call on_maps(l, map, map_with_phases) for each layer l with attention maps (H, N, N), float32, of tokens (1, N).
 
-    Both maps have the same queries and keys, since hidden states do not change.
+    `map` is computed with the position state, and `map_with_phases` with RoPE's phases but the same hidden states.
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")

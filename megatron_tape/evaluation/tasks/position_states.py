@@ -1,7 +1,7 @@
 """The task `positions`: how far a TAPE model's position states are from RoPE, and how much the loss depends on them.
 
-Layers are counted from 0. The state of a layer is its input state: layer 0 reads RoPE's phases, layer 1 the output
-state of layer 0, and so on.
+Layers are counted from 0. The state of a layer is the position state that it reads: layer 0 reads RoPE's phases, layer
+1 the output state of layer 0, and so on.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ if TYPE_CHECKING:
 MAPS = "maps"
 """Key of the unit that compares attention maps."""
 _CURVES = 6
+"""Maximum number of layers with a curve in a picture."""
 _BUCKETS = 32
+"""Number of ranges of positions over which distances from RoPE's phases are averaged."""
 _DISTANCES = 24
+"""Maximum number of distances between tokens at which similarities are measured."""
 _SHOWN_HEADS = 3
 _DIGITS = 3
 _LENGTH = 1024
@@ -53,25 +56,27 @@ class PositionSettings:
     """Settings of the task `positions`."""
 
     data: PathText
-    """Data: JSON lines, text, parquet, an indexed dataset or a .bin of uint16 ids, as in perplexity."""
+    """Documents: a file of JSON lines, text or parquet, the prefix of an indexed dataset, or a .bin file of uint16
+    token ids, as in perplexity."""
     text_key: str = "text"
-    """Key of the text in JSON lines and parquet."""
+    """Key of the text in JSON lines, or its column in parquet."""
     split: str | None = None
-    """Shares of an indexed dataset's documents for training, validation and test, as in data.split. Only the validation
-    documents are used; by default, all are."""
+    """Fractions of an indexed dataset's documents for training, validation and test (see data.split). Only validation
+    documents are used. Default: all documents."""
     documents: Count = 8
-    """Number of documents: the first ones that are long enough."""
+    """Maximum number of documents; the first ones that are long enough are used."""
     length: int | None = None
-    """Tokens of each. The default is the trained length, or 1024 if the model's configuration does not name it."""
+    """Number of tokens of each document that are used. Default: the training length, or 1024 if the model's
+    configuration does not contain it."""
     ablation: bool = True
-    """Also compute the loss with one layer's state replaced by RoPE's phases, for every layer. This takes one pass of
-    the model per layer."""
+    """Also compute the loss with RoPE's phases instead of the state of one layer, for each layer, and of all layers.
+    This takes one forward pass per layer and document."""
     map_tokens: Count = 64
-    """Number of tokens in attention maps, from the beginning of the first document."""
+    """Number of tokens in attention maps: the first ones of the first document."""
 
 
 class PositionPictures(Task):
-    """Distances from RoPE, similarities of states, attention maps with and without the state, and ablations."""
+    """Distances of states from RoPE's phases, similarities of states, and effects of states on attention and loss."""
 
     name = "positions"
     Settings = PositionSettings
@@ -80,9 +85,9 @@ class PositionPictures(Task):
 
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
-        kind = info.config.get("model_type")
-        problem = f"reads the position states of TAPE models, but {info.label} is a {kind} model, which has none"
-        refuse(kind != MODEL_TYPE, self.name, problem, "leave the task out, or evaluate a TAPE model")
+        model_type = info.config.get("model_type")
+        problem = f"requires a TAPE model, but {info.label} has the model_type {model_type}"
+        refuse(model_type != MODEL_TYPE, self.name, problem, "remove the task, or evaluate a TAPE model")
         length = self._length(info)
         refuse(length < 2, self.key("length"), f"is {length}", "set it to at least 2")
         check_sources(self._sources(), info, settings.text_key, length, settings.documents, self.key("data"))
@@ -139,12 +144,17 @@ class PositionPictures(Task):
         changes: list[list[float]] = []
         shown: list[dict[str, Any]] = []
 
-        def on_maps(layer: int, own: Tensor, rope: Tensor) -> None:
-            # Total variation: the share of attention that moves, averaged over queries.
-            change = (own - rope).abs().sum(-1).mean(-1) / 2
+        def on_maps(layer: int, with_state: Tensor, with_phases: Tensor) -> None:
+            # Total variation distance: the fraction of attention that moves to other keys, averaged over queries.
+            change = (with_state - with_phases).abs().sum(-1).mean(-1) / 2
             changes.append(change.tolist())
             shown.extend(
-                {"layer": layer, "head": head, "state": _triangle(own[head]), "phases": _triangle(rope[head])}
+                {
+                    "layer": layer,
+                    "head": head,
+                    "state": _triangle(with_state[head]),
+                    "phases": _triangle(with_phases[head]),
+                }
                 for head in change.topk(min(_SHOWN_HEADS, len(change))).indices.tolist()
             )
             shown.sort(key=lambda one: -changes[one["layer"]][one["head"]])
@@ -163,19 +173,19 @@ class PositionPictures(Task):
             value, interval = float(by_document.mean()), bootstrap_mean(by_document)
             scores.append(Score("state_distance", value, "neither", *interval, group=f"layer {layer}", **common))
         tokens = [one["tokens"] for one in found]
-        own = np.array([one["loss"] for one in found])
+        losses = np.array([one["loss"] for one in found])
 
         def loss(metric: str, sums: np.ndarray, better: Any, group: str = "") -> Score:
             value, interval = float(np.sum(sums) / np.sum(tokens)), bootstrap_ratio(sums, tokens)
             return Score(metric, value, better, *interval, group=group, unit="nats per token", **common)
 
-        scores.append(loss("loss", own, "lower"))
+        scores.append(loss("loss", losses, "lower"))
         if self.settings.ablation:
             ablated = np.array([one["ablated"] for one in found])
             layers = range(ablated.shape[1])
-            scores += [loss("loss_increase", ablated[:, at] - own, "neither", f"layer {at}") for at in layers]
+            scores += [loss("loss_increase", ablated[:, at] - losses, "neither", f"layer {at}") for at in layers]
             everywhere = np.array([one["all_ablated"] for one in found])
-            scores.append(loss("loss_increase", everywhere - own, "neither", "all layers"))
+            scores.append(loss("loss_increase", everywhere - losses, "neither", "all layers"))
         details = {
             "distance": distance.mean(0).tolist(),
             "distance_by_position": np.mean([one["by_position"] for one in found], axis=0).tolist(),
@@ -196,8 +206,8 @@ class PositionPictures(Task):
         return find_sources(self.settings.data, self.settings.split, self.section)
 
     def _length(self, info: ModelInfo) -> int:
-        given = self.settings.length
-        return (info.trained_length or _LENGTH) if given is None else given
+        length = self.settings.length
+        return (info.trained_length or _LENGTH) if length is None else length
 
     def _read(self, model: HuggingFaceModel) -> list[np.ndarray]:
         length, settings = self._length(model.info), self.settings
@@ -216,34 +226,34 @@ class PositionPictures(Task):
 
 
 def distances_of(length: int) -> list[int]:
-    """Return distances below `length`, evenly spaced on a logarithmic scale."""
+    """Return distances from 1 to `length` - 1, evenly spaced on a logarithmic scale."""
     return np.unique(np.geomspace(1, length - 1, _DISTANCES).round().astype(int)).tolist()
 
 
 def _triangle(attention: Tensor) -> list[list[float]]:
-    """Return the lower triangle of an attention map (N, N), rounded."""
+    """Return the lower triangle of an attention map (N, N) as rows of rounded values."""
     return [[round(value, _DIGITS) for value in row[: at + 1]] for at, row in enumerate(attention.tolist())]
 
 
 def _heat_maps(values: dict[str, list[list[float]]], column: str, bar: str, high: float) -> tuple[Any, str]:
-    """Return a figure of matrices (layers, columns) by model, and a description of their maxima."""
+    """Return a figure of the matrices (layers, columns) of each model, and a description of their maxima."""
     figure, panels = model_panels(values)
-    said = []
+    maxima = []
     for axes, (label, matrix) in zip(panels, values.items()):
         rows, columns = np.shape(matrix)
         names = {"row_label": "layer", "column_label": column, "bar": bar if axes is panels[-1] else None}
         heat_map(axes, matrix, range(rows), range(columns), high=high, **names)
         layer, at = np.unravel_index(np.argmax(matrix), (rows, columns))
-        said.append(f"{label}: at most {np.max(matrix):.3g}, in layer {layer}, {column} {at}")
-    return figure, "; ".join(said)
+        maxima.append(f"{label}: at most {np.max(matrix):.3g}, in layer {layer}, {column} {at}")
+    return figure, "; ".join(maxima)
 
 
 def _distances(results: dict[str, TaskResult]) -> Picture:
     distances = {label: result.details["distance"] for label, result in results.items()}
     high = max(np.max(distance) for distance in distances.values()) or 1.0
-    figure, said = _heat_maps(distances, "head group", "|z - z0| / |z0|", high)
+    figure, maxima = _heat_maps(distances, "head group", "|z - z0| / |z0|", high)
     text = "Heat map of the mean distance of the position state from RoPE's phases by layer and head group. "
-    return Picture("positions-distance", f"{text}{said}.", figure)
+    return Picture("positions-distance", f"{text}{maxima}.", figure)
 
 
 def _by_position(results: dict[str, TaskResult]) -> Picture:
@@ -253,7 +263,7 @@ def _by_position(results: dict[str, TaskResult]) -> Picture:
         axes.set(xlabel="position", ylabel="|z - z0| / |z0|")
         axes.set_ylim(bottom=0)
     legend(figure)
-    text = "Distance of the position state from RoPE's phases along the document, one curve per layer, for "
+    text = "Distance of the position state from RoPE's phases by position in the document, one curve per layer, for "
     return Picture("positions-along", f"{text}{', '.join(results)}.", figure)
 
 
@@ -267,12 +277,12 @@ def _similarities(results: dict[str, TaskResult]) -> Picture:
         log_scale(axes, "x", 2)
         axes.set(xlabel="distance of two tokens", ylabel="similarity of their states", ylim=(0, 1.02))
     legend(figure)
-    text = "Similarity of the states of two tokens by their distance, one curve per layer and RoPE's, for "
+    text = "Similarity of the states of two tokens by their distance, one curve per layer and one for RoPE, for "
     return Picture("positions-similarity", f"{text}{', '.join(results)}.", figure)
 
 
 def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
-    """Draw the curves of some layers after the first."""
+    """Draw the curves of at most `_CURVES` layers, evenly spaced, without layer 0."""
     later = range(1, len(layers))
     shown = sorted({later[at] for at in np.linspace(0, len(later) - 1, min(_CURVES, len(later))).astype(int)})
     for layer, color in zip(shown, shades(len(shown))):
@@ -281,9 +291,9 @@ def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
 
 def _changes(results: dict[str, TaskResult]) -> Picture:
     changes = {label: result.details["maps"]["change"] for label, result in results.items()}
-    figure, said = _heat_maps(changes, "head", "share of attention that moves", high=1.0)
-    text = "Heat map by layer and head of the share of attention that moves if RoPE's phases replace the state. "
-    return Picture("positions-attention", f"{text}{said}.", figure)
+    figure, maxima = _heat_maps(changes, "head", "fraction of attention that moves", high=1.0)
+    text = "Heat map by layer and head of the fraction of attention that moves if RoPE's phases replace the state. "
+    return Picture("positions-attention", f"{text}{maxima}.", figure)
 
 
 def _maps(index: int, label: str, result: TaskResult) -> Picture:
@@ -292,12 +302,12 @@ def _maps(index: int, label: str, result: TaskResult) -> Picture:
     for axis, (kind, one) in zip(axes, [(kind, one) for kind in ("state", "phases") for one in shown]):
         size = len(one[kind])
         weights = np.full((size, size), np.nan)
-        for row, seen in enumerate(one[kind]):
-            weights[row, : len(seen)] = seen
-        # The square root makes small shares visible.
+        for row, visible in enumerate(one[kind]):
+            weights[row, : len(visible)] = visible
+        # The square root makes small weights visible.
         axis.imshow(np.sqrt(weights), vmin=0, vmax=1, cmap=COLOR_MAP, interpolation="none")
         axis.grid(False)
-        name = "its state" if kind == "state" else "RoPE's phases"
+        name = "position state" if kind == "state" else "RoPE's phases"
         axis.set_title(f"layer {one['layer']}, head {one['head']}: {name}", fontsize=9)
         axis.set(xlabel="key", ylabel="query")
     figure.suptitle(plain(label, LONGEST_LABEL), fontsize=10)

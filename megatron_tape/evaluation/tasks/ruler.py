@@ -1,4 +1,4 @@
-"""RULER: the thirteen synthetic tasks of lm-evaluation-harness by context length, and effective lengths."""
+"""RULER: thirteen long-context tasks, run with lm-evaluation-harness by context length, and effective lengths."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
 from megatron_tape.io.records import RECORD_BYTES, read_record, read_small
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
-"""Tasks with needles in essays."""
+"""Tasks that hide needles in essays."""
 QUESTIONS = {"qa_squad": "squad", "qa_hotpot": "hotpotqa"}
-"""Tasks with real questions, and the settings for their files."""
+"""Tasks with questions from datasets, and the setting for the file of each."""
 TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_squad", "qa_hotpot"),
 )
 OFFLINE = tuple(task for task in TASKS if task not in ESSAYS and task not in QUESTIONS)
-"""Tasks that need no data."""
+"""Tasks that need no files or downloads."""
 THRESHOLD = 0.856
-"""Score of Llama-2-7B-chat at 4K in RULER's paper. A model's effective length is the longest above it."""
+"""Score of Llama-2-7B-chat at 4K in RULER's paper. The effective length is the longest one with at least this score."""
 
 
 _CHECKED = 8192
-"""Every task is tried up to this length before any runs; longer lengths are never too short."""
+"""Maximum length up to which samples are made for a check before any task runs; longer ones are never too short."""
 
 
 @dataclass(kw_only=True)
@@ -42,22 +42,21 @@ class RulerSettings:
     """Settings of RULER's tasks from lm-evaluation-harness."""
 
     tasks: list[str] | Literal["offline", "all"] = "offline"
-    """offline: the six that need no data (niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe). all: all
-    thirteen. Or a list of names."""
+    """A list of tasks, or a name: offline for the six that need no files or downloads (niah_single_1, niah_multikey_2,
+    niah_multikey_3, vt, cwe and fwe), all for all thirteen."""
     lengths: list[int] | None = None
-    """Context lengths in tokens, including the answer. The default is the trained length, a half and a quarter of
-    it."""
+    """Context lengths in tokens, including the answer. Default: the training length, half of it and a quarter of it."""
     samples: Annotated[int, Field(ge=1, le=500)] = 50
-    """Samples for each task and length, at most 500, as in published tables."""
+    """Number of samples for each task and length, at most 500, which is the number in published tables."""
     haystack: PathText | None = None
-    """A long UTF-8 text as the haystack. The default is RULER's essays, from the hub."""
+    """Path of a long UTF-8 text in which needles are hidden. Default: RULER's essays, from the hub."""
     squad: PathText | None = None
-    """The file dev-v2.0.json of SQuAD. By default, it is downloaded."""
+    """Path of the file dev-v2.0.json of SQuAD. Default: it is downloaded."""
     hotpotqa: PathText | None = None
-    """The file hotpot_dev_distractor_v1.json of HotpotQA. By default, it is downloaded."""
+    """Path of the file hotpot_dev_distractor_v1.json of HotpotQA. Default: it is downloaded."""
     trained_length: Count | None = None
-    """The length whose score is the threshold of the own effective length. The default is that of the model's
-    configuration; for an extended model, give the length before the extension."""
+    """Length in tokens whose score is the threshold of the own effective length. Default: the training length of the
+    model; set it to the length before the extension for an extended model."""
     seed: int = 0
     """Seed of the samples."""
     batch_size: Count = 1
@@ -65,10 +64,10 @@ class RulerSettings:
 
 
 class Ruler(Task):
-    """The share of the requested items that the model names, by task and length.
+    """The fraction of the expected items that the model generates, by task and length.
 
-    The model continues RULER's beginning of the answer greedily. The values: the `scores` of the samples, 0 to 1, the
-    `expected` items, the `answers`, and the `tokens` of the prompts.
+    The model greedily continues the beginning of the answer that RULER gives. Values of units contain, for each sample:
+    the `scores` (0 to 1), the `expected` items, the generated `answers`, and the numbers of `tokens` of the prompts.
     """
 
     name = "ruler"
@@ -80,13 +79,13 @@ class Ruler(Task):
         settings = self.settings
         self.require("lm_eval", "wonderwords", "nltk", "scipy")
         key = self.key("tasks")
-        refuse(not self._tasks, key, "is []", "name some tasks, or set it to offline or all")
+        refuse(not self._tasks, key, "is []", "give at least one task, or set it to offline or all")
         for task in self._tasks:
-            refuse(task not in TASKS, key, f"has {format_value(task)}", f"choose some of {', '.join(TASKS)}")
+            refuse(task not in TASKS, key, f"has {format_value(task)}", f"choose from {', '.join(TASKS)}")
         for name in ("haystack", *QUESTIONS.values()):
             file = getattr(settings, name)
             problem = f"is {file}, which is not a file"
-            refuse(file is not None and not Path(file).is_file(), self.key(name), problem, "give one")
+            refuse(file is not None and not Path(file).is_file(), self.key(name), problem, "correct the path")
         if settings.haystack is not None:
             _check_text(Path(settings.haystack))
         for name, shape in (("squad", dict[str, Any]), ("hotpotqa", list[dict[str, Any]])):
@@ -106,7 +105,7 @@ class Ruler(Task):
 
         lengths, sources, seed = self._lengths(model.info), self._sources(), self.settings.seed
         for task in self._tasks:
-            # Missing data shows at the first length.
+            # Missing data leads to an error at the first length.
             for length in [lengths[0], *(length for length in lengths[1:] if length <= _CHECKED)]:
                 try:
                     make_samples(task, length, min(self.settings.samples, 10), model.tokenizer, seed, sources)
@@ -135,8 +134,8 @@ class Ruler(Task):
         }
 
     def _too_short(self, task: str, length: int, error: Exception) -> ConfigError:
-        problem = f"contains {length:,}, a length at which {task} cannot be made with this model's tokenizer ({error})"
-        fix = f"use longer ones, or remove {task} from tasks"
+        problem = f"contains {length:,}, for which {task} has no samples with this model's tokenizer ({error})"
+        fix = f"set longer lengths, or remove {task} from tasks"
         return ConfigError((self.key("lengths"), self.key("tasks")), problem, fix)
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
@@ -145,12 +144,12 @@ class Ruler(Task):
         for length in lengths:
             everything: list[float] = []
             for task in self._tasks:
-                found = values[f"{task}/{length}"]["scores"]
-                by_task[task].append(sum(found) / len(found))
-                scores.append(_share("score", found, length, task))
-                everything += found
+                of_task = values[f"{task}/{length}"]["scores"]
+                by_task[task].append(sum(of_task) / len(of_task))
+                scores.append(_mean_score("score", of_task, length, task))
+                everything += of_task
             # Tasks have equal numbers of samples, so this is the mean of the tasks' scores.
-            means.append(_share(mean_name, everything, length))
+            means.append(_mean_score(mean_name, everything, length))
         curve = [score.value for score in means]
         effective, notes = self._effective(lengths, curve, info)
         details = {"lengths": lengths, "tasks": by_task, "mean_name": mean_name}
@@ -175,8 +174,8 @@ class Ruler(Task):
 
     @property
     def _tasks(self) -> list[str]:
-        given = self.settings.tasks
-        return list({"offline": OFFLINE, "all": TASKS}[given] if isinstance(given, str) else dict.fromkeys(given))
+        tasks = self.settings.tasks
+        return list({"offline": OFFLINE, "all": TASKS}[tasks] if isinstance(tasks, str) else dict.fromkeys(tasks))
 
     def _lengths(self, info: ModelInfo) -> list[int]:
         return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
@@ -190,7 +189,7 @@ class Ruler(Task):
         return Sources(self.settings.haystack, self.settings.squad, self.settings.hotpotqa)
 
     def _mean_name(self) -> str:
-        """Return the name of the mean, which differs between sets of tasks."""
+        """Return the metric name of the mean over tasks, which contains the set of tasks."""
         chosen = set(self._tasks)
         if len(chosen) == 1:
             return f"score of {self._tasks[0]}"
@@ -199,10 +198,10 @@ class Ruler(Task):
         return "mean of the 6 offline tasks" if chosen == set(OFFLINE) else f"mean of {len(chosen)} chosen tasks"
 
     def _effective(self, lengths: list[int], curve: list[float], info: ModelInfo) -> tuple[list[Score], list[str]]:
-        """Return the effective lengths by RULER's and the own threshold, and the area under the curve."""
+        """Return both effective lengths and the area under the curve as scores, and notes that explain them."""
         name = self._mean_name()
         found = [Score("effective length", _longest(lengths, curve, THRESHOLD), "higher", group=name, unit="tokens")]
-        meaning = f"The effective length is the longest whose {name} is at least {THRESHOLD}, or 0"
+        meaning = f"The effective length is the longest with a {name} of at least {THRESHOLD}, or 0"
         trained = self.settings.trained_length or info.trained_length
         own = curve[lengths.index(trained)] if trained in lengths else None
         if own:
@@ -210,21 +209,21 @@ class Ruler(Task):
                 Score("own effective length", _longest(lengths, curve, own), "higher", group=name, unit="tokens")
             )
             meaning += (
-                f"; the own effective length is the longest where it is at least {own:.3f}, the model's score at the "
-                f"trained length of {trained:,} tokens."
+                f"; the own effective length is the longest with at least {own:.3f}, the model's score at the "
+                f"training length of {trained:,} tokens."
             )
         else:
-            meaning += "; the own effective length needs the trained length among the lengths, with a score above 0."
+            meaning += "; the own effective length requires a score above 0 at the training length."
         notes = [meaning]
         if len(lengths) > 1:
             steps = [math.log2(after / before) for before, after in zip(lengths, lengths[1:])]
             area = sum(step * (a + b) / 2 for step, a, b in zip(steps, curve, curve[1:])) / sum(steps)
             found.append(Score("area under the curve", area, "higher", group=name))
-            notes.append("The area is that under the curve over the logarithm of the length, divided by its range.")
+            notes.append("The area is that under the scores over the logarithm of the length, divided by the range.")
         if name != "mean of all 13 tasks":
             notes.append(
-                f"The paper's threshold of {THRESHOLD} applies to the mean of all 13 tasks; other means "
-                "are not comparable with published figures."
+                f"The threshold of {THRESHOLD} from RULER's paper applies to the mean of all 13 tasks; other means are "
+                "not comparable with published figures."
             )
         return found, notes
 
@@ -239,7 +238,7 @@ class Ruler(Task):
             if settings.haystack is not None:
                 notes.append(
                     f"The needles of {', '.join(task for task in ESSAYS if task in tasks)} were hidden in "
-                    f"{Path(settings.haystack).name}, not in the essays of published figures."
+                    f"{Path(settings.haystack).name}, not in the essays that published figures use."
                 )
             if not has_punkt():
                 notes.append(
@@ -252,21 +251,21 @@ class Ruler(Task):
         return notes
 
 
-def _share(metric: str, found: list[float], length: int, group: str = "") -> Score:
-    share, interval = sum(found) / len(found), wilson(sum(found), len(found))
-    return Score(metric, share, "higher", *interval, length, group, len(found))
+def _mean_score(metric: str, values: list[float], length: int, group: str = "") -> Score:
+    mean, interval = sum(values) / len(values), wilson(sum(values), len(values))
+    return Score(metric, mean, "higher", *interval, length, group, len(values))
 
 
 def _longest(lengths: Sequence[int], curve: Sequence[float], least: float) -> float:
-    """Return the longest length whose score is at least `least`, or 0."""
+    """Return the longest length with a score of at least `least`, or 0. `curve` contains the score of each length."""
     return float(max((length for length, score in zip(lengths, curve) if score >= least), default=0))
 
 
 def _check_text(file: Path) -> None:
-    """Raise FileError unless a haystack is a UTF-8 text of some length."""
+    """Raise FileError unless a haystack is a UTF-8 text of at least 500 words."""
     try:
         words = read_small(file, RECORD_BYTES).decode().split()
     except ValueError as error:
         raise FileError(str(file), f"cannot be used: {error}", "give a text file in UTF-8") from None
     if len(words) < 500:
-        raise FileError(str(file), f"has {len(words)} words", "give a text of at least 500")
+        raise FileError(str(file), f"has {len(words)} words", "give a text of at least 500 words")

@@ -1,14 +1,15 @@
-"""RULER samples from lm-evaluation-harness's own functions, with their faults fixed.
+"""Make samples of RULER's tasks with the functions of lm-evaluation-harness, without their defects.
 
-As the harness calls them, these functions
+When the harness calls these functions, they
 
 - draw from the global random generator, so that samples depend on the order of tasks;
-- put all lengths into one data set, so that a limit selects only the first length;
+- put all lengths into one dataset, so that a limit on the number of samples keeps only the first length;
 - load the tokenizer again, including any code that comes with it;
-- never end if the smallest sample is too long (vt, cwe);
-- count neither the beginning of the answer (niah) nor the generated tokens (fwe), so that prompts are truncated.
+- never return if the smallest sample is too long (tasks vt and cwe);
+- ignore the tokens of the beginning of the answer (niah tasks) or of the generated answer (fwe), so that prompts are
+  truncated.
 
-Here, samples are made for one task and length at a time, with their own seed, and checked.
+Here, samples are made for one task and length at a time, with a seed of their own, and checked.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.tasks.harness import builtin_configuration, own_task, quiet, seeded, without_bars
 
 _MOST = 500
-"""Samples per task and length that the harness makes by default."""
+"""Number of samples per task and length that the harness makes by default."""
 _ENDLESS = ("sys_vartrack_w_noise_random", "sys_word_pair_random")
-"""Functions that make the samples of vt and cwe. They never end if the smallest sample is too long."""
+"""Functions of the harness that make samples of vt and cwe. They never return if the smallest sample is too long."""
 _GENERATORS = ("generate_samples", "sys_kwext", *_ENDLESS)
 """Functions of the harness that make samples."""
 _DRAWS = 5
+"""Number of smallest samples that are drawn to find out whether they fit."""
 _SAME_TEXT = 50
+"""Number of times that a text is tokenized in a row before it counts as an endless loop."""
 _ROUNDS = 8
+"""Maximum number of attempts to make samples short enough."""
 
 
 class TooShort(Exception):
@@ -50,7 +54,7 @@ class TooShort(Exception):
 
 @dataclass(frozen=True)
 class Sources:
-    """Local files instead of data from the hub, or None."""
+    """Paths of local files to read instead of data from the hub; None to download the data."""
 
     haystack: str | None = None
     squad: str | None = None
@@ -64,8 +68,9 @@ class Samples:
     tasks: dict[str, Any]
     """The tasks for `harness.run`."""
     rows: list[dict[str, Any]]
+    """The samples as the harness represents them, such as with the expected answers in `outputs`."""
     tokens: list[int]
-    """Lengths of the prompts, including the beginning of the answer."""
+    """Number of tokens of each prompt, including the beginning of the answer."""
 
 
 def make_samples(
@@ -73,8 +78,8 @@ def make_samples(
 ) -> Samples:
     """Return `count` samples whose prompts and generated tokens fit into `length` tokens.
 
-    The first samples do not depend on `count`. Raises TooShort if the task has no such samples, and ConfigError if its
-    data is missing.
+    The first samples do not depend on `count`. Raises TooShort if the task has no samples that fit, and ConfigError if
+    its data is missing.
     """
     config = builtin_configuration("ruler", task)
     generated, reserve = config["generation_kwargs"]["max_gen_toks"], 0
@@ -93,14 +98,14 @@ def make_samples(
         over = max(tokens) + generated - length
         if over <= 0:
             if 2 * min(tokens) < length - generated:
-                raise TooShort("its text grows in steps so large that more than half of the length is empty")
+                raise TooShort("its text grows in steps so large that more than half of the length stays unused")
             return Samples(tasks, rows, tokens)
         reserve += over
     raise TooShort("its prompts do not fit")
 
 
 class _Measure:
-    """A replacement for the tokenizer in the harness that counts `reserve` additional tokens."""
+    """Replaces the harness's tokenizer: adds `reserve` to the number of tokens, and detects endless loops."""
 
     def __init__(self, tokenizer: Callable[..., Any], reserve: int):
         self._tokenizer, self._reserve = tokenizer, reserve
@@ -108,14 +113,14 @@ class _Measure:
         self._interruption: BaseException | None = None
 
     def __call__(self, text: str) -> SimpleNamespace:
-        # fwe measures the same text forever if it has no words left and is still too long.
+        # fwe tokenizes the same text forever if it has no words left and is still too long.
         self._times = self._times + 1 if text == self._last else 0
         self._last = text
         if self._times == _SAME_TEXT:
             raise TooShort("its smallest sample does not fit")
         try:
             return SimpleNamespace(input_ids=range(self.count(text)))
-        except BaseException as error:  # Ctrl-C or the end of a job, which vt and cwe would suppress
+        except BaseException as error:  # such as from Ctrl-C, which vt and cwe would suppress
             self._interruption = error
             raise
 
@@ -141,19 +146,19 @@ def _generate(
     reserve: int,
     sources: Sources,
 ) -> list[dict[str, Any]]:
-    """Return the samples of a function of the harness, with names in its module patched."""
+    """Call a function of the harness that makes samples, with parts of its module replaced; return the samples."""
     module, measure = function.__globals__, _Measure(tokenizer, reserve)
     replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: measure, "tqdm": measure.each}
     for name in _GENERATORS:
         if name in module:
             replaced[name] = _limited(module[name], count, measure)
-    if "RNG" in module:  # the module's own random generator, whose state persists between calls
+    if "RNG" in module:  # a random generator of the module, whose state would persist between calls
         replaced["RNG"] = random.Random(random.getrandbits(64))
     if "get_haystack" in module:
         replaced["get_haystack"] = _haystack(module["get_haystack"], sources.haystack, length)
     if "download_json" in module:
         replaced["download_json"] = _questions(module["download_json"], sources)
-        for name in ("read_squad", "read_hotpotqa"):  # bypasses their caches
+        for name in ("read_squad", "read_hotpotqa"):  # without their caches
             replaced[name] = module[name].__wrapped__
     splitting: dict[str, Any] = {} if has_punkt() else {"cached_sent_tokenize": _sentences}
     makers = module["generate_samples"].__globals__ if "generate_samples" in module else module
@@ -170,17 +175,17 @@ def _generate(
         except ValueError as error:
             raise TooShort(str(error).split("\n")[0]) from error
         except IndexError:
-            problem = f"is {count}, and there are fewer questions for {task}"
+            problem = f"is {count}, but the data of {task} has fewer questions"
             raise ConfigError("ruler.samples", problem, "set it lower") from None
         except KeyError as error:
             if "download_json" not in module:
                 raise
             key, fix = "ruler.squad and ruler.hotpotqa", "give dev-v2.0.json and hotpot_dev_distractor_v1.json"
-            raise ConfigError(key, f"need files of other contents: {task} finds no {error}", fix) from None
+            raise ConfigError(key, f"have other contents than expected: {task} finds no {error} in them", fix) from None
 
 
 def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Callable[..., Any]:
-    """Wrap a function of the harness to make at most `count` samples, and to raise TooShort instead of never ending."""
+    """Wrap a function of the harness to make at most `count` samples, and raise TooShort instead of looping forever."""
 
     def limited(*arguments: Any, **options: Any) -> Any:
         options["num_samples"] = min(options.get("num_samples", _MOST), count)
@@ -194,22 +199,22 @@ def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Cal
 def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measure: _Measure) -> None:
     """Raise TooShort if the smallest samples of vt or cwe do not fit.
 
-    A sample that is too long is drawn again with fewer words, down to `incremental` words, and then forever, in a
-    `while True` with a bare `except`.
+    The harness draws a sample that is too long again with fewer words. At `incremental` words, it repeats this forever,
+    in a `while True` with a bare `except`.
     """
     defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-    given = {**defaults, **options}
-    module, size, length = function.__globals__, given["incremental"], given["max_seq_length"]
+    arguments = {**defaults, **options}
+    module, size, length = function.__globals__, arguments["incremental"], arguments["max_seq_length"]
     draw = module["generate_input_output"]
-    example, room = given.get("icl_example"), length - given["tokens_to_generate"]
+    example, room = arguments.get("icl_example"), length - arguments["tokens_to_generate"]
     if example is not None:
         room -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
     # Samples must not depend on these draws.
-    own = {"RNG": random.Random(0)} if "RNG" in module else {}
-    with seeded("the smallest samples"), mock.patch.dict(module, own):
+    replaced = {"RNG": random.Random(0)} if "RNG" in module else {}
+    with seeded("the smallest samples"), mock.patch.dict(module, replaced):
         for _ in range(_DRAWS):
-            if "num_chains" in given:  # vt
-                text, _ = draw(size, given["num_chains"], given["num_hops"], is_icl=example is None)
+            if "num_chains" in arguments:  # vt
+                text, _ = draw(size, arguments["num_chains"], arguments["num_hops"], is_icl=example is None)
             else:
                 _, text, _ = draw(size, length)
             if measure.count(text) > room:
@@ -217,7 +222,7 @@ def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measu
 
 
 def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
-    """Raise TooShort unless there are enough samples, and their prompts contain the answers."""
+    """Raise TooShort if there are too few samples, or if prompts lack their answers (except for qa tasks)."""
     if len(rows) < count:
         raise TooShort("not all of its samples fit")
     for row in rows:
@@ -228,13 +233,13 @@ def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
             ranks = Counter(word for word in re.findall(r"\b[a-z]{6}\b", text.partition("coded words. ")[2]))
             first = ranks.most_common(4)
             if len(first) < 4 or {word for word, _ in first[:3]} != set(answers) or first[2][1] == first[3][1]:
-                raise TooShort("no three of its words are the most frequent ones")
+                raise TooShort("it has no unique set of three most frequent words")
 
 
 def _haystack(original: Callable[[str], Any], file: str | None, length: int) -> Callable[[str], Any]:
-    """Return a replacement of `get_haystack` that returns words of a file instead of the essays."""
+    """Return a replacement of `get_haystack` that returns the words of a file, if given, instead of the essays."""
 
-    def given(type_haystack: str) -> Any:
+    def get_haystack(type_haystack: str) -> Any:
         if type_haystack != "essay":
             return original(type_haystack)
         if file is not None:
@@ -245,15 +250,15 @@ def _haystack(original: Callable[[str], Any], file: str | None, length: int) -> 
             return original(type_haystack)
         except Exception as error:
             problem = f"is null, and RULER's essays cannot be loaded from the hub ({_reason(error)})"
-            raise ConfigError("ruler.haystack", problem, "give a long text of your own, FILE.txt") from error
+            raise ConfigError("ruler.haystack", problem, "set it to the path of a long text") from error
 
-    return given
+    return get_haystack
 
 
 def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[str], Any]:
-    """Return a replacement of `download_json` that reads questions from a file."""
+    """Return a replacement of `download_json` that reads questions from a file, if given."""
 
-    def given(url: str) -> Any:
+    def download_json(url: str) -> Any:
         name = "squad" if "SQuAD" in url else "hotpotqa"
         file = getattr(sources, name)
         if file is not None:
@@ -262,9 +267,9 @@ def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[st
             return original(url)
         except Exception as error:
             problem = f"is null, and {url} cannot be loaded ({_reason(error)})"
-            raise ConfigError(f"ruler.{name}", problem, "copy the file here and give its path") from error
+            raise ConfigError(f"ruler.{name}", problem, "download the file, and set this to its path") from error
 
-    return given
+    return download_json
 
 
 def _reason(error: Exception) -> str:
@@ -285,7 +290,7 @@ def has_punkt() -> bool:
 
 @lru_cache(maxsize=64)
 def _sentences(text: str) -> list[str]:
-    """Split a text into sentences by nltk's rules, without its list of abbreviations."""
+    """Split a text into sentences with nltk's rules, but without its list of English abbreviations."""
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     return PunktSentenceTokenizer().tokenize(text)

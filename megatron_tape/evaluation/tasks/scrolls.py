@@ -1,10 +1,10 @@
-"""The task `scrolls`: generated answers and summaries, scored as by SCROLLS' official evaluator.
+"""The task `scrolls`: generates answers and summaries, and scores them like SCROLLS' official evaluator.
 
-The TAPE paper fine-tunes a model on each dataset before it evaluates it (docs/evaluation/scrolls.md). Models that were
+The TAPE paper fine-tunes a model on each dataset before the evaluation (docs/evaluation/scrolls.md). Models that were
 not fine-tuned can be compared by the loss on the targets.
 
-The score of a prediction is F1, exact match or ROUGE without stemming in percent: the maximum over the references. The
-score of a dataset is the mean over its examples; for ROUGE, the geometric mean of ROUGE-1, -2 and -L.
+The score of an example is F1, exact match or ROUGE without stemming, in percent, for the reference with the maximum.
+The score of a dataset is the mean over its examples; for ROUGE, the geometric mean of the means of ROUGE-1, -2 and -L.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ METRICS = {
 }
 """The datasets of SCROLLS and their metrics, in the order of the TAPE paper's table."""
 PARTS = {"f1": ("f1",), "exact_match": ("exact_match",), "rouge": ("rouge1", "rouge2", "rougeL")}
-"""Values computed for each example, by metric."""
+"""Names of the values that are computed for each example, by metric."""
 SHOWN = {"f1": "f1", "exact_match": "exact_match", "rouge": "rouge_geometric_mean"}
-"""Names of scores by metric."""
+"""Name of the score of a dataset, by metric."""
 
 
 TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
-"""Maximum length of answers by metric, as in the TAPE paper's released code."""
+"""Maximum number of tokens of answers by metric, as in the TAPE paper's released code."""
 _SHARE_OF_TARGET = 4
+"""Answers have at most the context length divided by this number."""
 _SAMPLES = 1000
 _COST_OF_TOKEN = 20.0
 """Cost of generating a token relative to reading one, used to balance ranks."""
@@ -60,29 +61,28 @@ class ScrollsSettings:
     """Settings of SCROLLS."""
 
     data: dict[str, PathText]
-    """Datasets by name, such as {qasper: data/scrolls/qasper.zip}: zip files from the hub, or JSON lines with the same
-    schema."""
+    """Paths of the datasets by name, such as {qasper: data/scrolls/qasper.zip}. A path is a zip file from the hub, or a
+    file of JSON lines with the same schema."""
     split: str = "validation"
-    """The split to read from zip files; the test split has no targets."""
+    """Split to read from zip files. The test split cannot be used, since it has no targets."""
     metrics: dict[str, Literal["f1", "exact_match", "rouge"]] = field(default_factory=dict)
-    """Metrics of datasets other than the seven of SCROLLS, by name."""
+    """Metric of each dataset that is not one of the seven of SCROLLS, by name of the dataset."""
     examples: Count | None = None
-    """Maximum number of examples of each dataset, the first ones. The default is all."""
+    """Maximum number of examples of each dataset; the first ones are used. Default: all examples."""
     length: Annotated[int, Field(ge=8)] | None = None
-    """Context length in tokens, including the answer. The default is the trained length."""
+    """Context length in tokens, including the answer. Default: the training length."""
     target_tokens: Count | None = None
-    """Maximum length of answers in tokens. The default is 200, or 1000 for summaries, but at most a quarter of
-    `length`."""
+    """Maximum number of tokens of answers. Default: 200, or 1000 for summaries, but at most a quarter of length."""
     template: str = TEMPLATE
-    """The prompt; use that of the fine-tuning. Inputs that are too long are truncated at the end, as in SCROLLS'
-    baselines; text of the template after them is kept."""
+    """Template of prompts; use that of the fine-tuning. Inputs that are too long are truncated at the end, as in
+    SCROLLS' baselines. The text of the template after an input is never truncated."""
     bos: bool | None = None
-    """Whether prompts begin with the tokenizer's beginning-of-text token; use the `data.examples.bos` of the
-    fine-tuning. By default, the exported tokenizer decides; those of SentencePiece add none."""
+    """Whether prompts begin with the tokenizer's beginning-of-text token; use data.examples.bos of the fine-tuning.
+    Default: as the exported tokenizer does; exported SentencePiece tokenizers add none."""
     generate: bool = True
-    """Generate answers greedily and score them."""
+    """Whether to generate answers greedily and score them."""
     loss: bool = True
-    """Compute the loss on the first target of each example, in nats per token."""
+    """Whether to compute the loss on the first target of each example, in nats per token."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Example:
 
 
 class Scrolls(Task):
-    """F1, exact match or ROUGE of generated answers, and the loss on targets, by dataset."""
+    """Score of generated answers (F1, exact match or ROUGE), and loss on targets, by dataset."""
 
     name = "scrolls"
     title = "SCROLLS"
@@ -104,11 +104,11 @@ class Scrolls(Task):
 
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
-        nothing, keys = not (settings.generate or settings.loss), (self.key("generate"), self.key("loss"))
-        refuse(nothing, keys, "is false, and so is loss", "set one to true")
+        disabled, keys = not (settings.generate or settings.loss), (self.key("generate"), self.key("loss"))
+        refuse(disabled, keys, "is false, and so is loss", "set at least one of them to true")
         check_template(settings.template, self.key("template"))
         length, tokens = self._length(info), settings.target_tokens or 0
-        refuse(tokens >= length, self.key("target_tokens"), f"is {tokens}", f"set it to less than the length, {length}")
+        refuse(tokens >= length, self.key("target_tokens"), f"is {tokens}", f"set it below the length, {length}")
         for name in self._files():
             self._read(name)
 
@@ -117,31 +117,31 @@ class Scrolls(Task):
 
     def _length(self, info: ModelInfo) -> int:
         length = self.settings.length or info.trained_length
-        problem = f"is null, but the configuration of {info.label} does not say what length it was trained on"
+        problem = f"is null, but the configuration of {info.label} does not contain the training length"
         refuse(length is None, self.key("length"), problem, "set it, such as to 1024")
         return length
 
     def _files(self) -> dict[str, str]:
-        """Return the file of each dataset. Raises ConfigError if one is missing or has no metric."""
+        """Return the path of each dataset. Raises ConfigError if a file is missing, or a dataset has no metric."""
         key, data = self.key("data"), self.settings.data
         known = {**METRICS, **self.settings.metrics}
         refuse(not data, key, "is empty", "give {NAME: path}")
         for name, path in data.items():
-            fix = f"choose from {', '.join(known)}, or give its metric in metrics"
-            refuse(name not in known, key, f"names {format_value(name)}, for which no metric is known", fix)
+            fix = f"choose from {', '.join(known)}, or add a metric to {self.key('metrics')}"
+            refuse(name not in known, key, f"has {format_value(name)}, for which there is no metric", fix)
             missing = not Path(path).is_file()
-            refuse(missing, key, f"has {format_value(path)} as {name}, but there is no such file", "correct it")
+            refuse(missing, key, f"has {format_value(path)} for {name}, but there is no such file", "correct the path")
         return data
 
     def _metric(self, name: str) -> str:
         return self.settings.metrics.get(name) or METRICS[name]
 
     def _target_tokens(self, name: str, length: int) -> int:
-        given = self.settings.target_tokens
-        return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET) if given is None else given
+        count = self.settings.target_tokens
+        return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET) if count is None else count
 
     def _read(self, name: str) -> list[_Example]:
-        """Return the examples of a dataset; lines with the same id are one example with several targets."""
+        """Return the examples of a dataset. Lines with the same id form one example with several targets."""
         path, most = self._files()[name], self.settings.examples
         examples: dict[str, _Example] = {}
         for line in read_examples(path, self.settings.split):
@@ -151,7 +151,7 @@ class Scrolls(Task):
             elif most is None or len(examples) < most:
                 examples[key] = _Example(name, line.input, [line.target])
         if not examples:
-            raise FileError(path, "holds no example", "give another file")
+            raise FileError(path, "contains no examples", "give another file")
         return list(examples.values())
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
@@ -174,7 +174,7 @@ class Scrolls(Task):
             return model.bos
         token = model.tokenizer.bos_token_id
         missing = self.settings.bos and token is None
-        refuse(missing, self.key("bos"), "is true, but the tokenizer has no such token", "set it to false")
+        refuse(missing, self.key("bos"), "is true, but the tokenizer has no beginning-of-text token", "set it to false")
         return [token] if self.settings.bos else []
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class Scrolls(Task):
 
     @staticmethod
     def _mean(scores: list[Score], resampled: list[np.ndarray], by_dataset: dict[str, list], length: int) -> Score:
-        """Return the mean over datasets, which is the SCROLLS score only for all seven."""
+        """Return the mean of the datasets' scores, named SCROLLS score only if all seven datasets are evaluated."""
         whole = set(by_dataset) == set(METRICS)
         name, group = ("scrolls_score", "") if whole else ("mean_score", f"of {', '.join(by_dataset)} only")
         value = float(np.mean([score.value for score in scores if score.metric in SHOWN.values()]))
@@ -248,18 +248,18 @@ def _resample(parts: np.ndarray) -> np.ndarray:
 
 
 def score(metric: str, prediction: str, references: Sequence[str]) -> list[float]:
-    """Return the `PARTS` of a metric for a prediction, each the maximum over the references."""
+    """Return the values (`PARTS`) of a metric in percent for a prediction, each the maximum over the references."""
     every = [_FUNCTIONS[metric](prediction, reference) for reference in references]
     return [100.0 * max(values) for values in zip(*every)]
 
 
 def combine(means: np.ndarray) -> np.ndarray:
-    """Return the score of a dataset (...) from the means (..., parts) over its examples."""
+    """Return the score of a dataset (...), the geometric mean of the means (..., P) of its P `PARTS`."""
     return means.prod(axis=-1) ** (1.0 / means.shape[-1])
 
 
 def normalize(text: str) -> str:
-    """Normalize a text as SQuAD does: lower case, without punctuation, articles and extra spaces."""
+    """Normalize a text as SQuAD does: to lower case, without punctuation, articles and repeated spaces."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 

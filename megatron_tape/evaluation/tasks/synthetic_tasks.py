@@ -1,8 +1,8 @@
-"""Tasks on the sequences of `synthetic`, named like the generators, for models trained with `data.generator`.
+"""Tasks on the sequences of the generators in `synthetic`, for models trained with `data.generator`.
 
-Answers are scored with one forward pass over the whole sequence, including the right answers: a token is right if it is
-the most likely one after the right tokens before it. Greedy decoding gives the whole answer exactly if all its tokens
-are right, so exact match is the same as with generation.
+A task has the name of its generator. One forward pass reads the whole sequence, including the correct answers. A
+predicted token is correct if it is the answer, given the correct tokens before it. Greedy decoding generates a correct
+answer exactly if all its tokens are correct here, so exact match is the same as with generation.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from megatron_tape.synthetic import EVALUATION, Generator, sample_random
 
 SEQUENCES_PER_UNIT = 100
 MOST = 10**6
-"""Upper limit of digits and samples of sums (see the settings), so that every sum has its own number."""
+"""Limit above the numbers of digits and samples (see the settings), so that every sum has a different sample index."""
 
 
-def right_answers(
+def correct_answers(
     model: LanguageModel, sequences: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int
 ) -> list[np.ndarray]:
-    """Return a mask of the right answers of each sequence, given as `Generator.sequence` returns it."""
+    """Return for each sequence a mask (A,) of its A answer tokens that the model predicts correctly.
+
+    `sequences` are pairs of token ids and mask, as `Generator.sequence` returns them.
+    """
     import torch
 
-    found = []
+    masks = []
     for start in range(0, len(sequences), batch_size):
         part = sequences[start : start + batch_size]
         padded = np.zeros((len(part), max(len(tokens) for tokens, _ in part)), dtype=np.int64)
@@ -46,12 +49,12 @@ def right_answers(
         # Padding after a sequence does not change the logits before it.
         likeliest = model.logits(torch.from_numpy(padded[:, :-1])).argmax(-1).numpy()
         for row, (tokens, answers) in zip(likeliest, part):
-            found.append((row[: len(tokens) - 1] == tokens[1:])[answers[1:]])
-    return found
+            masks.append((row[: len(tokens) - 1] == tokens[1:])[answers[1:]])
+    return masks
 
 
 class SyntheticTask(Task):
-    """Base class: settings have `samples`, `seed` and `batch_size`, and the model needs no tokenizer."""
+    """Base class of tasks for models without a tokenizer. The settings have `samples`, `seed` and `batch_size`."""
 
     needs_tokenizer = False
 
@@ -64,13 +67,13 @@ class SyntheticTask(Task):
         refuse(
             generator.vocab_size > info.vocab_size,
             self.section,
-            f"uses {generator.vocab_size} different tokens, but {info.label} has {info.vocab_size}",
-            "give the settings of its training, or a model trained on this task",
+            f"uses {generator.vocab_size} token ids, but the vocabulary of {info.label} has {info.vocab_size}",
+            "set the same values as in its training, or evaluate a model trained on this task",
         )
 
 
 class Addition(SyntheticTask):
-    """Exact match of sums, with digits reversed, by the lengths of the operands."""
+    """Exact match of sums for each pair of operand lengths."""
 
     name = "addition"
     Settings = AdditionSettings
@@ -81,7 +84,7 @@ class Addition(SyntheticTask):
             not self.lengths,
             self.key("step"),
             f"is {step}, but the longest operand has {self.longest} digits",
-            "lower it",
+            f"set it to at most {self.longest}",
         )
         self.check_generator(self.sums, info)
 
@@ -98,14 +101,14 @@ class Addition(SyntheticTask):
         return list(range(self.settings.step, self.longest + 1, self.settings.step))
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        # The work is proportional to the tokens: two operands, and a sum as long as the longer one.
+        # The cost is the number of tokens: two operands, and a sum as long as the longer one.
         return [
             Unit(str(first), sum(first + second + max(first, second) for second in self.lengths))
             for first in self.lengths
         ]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Return `right`, a list of 0 and 1 for each length of the second operand."""
+        """Return `right`: for each length of the second operand, a list with 1 for each correct sum, else 0."""
         first, sums = int(unit.key), self.sums
         right = []
         for second in self.lengths:
@@ -113,7 +116,7 @@ class Addition(SyntheticTask):
             problems = [
                 sums.problem(sample_random(self.settings.seed, EVALUATION, number), first, second) for number in numbers
             ]
-            right.append([int(found.all()) for found in right_answers(model, problems, self.settings.batch_size)])
+            right.append([int(mask.all()) for mask in correct_answers(model, problems, self.settings.batch_size)])
         return {"right": right}
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
@@ -130,8 +133,8 @@ class Addition(SyntheticTask):
             if not cells.any() or (cells.all() and scores):
                 continue
             correct, count = int(right[cells].sum()), right[cells].size
-            share = correct / count
-            scores.append(Score("exact match", share, "higher", *wilson(correct, count), group=group, count=count))
+            fraction = correct / count
+            scores.append(Score("exact match", fraction, "higher", *wilson(correct, count), group=group, count=count))
         accuracy = right.mean(-1).tolist()
         return Summary(scores, {"digits": trained, "lengths": self.lengths, "accuracy": accuracy})
 
@@ -141,15 +144,16 @@ class Addition(SyntheticTask):
             return (result.details["lengths"],) * 2
 
         trained = " and ".join(dict.fromkeys(str(result.details["digits"]) for result in results.values()))
-        labels, title = ("digits of the first operand", "digits of the second"), f"Sums; trained up to {trained} digits"
+        labels = ("digits of the first operand", "digits of the second operand")
+        title = f"Sums; trained up to {trained} digits"
         return fraction_maps(results, lambda result: result.details["accuracy"], names, cls.name, title, labels)
 
 
 class Variants(SyntheticTask):
-    """Base class: accuracy of a synthetic task as in training, and in variants not seen in training."""
+    """Base class of tasks with variants: accuracy with the generator settings of training, and with others."""
 
     def generators(self) -> dict[str, Generator]:
-        """Return the generators by name of the variant; the first is that of the training."""
+        """Return the generator of each variant, by name. The first variant is that of training."""
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
@@ -157,7 +161,7 @@ class Variants(SyntheticTask):
             self.check_generator(generator, info)
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        """Return units of up to `SEQUENCES_PER_UNIT` sequences of one variant."""
+        """Return units of at most `SEQUENCES_PER_UNIT` sequences of a variant; their keys are `VARIANT/FIRST INDEX`."""
         samples, step = self.settings.samples, SEQUENCES_PER_UNIT
         return [
             Unit(f"{name}/{start}", generator.length * (min(samples, start + step) - start))
@@ -166,28 +170,28 @@ class Variants(SyntheticTask):
         ]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Return the numbers of `right` and of all `answers` per sequence, and of `blanks` among the answers."""
+        """Return the numbers of `right` and of all `answers` of each sequence, and of `blanks` among all answers."""
         name, _, start = unit.key.rpartition("/")
         generators = self.generators()
-        # Each variant has its own numbers, so that variants never share random streams.
+        # Variants use different sample indices, and so different random numbers.
         numbers = range(int(start), min(self.settings.samples, int(start) + SEQUENCES_PER_UNIT))
         offset = list(generators).index(name) << 40
         sequences = [
             generators[name].sequence(sample_random(self.settings.seed, EVALUATION, offset + number))
             for number in numbers
         ]
-        found = right_answers(model, sequences, self.settings.batch_size)
+        masks = correct_answers(model, sequences, self.settings.batch_size)
         blank = generators[name].blank  # type: ignore[attr-defined]
         return {
-            "right": [int(right.sum()) for right in found],
-            "answers": [len(right) for right in found],
+            "right": [int(mask.sum()) for mask in masks],
+            "answers": [len(mask) for mask in masks],
             "blanks": int(sum((tokens[answers] == blank).sum() for tokens, answers in sequences)),
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return the share of right answers, and of sequences with only right answers, by variant.
+        """Return the fractions of correct answers and of sequences with only correct answers, by variant.
 
-        The answers of a sequence depend on each other, so the first interval resamples whole sequences.
+        The answers of a sequence depend on each other, so the interval of the first resamples whole sequences.
         """
         scores, blanks = [], {}
         for name in self.generators():
@@ -196,8 +200,8 @@ class Variants(SyntheticTask):
             answers = np.concatenate([part["answers"] for part in parts])
             total, whole, count = max(1, int(answers.sum())), int((right == answers).sum()), len(right)
             blanks[name] = sum(part["blanks"] for part in parts) / total
-            share, common = int(right.sum()) / total, {"group": name, "count": count}
-            scores.append(Score("accuracy", share, "higher", *bootstrap_ratio(right, answers), **common))
+            fraction, common = int(right.sum()) / total, {"group": name, "count": count}
+            scores.append(Score("accuracy", fraction, "higher", *bootstrap_ratio(right, answers), **common))
             scores.append(Score("exact match", whole / count, "higher", *wilson(whole, count), **common))
         return Summary(scores, {"blanks": blanks} if any(blanks.values()) else {}, self.notes(blanks))
 
@@ -206,17 +210,17 @@ class Variants(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        return by_group(results, lambda score: score.metric == "accuracy", cls.name, "share of correct answers")
+        return by_group(results, lambda score: score.metric == "accuracy", cls.name, "fraction of correct answers")
 
 
 class SelectiveCopy(Variants):
-    """Selective copying with the number of blanks in training, and with fewer and more."""
+    """Selective copying with the number of blanks in training, with fewer blanks, and with more."""
 
     name = "selective_copy"
     Settings = SelectiveCopySettings
 
     def check(self, info: ModelInfo) -> None:
-        refuse(not self.settings.blanks, self.key("blanks"), "is empty", "name a variant, such as {IID: 128}")
+        refuse(not self.settings.blanks, self.key("blanks"), "is empty", "give a variant, such as {IID: 128}")
         super().check(info)
 
     def generators(self) -> dict[str, Generator]:
@@ -231,7 +235,7 @@ class Recall(Variants):
     Settings = RecallSettings
 
     def check(self, info: ModelInfo) -> None:
-        refuse(not self.settings.lengths, self.key("lengths"), "is empty", "name a length, such as [256]")
+        refuse(not self.settings.lengths, self.key("lengths"), "is empty", "give at least one length, such as [256]")
         super().check(info)
 
     def generators(self) -> dict[str, Generator]:
@@ -247,11 +251,11 @@ class GridNavigation(Variants):
 
     def check(self, info: ModelInfo) -> None:
         key, variants = self.key("variants"), self.settings.variants
-        refuse(not variants, key, "is empty", "name a variant, such as {IID: [128, 64, 0.5]}")
+        refuse(not variants, key, "is empty", "give at least one variant, such as {IID: [128, 64, 0.5]}")
         for name, values in variants.items():
-            whole = len(values) == 3 and all(float(value).is_integer() for value in values[:2])
-            fix = "give steps, width and share of blanks, such as [128, 64, 0.5]"
-            refuse(not whole, f"{key}.{name}", f"is {values}", fix)
+            valid = len(values) == 3 and all(float(value).is_integer() for value in values[:2])
+            fix = "give steps, width and fraction of blank cells, such as [128, 64, 0.5]"
+            refuse(not valid, f"{key}.{name}", f"is {values}", fix)
         super().check(info)
 
     def generators(self) -> dict[str, Generator]:
@@ -263,5 +267,5 @@ class GridNavigation(Variants):
         }
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
-        shares = ", ".join(f"{share:.1%} ({name})" for name, share in blanks.items())
-        return [f"Accuracy of always answering blank: {shares}."]
+        fractions = ", ".join(f"{fraction:.1%} ({name})" for name, fraction in blanks.items())
+        return [f"Accuracy of always answering blank: {fractions}."]

@@ -1,4 +1,4 @@
-"""Documents for losses: from texts, indexed datasets and raw files of token ids."""
+"""Read documents for tasks that measure losses: from texts, indexed datasets and raw files of token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_tape.evaluation.task import LanguageModel, ModelInfo
 
 RAW_TYPE = np.dtype("<u2")
 TEXT_BYTES = 1_000_000_000
-"""Maximum size of a text in bytes, as a JSON line, a row or a file; enwik9 is the largest in use."""
+"""Maximum size in bytes of a document (a JSON line, a row or a text file), which is the size of enwik9."""
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
 """Values of `model_type` in config.json for models that cannot read more tokens than their trained length."""
 
@@ -30,13 +30,13 @@ _NEED, _LONGER = "lengths need", "shorten them, or give longer documents"
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data`."""
+    """A file or dataset that the setting `data` names."""
 
     name: str
     path: str
     kind: Literal["text", "indexed", "raw"]
     split: str | None = None
-    """Shares of an indexed dataset's documents; only the validation share is used. None means all."""
+    """Fractions for training, validation and test; only validation documents are used. None means all documents."""
 
     @property
     def files(self) -> list[Path]:
@@ -48,41 +48,41 @@ class Document:
     """The tokens (N,) of a document, without a beginning-of-text token."""
 
     key: str
-    """Name of the source and index in it, from 0."""
+    """`SOURCE/NUMBER`: the name of the source, and the index of the document in it."""
     tokens: np.ndarray
     is_text: bool
     """Whether it was read as text, so that its size in bytes is known."""
 
 
 def find_sources(data: dict[str, str] | str, split: str | None, section: str) -> list[Source]:
-    """Return the entries of a task's `data`; raises ConfigError for one that does not exist or is of unknown kind."""
+    """Return the sources that a task's `data` names. Raises ConfigError for a missing file or an unknown format."""
     key = f"{section}.data"
     named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
-    refuse(not named, key, "is empty", "give a path, or a mapping name: path")
+    refuse(not named, key, "is empty", "give a path, or {NAME: path}")
     sources = [_find_source(name, path, key) for name, path in named.items()]
     if split is None:
         return sources
     key = f"{section}.split"
     try:
-        share = split_shares(split)[1]
+        validation = split_shares(split)[1]
     except ConfigError as error:
         raise ConfigError(key, error.problem, error.fix) from None
-    refuse(share == 0, key, f"is {split!r}, which leaves nothing for validation", "raise its share")
+    refuse(validation == 0, key, f"is {split!r}, which has no validation documents", "raise the second number")
     others = [source.path for source in sources if source.kind != "indexed"]
-    refuse(bool(others), key, f"is given, but {others and others[0]} is no indexed dataset", "leave it out")
+    refuse(bool(others), key, f"is {split!r}, but {others and others[0]} is not an indexed dataset", "remove split")
     return [replace(source, split=split) for source in sources]
 
 
 def _find_source(name: str, path: str, key: str) -> Source:
-    fix = "give {NAME: path} with a name without slashes"
+    fix = "give {NAME: path} with a name that has no slash"
     refuse(not name or "/" in name, key, f"has the name {format_value(name)}", fix)
     if Path(f"{path}.idx").is_file():
         return Source(name, path, "indexed")
     missing = not Path(path).is_file()
-    refuse(missing, key, f"is {format_value(path)}, but there is no such file or indexed dataset", "correct it")
+    refuse(missing, key, f"is {format_value(path)}, but there is no such file or indexed dataset", "correct the path")
     prefix = path.removesuffix(".bin")
-    part = f"is {path}, a part of the indexed dataset {prefix}"
-    refuse(Path(f"{prefix}.idx").is_file(), key, part, f"give {prefix}, without the ending")
+    problem = f"is {path}, a file of the indexed dataset {prefix}"
+    refuse(Path(f"{prefix}.idx").is_file(), key, problem, f"give {prefix}, without the suffix")
     formats = (
         ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of uint16 ids, or the prefix of an indexed dataset"
     )
@@ -96,7 +96,8 @@ def check_sources(
 ) -> None:
     """Raise UserError, with file and line, if documents that `long_documents` would read are invalid.
 
-    Texts are not tokenized: a file is refused if its longest document has fewer bytes than `minimum` tokens need.
+    Texts are not tokenized. A text file is refused if its longest document has fewer bytes than `minimum` tokens have
+    at least. `key` is the setting in error messages.
     """
     tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
@@ -104,17 +105,17 @@ def check_sources(
         if warning := unknown_tokenizers(origins, f"that of {info.label}"):
             command_line.log(warning)
     elif tokenized:
-        command_line.log(f"warning: the tokenizer of {info.label} cannot be compared with that of {tokenized[0]}")
+        command_line.log(f"warning: {info.label} has no tokenizer that can be compared with that of {tokenized[0]}")
     for source in sources:
         if source.kind == "text":
-            problem = f"is the text {source.path}, but {info.label} has no tokenizer"
+            problem = f"is the text file {source.path}, but {info.label} has no tokenizer"
             refuse(not info.has_tokenizer, key, problem, "give token ids, as an indexed dataset or a .bin")
             texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
             longest = max((len(text.encode()) for text, _ in texts), default=0)
-            refuse(not longest, key, f"is {source.path}, which holds no text", "give another file")
+            refuse(not longest, key, f"is {source.path}, which contains no text", "give another file")
             # A tokenizer may add a token before the text.
             if longest + 1 < minimum:
-                problem = f"lacks a document of the {minimum:,} tokens that {_NEED}: the longest has {longest:,} bytes"
+                problem = f"has no document of the {minimum:,} tokens that {_NEED}: the longest has {longest:,} bytes"
                 raise FileError(source.path, problem, _LONGER)
         else:
             _long_documents(source, _token_documents(source), minimum, most, info.vocab_size)
@@ -123,9 +124,9 @@ def check_sources(
 def long_documents(
     source: Source, model: LanguageModel, text_key: str, minimum: int, most: int | None
 ) -> tuple[list[Document], int]:
-    """Return the first `most` documents with at least `minimum` tokens, and the number of shorter ones before.
+    """Return the first `most` documents of at least `minimum` tokens, and the number of skipped, shorter documents.
 
-    Raises UserError if there are none, or for invalid data.
+    `most` = None returns all. Raises UserError if no document is long enough, or if the data is invalid.
     """
     if source.kind == "text":
         texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
@@ -149,8 +150,7 @@ def _long_documents(
         if len(found) == most:
             break
     if not found:
-        needed = f"none has the {minimum:,} tokens that {_NEED}"
-        problem = f"has {short:,} documents, of which {needed}, and the longest has {longest:,}"
+        problem = f"has no document of the {minimum:,} tokens that {_NEED}: the longest of {short:,} has {longest:,}"
         raise FileError(source.path, problem, _LONGER)
     return found, short
 
@@ -160,7 +160,7 @@ def _token_documents(source: Source) -> Iterator[np.ndarray]:
     if source.kind == "raw":
         size = Path(source.path).stat().st_size
         if size == 0 or size % RAW_TYPE.itemsize:
-            raise FileError(source.path, f"has {size:,} bytes, which are no uint16 ids", "give another file")
+            raise FileError(source.path, f"has {size:,} bytes, not an even number above 0", "give uint16 ids")
         yield np.memmap(source.path, RAW_TYPE, "r")
         return
     try:
@@ -180,24 +180,24 @@ def _check_ids(path: str, document: int, tokens: np.ndarray, vocab_size: int) ->
     if len(bad):
         outside = f"is {tokens[bad[0]]}, outside the model's vocabulary of {vocab_size:,}"
         problem = f"cannot be used: token {bad[0]} of document {document} {outside}"
-        raise FileError(path, problem, "give data made with the model's tokenizer")
+        raise FileError(path, problem, "give data that the model's tokenizer encoded")
 
 
 def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list[int]:
     """Return the context lengths of the setting `key` in ascending order. Raises ConfigError if they are invalid."""
     trained = info.trained_length
     if lengths is None:
-        unknown = f"is null, but the configuration of {info.label} does not say what length it was trained on"
+        unknown = f"is null, but the configuration of {info.label} does not contain the training length"
         refuse(trained is None, key, unknown, "set it, such as to [1024, 2048]")
         refuse(trained < 8, key, f"is null, but {info.label} was trained on {trained} tokens, fewer than 8", "set it")
         return [trained // 4, trained // 2, trained]
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
-    refuse(not good, key, f"is {format_value(lengths)}", "give different numbers of tokens, each at least 2")
+    refuse(not good, key, f"is {format_value(lengths)}", "give different numbers of tokens of at least 2")
     limit = trained if info.config.get("model_type") in LEARNED_POSITIONS else None
     refuse(
         limit is not None and max(lengths) > limit,
         key,
-        f"has {max(lengths)}, but {info.label} has learned embeddings of {limit} positions and no others",
-        "leave out longer lengths",
+        f"has {max(lengths)}, but {info.label} has position embeddings for {limit} tokens only",
+        f"remove lengths above {limit}",
     )
     return sorted(lengths)
