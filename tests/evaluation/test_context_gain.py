@@ -35,7 +35,7 @@ def test_a_copying_model_gains_only_if_the_copy_is_in_the_context(periodic):
     assert score(result, "key_perplexity", 32).value == pytest.approx(256, rel=1e-4)
     assert score(result, "key_perplexity", 64).value == pytest.approx(1 / 0.99, rel=1e-4)
     assert result.notes[0].endswith("128 of 128 tokens of 2 documents are key tokens.")
-    assert "The measured model itself chose the key tokens" in result.notes[1]
+    assert "which favors this model" in result.notes[1]
 
 
 def test_a_model_without_memory_gains_nothing_and_has_no_key_tokens(periodic):

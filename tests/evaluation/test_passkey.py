@@ -161,5 +161,5 @@ def test_a_length_that_truncated_filler_cannot_give_is_reached_by_appending_text
         hidden = prompts.make(depth, "12345")
         assert count(hidden.prompt) == 301 and hidden.prompt.count("!") == 1
         assert hidden.prompt.count("12345") == 2
-    with pytest.raises(ConfigError, match="a text of exactly 301 tokens"):
+    with pytest.raises(ConfigError, match="a prompt of exactly 301 tokens"):
         ExactPrompts(lambda text: 2 * len(text), 301).make(0.0, "12345")

@@ -87,7 +87,7 @@ def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
         ("perplexity", {"data": "bad.jsonl"}, "bad.jsonl:2", "the value of 'text' is not a string"),
         ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "no key 'body'"),
         ("perplexity", {"data": "ids.bin", "lengths": [16]}, "ids.bin", "token 2 of document 0 is 300"),
-        ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "none has the 101 tokens"),
+        ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "no document of the 101 tokens"),
         ("perplexity", {"lengths": [100]}, "texts.jsonl", "the longest has 33 bytes"),
         ("perplexity", {"data": "damaged"}, "damaged", "its header is damaged"),
         ("ruler", {"haystack": "hay"}, "hay", "utf-8"),

@@ -179,5 +179,5 @@ def test_prompts_begin_with_bos_as_in_training(llama, tmp_path, monkeypatch):
     prompt = llama.encode("Who was it?\n\nAnswer:")
     assert prompts == [prompt, prompt, [llama.tokenizer.bos_token_id, *prompt]]
     monkeypatch.setattr(llama, "tokenizer", SimpleNamespace(bos_token_id=None))
-    with pytest.raises(ConfigError, match="^scrolls.bos is true, but the tokenizer has no such token"):
+    with pytest.raises(ConfigError, match="^scrolls.bos is true, but the tokenizer has no beginning-of-text token"):
         run(Scrolls, llama, bos=True, **data)
