@@ -17,7 +17,7 @@ from megatron_tape.errors import UserError
 
 
 def main() -> None:
-    """Parse the command line and convert."""
+    """Parse the command line and convert a checkpoint or a model."""
     arguments = vars(parser().parse_args())
     arguments.pop("convert")(**arguments)
 
@@ -53,7 +53,7 @@ def from_released(**options) -> None:
 
 
 def factor(text: str) -> float:
-    """Read a finite number of at least 1."""
+    """Parse an option that is a finite number of at least 1."""
     try:
         number = float(text.encode("ascii"))
     except ValueError:

@@ -271,7 +271,7 @@ class IndexedDatasetReader:
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if expected == self.bin_size:
             return None
-        return f"{self.bin_path} has {self.bin_size} bytes, but according to its index {expected}"
+        return f"{self.bin_path} has {self.bin_size} bytes, but its index describes {expected}"
 
     def problems(self, vocab_size: int | None = None) -> Iterator[str]:
         """Yield a sentence for each kind of damage. With `vocab_size`, also check that all ids are below it.
@@ -290,7 +290,7 @@ class IndexedDatasetReader:
                 misplaced = start + int(wrong[0]) if len(wrong) else None
             offset += int(sizes.sum())
         if offset != self.bin_size:
-            yield f"{self.bin_path} has {self.bin_size} bytes, but according to its index {offset}"
+            yield f"{self.bin_path} has {self.bin_size} bytes, but its index describes {offset}"
         if misplaced is not None:
             pointer = self.pointers[misplaced]
             yield f"the pointer of sequence {misplaced} is {pointer}, but the previous sequence does not end there"

@@ -143,7 +143,7 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
     record = saved if tokenizer is None else tokenizer_record(tokenizer)
     name = "the model's" if tokenizer is None else f"data.tokenizer {config.data.tokenizer}"
     different = difference(record, saved, "that of the model's training data") if saved else None
-    fix = "set it to that tokenizer, or remove it"
+    fix = "set it to the tokenizer of the training data, or remove it"
     refuse(different is not None, ("data.tokenizer", "checkpoint.resume"), f"{config.data.tokenizer} {different}", fix)
     origins: dict[str, Origin | None] = {}
     for stage in stages_of(config):

@@ -28,7 +28,7 @@ _DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 
 
 class Place(TypedDict):
-    """The byte offset of a tensor from the beginning of the file, and its shape."""
+    """Where a tensor is in a file: its byte offset from the beginning, and its shape."""
 
     offset: Annotated[int, Field(ge=0)]
     shape: list[Annotated[int, Field(ge=0)]]

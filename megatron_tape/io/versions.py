@@ -70,7 +70,7 @@ def _output(command: list[str]) -> str | None:
 
 
 def versions_with_commit() -> dict[str, str]:
-    """Return the versions of `versions` and this project's commit, if there is one."""
+    """Return the result of `versions()`, with this project's commit, if there is one."""
     found = commit()
     return versions() | ({"commit": found} if found else {})
 

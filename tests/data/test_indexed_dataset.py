@@ -85,7 +85,7 @@ def small_blocks(monkeypatch):
     "part, index, value, problem",
     [
         ("lengths", 2500, -1, "sequence 2500 has a negative length"),
-        ("lengths", 2999, 7, "bytes, but according to its index"),
+        ("lengths", 2999, 7, "bytes, but its index describes"),
         ("pointers", 1000, 3, "the pointer of sequence 1000 is 3, but the previous sequence does not end there"),
         ("document_indices", 1000, 2000, "do not increase from 0 to the number of sequences, 3000"),
         ("document_indices", 3000, 2999, "the document indices do not increase"),

@@ -96,5 +96,5 @@ def test_a_truncated_dataset_is_refused(tmp_path):
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None)
     check_datasets(config)
     os.truncate(tmp_path / "a.bin", 100)
-    with pytest.raises(ConfigError, match="incomplete or damaged: .*a.bin has 100 bytes, but according to its index"):
+    with pytest.raises(ConfigError, match="incomplete or damaged: .*a.bin has 100 bytes, but its index describes"):
         check_datasets(config)

@@ -54,7 +54,7 @@ def replaced(offset, data):
         ("idx", replaced(0, b"X"), "header is damaged"),
         ("idx", replaced(17, b"\77"), "unknown dtype code 63"),
         ("idx", replaced(18, b"\3"), "truncated or damaged"),
-        ("bin", lambda content: content[:-2], "bytes, but according to its index"),
+        ("bin", lambda content: content[:-2], "bytes, but its index describes"),
         ("bin", replaced(6, b"\xff\xff"), "token 3 has the id 65535, but the tokenizer has 800 ids"),
         ("bin", None, "data.bin does not exist"),
     ],
