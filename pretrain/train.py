@@ -88,8 +88,14 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         find_base = None
         if extends:
             from megatron_tape.extension.importing import base_of_run as find_base
-        with deterministic_kernels(config.train.deterministic):
-            reason = Trainer(config, watch, trains, find_base, task_hooks).run()
+        if watch.stop is not None:
+            # A launcher stops the other ranks when rank 0 refuses a run. They would wait for rank 0 in `Trainer.run`.
+            reason = f"{watch.stop} stopped the run before it began"
+            if is_rank_0:
+                watch.record_end(INTERRUPTED, reason)
+        else:
+            with deterministic_kernels(config.train.deterministic):
+                reason = Trainer(config, watch, trains, find_base, task_hooks).run()
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, CTRL_C)
         if is_rank_0:

@@ -144,6 +144,12 @@ def test_ctrl_c_before_training_ends_at_once(run, monkeypatch):
     assert steps_saved(run.folder) == []
 
 
+def test_a_signal_while_libraries_load_ends_the_run_before_it_waits_for_other_ranks(run, monkeypatch):
+    interrupt_at(monkeypatch, train, "load_libraries", 1, signal.SIGTERM)
+    monkeypatch.setattr("megatron_tape.training.trainer.Trainer.run", None)
+    assert run() == EXIT_RESTART
+
+
 def test_a_signal_waits_for_the_asynchronous_save_that_is_on_its_way(run, monkeypatch):
     original = checkpoint_files.publish
 
