@@ -185,10 +185,7 @@ def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> 
         if variant != baseline and (common := sorted(values.keys() & reference.keys())):
             tests[variant] = paired_t([values[seed] - reference[seed] for seed in common])
     tests = dict(zip(tests, holm(list(tests.values()))))
-    return [
-        VariantResult(variant, dict(sorted(values.items())), tests.get(variant))
-        for variant, values in by_variant.items()
-    ]
+    return [VariantResult(name, dict(sorted(values.items())), tests.get(name)) for name, values in by_variant.items()]
 
 
 def training_scores(

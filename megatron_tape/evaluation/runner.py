@@ -150,7 +150,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     if ranks.rank == 0:
         finished = f", {len(units) - len(left):,} of them already finished" if len(left) < len(units) else ""
         command_line.log(f"{task.name}: {counted(len(units), 'part')}{finished}")
-    rank_values = _evaluate_units(task, model, ranks, plan.parts(output), ranks.assign(left)[ranks.rank])
+    rank_values = _evaluate(task, model, ranks, plan.parts(output), ranks.assign(left)[ranks.rank])
     # Not read from the files: a network file system may show files of other machines only after a minute.
     gathered = ranks.gather(rank_values)
     if ranks.rank != 0:
@@ -176,9 +176,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     )
 
 
-def _evaluate_units(
-    task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, units: list[Unit]
-) -> dict[str, Any]:
+def _evaluate(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, units: list[Unit]) -> dict[str, Any]:
     """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank 0 shows progress."""
     progress = command_line.Progress(1_000_000) if ranks.rank == 0 and units else None
     total, finished, values = sum(unit.cost for unit in units), 0.0, {}

@@ -144,17 +144,12 @@ class PositionPictures(Task):
         changes: list[list[float]] = []
         shown: list[dict[str, Any]] = []
 
-        def on_maps(layer: int, with_state: Tensor, with_phases: Tensor) -> None:
+        def on_maps(layer: int, state: Tensor, phases: Tensor) -> None:
             # Total variation distance: the fraction of attention that moves to other keys, averaged over queries.
-            change = (with_state - with_phases).abs().sum(-1).mean(-1) / 2
+            change = (state - phases).abs().sum(-1).mean(-1) / 2
             changes.append(change.tolist())
             shown.extend(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "state": _triangle(with_state[head]),
-                    "phases": _triangle(with_phases[head]),
-                }
+                {"layer": layer, "head": head, "state": _triangle(state[head]), "phases": _triangle(phases[head])}
                 for head in change.topk(min(_SHOWN_HEADS, len(change))).indices.tolist()
             )
             shown.sort(key=lambda one: -changes[one["layer"]][one["head"]])
