@@ -24,7 +24,7 @@ from megatron_tape.planning.step_time import EFFICIENCY, step_time
 from megatron_tape.position import encoding_of
 from megatron_tape.text import byte_size, counted, duration
 
-PARTS = {
+COMPONENTS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -33,35 +33,35 @@ PARTS = {
     "buffers": "ZeRO buffers (reduce_bucket_size)",
     "working": "extra at the peak",
 }
-"""Names of the components of peak memory."""
+"""Names of the components of peak memory, by the attribute of `Memory`."""
 ROW = "{:>6}{:>8}{:>9}{:>6}{:>5}{:>6}{:>10}{:>9}{:>7}"
-"""Format of a layout in the list of a search."""
+"""Format of a row of the table of layouts; its columns are COLUMNS."""
 COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute", "s/step", "GiB")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the estimate, and a warning if the run does not fit; return the exit status.
+    """Print the estimate, or with --search the layouts that fit; return 1 if a search finds none, otherwise 0.
 
-    It is 1 if a search finds no layout that fits, otherwise 0.
+    An estimate that does not fit prints a warning.
     """
     options, settings = _parser().parse_known_args(argv)
     processes, gib = options.processes, options.gpu_memory
     refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
     refuse(gib is not None and not 0 < gib < math.inf, "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
     if options.search:
-        given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
-        refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "remove these")
-        refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
+        searched = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
+        refuse(bool(searched), "--search", f"chooses {', '.join(searched)} itself", "remove these settings")
+        refuse(processes is None, "--search", "needs --processes", "add it with the number of GPUs")
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
     config = parse_run_config(settings)
     hardware = KINDS[options.gpu]
     gib = gib or hardware.memory
     if options.search:
         plan = Plan(config, processes, generation=hardware.generation)
-        found = search(plan, hardware, gib, validate)
-        print("\n".join(_found(found, plan, hardware, gib)))
+        result = search(plan, hardware, gib, validate)
+        print("\n".join(_describe_search(result, plan, hardware, gib)))
         _warn_of_encoding(config.model)
-        return 0 if found.fitting else 1
+        return 0 if result.fitting else 1
     processes = config.parallel.ranks_per_sequence if processes is None else processes
     plan = Plan(config, processes, generation=hardware.generation)
     check(config, Level.SETTINGS, processes)
@@ -79,18 +79,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pretrain.estimate",
         usage="%(prog)s --config RECIPE [--section.key value ...] [--processes N] [--gpu-memory GIB] "
         "[--gpu KIND] [--search]",
-        description="Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run without a GPU, and "
-        "estimate its step time.",
+        description="Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run, and estimate its "
+        "step time. No GPU is needed.",
         epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
     )
     add = parser.add_argument
-    add("--processes", type=int, metavar="N", help="number of GPUs (default: those of one model replica)")
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU (default: that of --gpu)")
-    gpu_help = "kind of GPU, for memory and the step time (default: H100)"
+    add("--processes", type=int, metavar="N", help="number of GPUs (default: as many as one model replica needs)")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU in GiB (default: that of --gpu)")
+    gpu_help = "model of the GPUs, which determines memory and step time (default: %(default)s)"
     add("--gpu", choices=KINDS, default="H100", help=gpu_help)
     search_help = (
-        "list the ten fastest layouts that fit on --processes GPUs: tensor-, context- and pipeline-parallel sizes, "
-        "virtual stages, ZeRO stage, micro-batch size and recomputation; the global batch size is fixed"
+        "list the ten fastest layouts that fit on --processes GPUs; a layout is a choice of tensor-, context- and "
+        "pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch size and recomputation"
     )
     add("--search", action="store_true", help=search_help)
     return parser
@@ -104,8 +104,8 @@ def _warn_of_encoding(model: ModelConfig) -> None:
     encoding = model.position_encoding
     if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
         _warn(
-            f"{encoding} must {described(slower)} in attention, counted at the speed of RoPE's; steps take longer than "
-            "assumed"
+            f"{encoding} must {described(slower)} in attention, but the estimate counts RoPE's attention; steps take "
+            "longer than assumed"
         )
 
 
@@ -117,20 +117,20 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     if trained < parameters:
         yield "  trained", f"{trained:,} ({', '.join(plan.extension.trains)})"
     if plan.tensor_size * plan.stages > 1:
-        most = max(stage.elements for stage in plan.of_stages())
-        yield "  per model-parallel rank", f"{most:,}"
+        elements = max(stage.elements for stage in plan.of_stages())
+        yield "  per model-parallel rank, at most", f"{elements:,}"
     layout = f"{counted(plan.processes, 'process', 'processes')}: {config.parallel.describe(plan.processes)}"
     yield "layout", f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute {config.train.recompute}"
     yield "attention on a GPU, assumed", _attention(plan)
     yield "memory per GPU", f"{byte_size(needed.peak):>10}"
-    for part, name in PARTS.items():
-        yield f"  {name}", f"{byte_size(getattr(needed, part)):>10}"
+    for attribute, name in COMPONENTS.items():
+        yield f"  {name}", f"{byte_size(getattr(needed, attribute)):>10}"
     if config.checkpoint.asynchronous:
         shards = plan.tensor_size * plan.stages
         shard = checkpoint_bytes(plan) // shards
         writers = min(plan.replicas, writer_count(shard, shards, config.checkpoint.writers))
         copies = f"{byte_size(shard // writers):>10}, {counted(writers * shards, 'writer')}"
-        yield "host memory of each writer of a save", copies
+        yield "host memory per checkpoint writer", copies
     flops = flops_per_step(plan)
     yield "FLOPs per step", f"{flops:.3e}, {flops // plan.processes:.3e} per GPU"
     yield "tokens per step", f"{plan.tokens_per_step:,}"
@@ -138,7 +138,7 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     yield "checkpoint", byte_size(checkpoint_bytes(plan))
     kept = f"at most {config.checkpoint.keep} kept, 1 being written"
     if milestones := config.checkpoint.milestones(config.train.steps):
-        kept += f", {milestones} kept for good"
+        kept += f", {milestones} kept permanently"
     yield "disk for checkpoints", f"{byte_size(checkpoints_bytes(plan))} for {kept}"
 
 
@@ -152,14 +152,14 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
     except ConfigError as error:
         yield "step time", f"not assumed: {error}"
         return
-    parts = {"communication": time.communication, "waiting for other stages": time.bubble}
-    of_these = "".join(f", {value / time.total:.0%} {name}" for name, value in parts.items() if value)
-    yield "step time, assumed", f"{_seconds(time.total)} s on {_assumed(hardware)}{of_these}"
+    overheads = {"communication": time.communication, "waiting for other stages": time.bubble}
+    shares = "".join(f", {value / time.total:.0%} {name}" for name, value in overheads.items() if value)
+    yield "step time, assumed", f"{_seconds(time.total)} s on {_assumed(hardware)}{shares}"
     yield "time of the run, assumed", duration(float(f"{time.total * plan.tokens / plan.tokens_per_step:.2g}"))
 
 
 def _seconds(time: float) -> str:
-    """Return two significant digits, as the estimate is no more precise."""
+    """Format seconds with two significant digits, since the estimate is no more precise."""
     return f"{float(f'{time:.2g}'):g}"
 
 
@@ -171,28 +171,28 @@ def _room(gib: float) -> str:
     return f"{gib:g} GiB with {HEADROOM:.0%} kept free"
 
 
-def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> Iterator[str]:
+def _describe_search(result: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> Iterator[str]:
     gpus, batch = counted(plan.processes, "GPU"), counted(plan.config.train.global_batch_size, "sequence")
     yield f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens a step"
     yield f"attention, assumed: {_attention(plan)}"
-    if found.fitting:
+    if result.fitting:
         yield ROW.format(*COLUMNS)
-        yield from map(_row, found.fitting)
-        yield f"the first of these: {_settings(found.fitting[0].plan.config)}"
-    elif found.too_large:
+        yield from map(_row, result.fitting)
+        yield f"the first of these: {_settings(result.fitting[0].plan.config)}"
+    elif result.too_large:
         yield f"none fits in {_room(gib)}; the smallest:"
         yield ROW.format(*COLUMNS)
-        for candidate in sorted(found.too_large, key=lambda candidate: candidate.memory.peak)[:5]:
-            size, part = max((getattr(candidate.memory, part), name) for part, name in PARTS.items())
-            yield f"{_row(candidate)}  {size / GIB:.1f} of them {part}"
+        for candidate in sorted(result.too_large, key=lambda candidate: candidate.memory.peak)[:5]:
+            size, part = max((getattr(candidate.memory, attribute), name) for attribute, name in COMPONENTS.items())
+            yield f"{_row(candidate)}  of which {part} {size / GIB:.1f}"
     else:
         yield f"no layout can run on {gpus}"
-    for why, times in list(found.refused.items())[:5]:  # those of the smallest layouts
-        yield f"{counted(times, 'layout')} cannot run: {why}"
+    for reason, count in list(result.refused.items())[:5]:  # the reasons of the smallest layouts
+        yield f"{counted(count, 'layout')} cannot run: {reason}"
 
 
 def _settings(chosen: RunConfig) -> str:
-    """Return the arguments that set the layout which a search chose."""
+    """Return the layout that a search chose as arguments `--section.key value`."""
     values = {name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
     shown = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()}
     return " ".join(f"--{name} {value}" for name, value in shown.items())

@@ -1,9 +1,9 @@
 """Evaluate a model: `python -m pretrain.evaluate TASK... --model MODEL`, or under `torchrun --nproc-per-node N -m`.
 
-MODEL is a run of this project, one of its checkpoints, or a directory with a causal model in the format of
-transformers. Scores, the score of every example, settings, versions and digests go to results.json in the output
-directory, with a figure of each task; pretrain.report makes a page that compares the results of several models. The
-same command continues an interrupted evaluation, and skips finished tasks.
+MODEL is the directory of a run, one of its checkpoints, or a directory with a causal language model that transformers
+can load. results.json in the output directory receives the scores of each task and each example, the settings, and the
+versions of the software and data; a figure per task is written next to it. pretrain.report compares the results of
+several models on one page. The same command continues an interrupted evaluation and skips finished tasks.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ EXAMPLE = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check and evaluate; return the exit status. Mistakes end in one sentence, before torch is imported."""
+    """Evaluate a model and return the exit status. Invalid arguments are reported before torch is imported."""
     command_line.escape_unprintable()
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    status, mark = 1, os.environ.get("TAPE_FAILURE")  # 1 after an exception
+    status, mark = 1, os.environ.get("TAPE_FAILURE")  # the status after an exception
     try:
         status = _main(argv)
         return status
     finally:
-        # Tells the Slurm script, which then ends the other ranks, that the cause was a failure and not a signal.
+        # The Slurm script requeues the job unless this file shows that a rank failed.
         failed_in_job = mark is not None and status not in (0, EXIT_RESTART)
         if failed_in_job:
             with suppress(OSError):
@@ -68,7 +68,7 @@ def _main(argv: list[str] | None) -> int:
     try:
         check_launcher_environment()
     except UserError as error:
-        command_line.print_error(error)  # on every rank, since RANK may be left over from another launcher
+        command_line.print_error(error)  # on every rank: RANK may come from an earlier launcher and be wrong
         return EXIT_REFUSED
     try:
         options, tasks = read_command(argv)
@@ -107,40 +107,39 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
-    """Return the options and the tasks of a command line. Raises ConfigError."""
-    # A section of settings for each task.
+    """Parse the command line; return the options and the tasks to evaluate. Raises ConfigError."""
+    # Each task has a section with its settings.
     fields = [(name, task.Settings | None, None) for name, task in TASKS.items()]
     sections = dataclasses.make_dataclass("Tasks", fields, frozen=True, kw_only=True)
     parser = settings_parser(
         sections,
         usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting value ...]",
-        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. By default, those with a section in --config.\n\n"
+        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. By default, all tasks with a section in --config.\n\n"
         f"An example:\n  {EXAMPLE}",
     )
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help="task to evaluate")
-    add("--model", metavar="MODEL", help="a run, a checkpoint, or a directory in the format of transformers")
-    add("--average", action="store_true", help="use the averaged weights of a run with train.average")
+    add("--model", metavar="MODEL", help="a run, a checkpoint, or a directory that transformers can load")
+    add("--average", action="store_true", help="evaluate the averaged weights of a run with train.average")
     add("--output", metavar="DIR", help="output directory (default: RUN/evaluation/STEP or evaluations/NAME)")
     add("--label", type=str, metavar="NAME", help="name of the model in the results (default: the directory's name)")
-    add(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the model (default: a GPU, if any)"
-    )
+    device_help = "device of the model; auto is a GPU if there is one, otherwise the CPU (default: auto)"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device_help)
     add("--dtype", choices=("fp32", "bf16"), help="dtype of the model (default: bf16 on a GPU, fp32 on a CPU)")
-    trusted = "run Python files in MODEL that are not this project's, and lm_eval tasks from your own files"
+    trusted = "run Python files in MODEL that differ from this project's, and lm_eval tasks from your own files"
     add("--trust-remote-code", action="store_true", help=trusted)
     add("--check", action="store_true", help="validate the command and exit")
     add("--overwrite", action="store_true", help="evaluate finished tasks again")
-    given = read_settings(parser, sections, argv)
-    options = given.options
-    refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a directory of transformers")
-    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if given.values.get(name) is not None]
-    choices = f"choose some of {', '.join(TASKS)}"
-    refuse(not names, "no task", "is given", choices)
+    parsed = read_settings(parser, sections, argv)
+    options = parsed.options
+    refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a transformers directory")
+    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if parsed.values.get(name) is not None]
+    choices = f"choose from {', '.join(TASKS)}"
+    refuse(not names, "TASK", "is missing", choices)
     for name in names:
         refuse(name not in TASKS, name, "is not a task", choices)
-    values = {name: given.values.get(name) or {} for name in names}
-    with given.add_places_to_errors():
+    values = {name: parsed.values.get(name) or {} for name in names}
+    with parsed.add_places_to_errors():
         fix = "give --TASK.setting value, or --config FILE.yaml"
         settings = build(sections, values, fix=fix)
         tasks = [TASKS[name](getattr(settings, name)) for name in names]
@@ -150,31 +149,33 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
 
 
 def check_evaluation(arguments: list[str], source: Source) -> None:
-    """Raise ConfigError if tasks and settings do not fit a model that does not exist yet."""
+    """Raise ConfigError if `source`, which need not exist yet, cannot be evaluated with these arguments."""
     _, tasks = read_command([*arguments, "--model", str(source.path)])
     for task in tasks:
         check_task(task, source)
 
 
 def check_task(task: Task, source: Source) -> None:
-    """Raise ConfigError if a task does not fit a model."""
+    """Raise ConfigError if a task cannot evaluate a model, for example because it needs a tokenizer."""
     fix = (
-        "export the model with one: tools/convert_checkpoint.py to-hf --tokenizer T"
+        "export the model with a tokenizer T: tools/convert_checkpoint.py to-hf --tokenizer T"
         if source.is_checkpoint
-        else "save the one it was trained with into that directory (save_pretrained of transformers)"
+        else "save the model's tokenizer into that directory with save_pretrained of transformers"
     )
     needed = task.needs_tokenizer and not source.info.has_tokenizer
-    refuse(needed, task.name, f"needs a tokenizer, and {source.path} has none", fix)
+    refuse(needed, task.name, f"needs a tokenizer, but {source.path} has none", fix)
     if task.needs_tokenizer and task.generates and (problem := source.tokenizer_problem()):
-        fix = "choose tasks that only score text, such as perplexity"
-        refuse(True, task.name, f"needs a tokenizer of transformers, but that of {source.path} {problem}", fix)
+        fix = "choose tasks that do not generate text, such as perplexity"
+        refuse(
+            True, task.name, f"needs a tokenizer that transformers can load, but that of {source.path} {problem}", fix
+        )
     check_trained_on(task.name, source)
     if os.environ.get("RANK", "0") == "0":
         task.check(source.info)
 
 
 def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, output: Path) -> None:
-    """Evaluate on all ranks; rank 0 writes results and figures."""
+    """Evaluate the model of `source` on all ranks; rank 0 writes results and figures to `output`."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("RANK", "0") == "0":
@@ -200,15 +201,15 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
         by_name = {task.name: task for task in tasks}
         with _as_transformers(source, output, dtype, ranks) as directory:
             model = _load(source, directory, device, dtype, ranks)
-            for one in planned:
-                _run(by_name[one.task], model, ranks, output, one, source)
+            for each in planned:
+                _run(by_name[each.task], model, ranks, output, each, source)
     if ranks.rank == 0:
         command_line.log(f"results: {output / NAME}")
     ranks.leave()
 
 
 def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPlan, source: Source) -> None:
-    """Run a task together with the other ranks; rank 0 records and prints the results."""
+    """Run a task on all ranks; rank 0 records its results and prints its scores."""
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.tables import markdown, score_table
     from megatron_tape.evaluation.runner import add_result, draw, run_task
@@ -233,17 +234,17 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPl
 
 @contextmanager
 def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> Iterator[Path]:
-    """Yield the model's directory; a checkpoint is exported to a temporary one in `output`."""
+    """Yield a directory that transformers can load; a checkpoint is exported to a temporary one in `output`."""
     if not source.is_checkpoint:
         yield source.path
         return
-    own = ranks.run_on_rank_0(lambda: Path(tempfile.mkdtemp(prefix=".exported-", dir=output)))
+    temporary = ranks.run_on_rank_0(lambda: Path(tempfile.mkdtemp(prefix=".exported-", dir=output)))
     try:
-        ranks.run_on_rank_0(lambda: source.export(own / "model", dtype))
-        yield own / "model"
+        ranks.run_on_rank_0(lambda: source.export(temporary / "model", dtype))
+        yield temporary / "model"
     finally:
         if ranks.rank == 0:
-            remove(own)
+            remove(temporary)
 
 
 def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:

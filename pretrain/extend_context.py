@@ -1,8 +1,9 @@
 """Extend a model to longer contexts: `python -m pretrain.extend_context --config RECIPE --extension.from MODEL`.
 
-MODEL is a run of this project, one of its checkpoints, or a directory in the format of transformers, which is imported
-to `base` in the run's directory. Settings of the model default to those of MODEL. Everything else, including torchrun,
-works as in pretrain.train. To continue a run after MODEL was removed, give its `config.yaml` as --config.
+MODEL is the directory of a run, one of its checkpoints, or a directory in the format of transformers, which is imported
+to the directory `base` of the new run. Settings of the model default to those of MODEL. Everything else, including
+torchrun, works as in pretrain.train. To continue a run after MODEL was removed, give `config.yaml` of the run as
+--config.
 """
 
 import sys
@@ -13,7 +14,7 @@ from pretrain.train import supervised
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check and train; return the exit status. Reports mistakes in one sentence, before it imports torch."""
+    """Extend a model and return the exit status. Invalid arguments are reported before torch is imported."""
     with exit_on_user_error():
         config = parse_run_config(argv, __doc__.strip())
     return supervised(config, extends=True)

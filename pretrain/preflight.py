@@ -1,16 +1,16 @@
-"""Check all nodes of a job before training begins; every rank runs this under the same launcher as training.
+"""Check all nodes of a job before training. Start it on every rank, with the launcher that starts training.
 
     srun ... python -m pretrain.preflight --config RECIPE [--section.key value ...]
 
-Fails with the name of the node and the reason if
+It fails, with the name of the node and the reason, if
 
 - versions, code or data differ between nodes,
 - a GPU is missing or too small,
-- the checkpoint directory is not shared, writable and large enough, or
+- the checkpoint directory is not shared, not writable or too full, or
 - a rank does not answer, or an all-reduce over all ranks fails.
 
-An invalid configuration stops the job. Other problems may be temporary: they are recorded with the nodes that the next
-attempt should avoid.
+In a Slurm job, the reason is recorded in the run's directory. The job stops if the settings or the installation are
+wrong. Otherwise it is requeued without the nodes that have problems.
 """
 
 import argparse
@@ -52,11 +52,14 @@ from megatron_tape.text import byte_size, counted, flop_count
 
 MIB = 2**20
 SHOWN = 20
-"""Number of problems that are printed; all bad nodes are recorded."""
+"""Maximum number of problems in the message; the nodes of all problems are recorded."""
 
 
 class Unready(Exception):
-    """The nodes cannot train together now; the message names them and the reason."""
+    """The nodes cannot train together now, but a new attempt may succeed. The message names nodes and reason.
+
+    `bad_nodes` are the nodes that the next attempt should exclude.
+    """
 
     def __init__(self, message: str, bad_nodes: Iterable[str] = ()):
         super().__init__(message)
@@ -64,26 +67,26 @@ class Unready(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check, print what was found, and return the exit status."""
+    """Check the nodes, print the result, and return the exit status: 1 if a check failed."""
     parser = command_line.Parser(
         prog="python -m pretrain.preflight",
         usage="%(prog)s --config RECIPE [--nodes A,B] [--gpus N] [--timeout S] [--no-memory-check] [--key value ...]",
         description=__doc__,
-        epilog="Settings of the run are explained by `python -m pretrain.train --help`.",
+        epilog="`python -m pretrain.train --help` explains the settings of the run.",
     )
     add = parser.add_argument
     add("--nodes", default="", help="comma-separated names of the job's nodes, in order")
-    add("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
-    timeout = "seconds to wait for each rank after rank 0 has imported torch, and again for the all-reduce"
+    add("--gpus", type=int, default=0, help="number of GPUs that each node must have (default: %(default)s)")
+    timeout = "seconds to wait for all ranks after rank 0 has imported torch, and again for the all-reduce"
     add("--timeout", type=float, default=300, help=f"{timeout} (default: %(default)s)")
-    add("--no-memory-check", action="store_true", help="start even if the estimate exceeds the memory of the GPUs")
+    add("--no-memory-check", action="store_true", help="pass even if the estimated memory of the run exceeds a GPU's")
     with command_line.exit_on_user_error():
         check_launcher_environment()
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest)
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
-    # srun also sends SIGTERM when another rank has failed, so SIGTERM must not be taken for a warning of preemption.
+    # USR1 warns of preemption or the time limit. SIGTERM does not: srun also sends it when another rank has failed.
     signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
     try:
         check(config, Level.SETTINGS, size)
@@ -102,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _record(attempt: Attempt | None, rank: int, outcome: str, message: str, bad_nodes: Iterable[str]) -> None:
     if attempt is not None:
-        with contextlib.suppress(OSError):  # the message is printed, too
+        with contextlib.suppress(OSError):  # the message is also printed
             attempt.record_end(rank, outcome, f"preflight: {message}", bad_nodes=bad_nodes)
 
 
@@ -113,7 +116,10 @@ def _interrupted(attempt: Attempt | None, number: int) -> None:
 
 
 def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None) -> str:
-    """Return the problems that rank 0 found on all nodes as text; "" if there are none."""
+    """Return the problems that rank 0 has found on all nodes, as text on every rank, or "" without problems.
+
+    Raises Unready if rank 0 does not answer or the all-reduce fails.
+    """
     started = time.monotonic()
     log = functools.partial(print, "preflight:", flush=True) if rank == 0 else lambda _: None
     log(f"{counted(size, 'rank')} ({config.parallel.describe(size)}), importing torch")
@@ -146,19 +152,19 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         problems = _problems(store, config, options, size, home, token, imported)
         verdict = _describe(problems)
         if problems:
-            # Recorded before the other ranks learn of it and exit, because srun then ends this rank too.
+            # Recorded before the other ranks read the verdict and exit, because srun then ends this rank, too.
             outcome = REFUSED if any(problem.mistake for problem in problems) else UNREADY
             _record(attempt, rank, outcome, verdict, [node for problem in problems for node in problem.nodes])
         store.set("verdict", verdict)
     try:
         store.wait(["verdict"], 2 * timeout)
     except RuntimeError:
-        raise Unready(f"{node_name()}: rank 0 reached no verdict") from None
+        raise Unready(f"{node_name()}: rank 0 did not report a result within {2 * options.timeout:g} s") from None
     verdict = store.get("verdict").decode()
     store.set(f"heard/{rank}", "yes")
     if verdict:
         if rank == 0:
-            # The store ends with this rank, so wait until the others have read the reason.
+            # The store ends with this rank, so wait until the other ranks have read the verdict.
             with contextlib.suppress(RuntimeError):
                 store.wait([f"heard/{other}" for other in range(size)], timedelta(seconds=5))
         return verdict
@@ -178,16 +184,19 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
 
 
 def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
-    """Gather the facts of all ranks on rank 0 and compare them; `imported` is when rank 0 had imported torch."""
+    """Return the problems in the facts of all ranks, which rank 0 gathers here.
+
+    `imported` is the monotonic time at which rank 0 had imported torch, when the timeout for the other ranks begins.
+    """
     keys = [f"facts/{rank}" for rank in range(size)]
     try:
         store.wait(keys, timedelta(seconds=max(0.1, options.timeout - (time.monotonic() - imported))))
     except RuntimeError:
         if silent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-            places = _nodes_of(silent, options, size)
-            where = f" on {', '.join(places[:SHOWN])}" if places else ""
+            silent_nodes = _nodes_of(silent, options, size)
+            where = f" on {', '.join(silent_nodes[:SHOWN])}" if silent_nodes else ""
             which = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent[:SHOWN]))}"
-            return [nodes.Problem(f"{which}{where} did not answer within {options.timeout:g} s", tuple(places))]
+            return [nodes.Problem(f"{which}{where} did not answer within {options.timeout:g} s", tuple(silent_nodes))]
     gathered = [json.loads(facts) for facts in store.multi_get(keys)]
     by_node = {facts["node"]: facts for facts in gathered if "versions" in facts}
     plan = Plan(config, size)
@@ -197,32 +206,31 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
         problems += nodes.directory_problems(by_node, home, token, checkpoint_bytes(plan), config.checkpoint.keep)
         for path in home.glob("preflight*"):
             path.unlink(missing_ok=True)
-    unused = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
-    seen = any(facts["gpu"] for facts in gathered)
-    if not seen or config.train.device == "cpu":
+    with_driver = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
+    finds_gpus = any(facts["gpu"] for facts in gathered)
+    if not finds_gpus or config.train.device == "cpu":
         problems += _unreachable(by_node)
-    if not options.gpus and unused and not seen and config.train.device != "cpu":
-        sentence = f"{', '.join(unused)}: there are GPUs, but the job was given none"
-        fix = "ask for them with --gpus-per-node, or set train.device to cpu"
+    if not options.gpus and with_driver and not finds_gpus and config.train.device != "cpu":
+        sentence = f"{', '.join(with_driver)}: the node has GPUs, but none are allocated to the job"
+        fix = "submit with --gpus-per-node, or set train.device to cpu"
         problems.append(nodes.Problem(f"{sentence}; {fix}", mistake=True))
     if options.gpus:
         if not any(facts["cuda"] for facts in gathered):
-            build = f"torch {versions(['torch'])['torch']} is built without CUDA"
-            sentence = f"{build}, but the job has GPUs; install requirements-gpu.txt"
-            problems.append(nodes.Problem(sentence, mistake=True))
+            problem = f"torch {versions(['torch'])['torch']} is built without CUDA, but the job has GPUs"
+            problems.append(nodes.Problem(f"{problem}; install requirements-gpu.txt", mistake=True))
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}
         problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed)
     return problems
 
 
 def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
-    """Return a problem if gloo's ranks on some of several nodes could not be reached from the others."""
-    found = tuple(unreachable_nodes({node: facts["gloo"] for node, facts in by_node.items()}))
-    if not found or len({facts["host"] for facts in by_node.values()}) == 1:
+    """Return a problem if other nodes cannot connect to the gloo ranks of some nodes."""
+    unreachable = tuple(unreachable_nodes({node: facts["gloo"] for node, facts in by_node.items()}))
+    if not unreachable or len({facts["host"] for facts in by_node.values()}) == 1:
         return []
-    problem = f"{', '.join(found)}: other nodes cannot reach the address that this node's own name resolves to"
-    fix = "set TAPE_NETWORK_INTERFACE in slurm/site.env, or correct /etc/hosts there"
-    return [nodes.Problem(f"{problem}; {fix}", found, mistake=len(found) == len(by_node))]
+    problem = f"{', '.join(unreachable)}: other nodes cannot reach the address that the node resolves its own name to"
+    fix = "set TAPE_NETWORK_INTERFACE in slurm/site.env, or correct /etc/hosts on the node"
+    return [nodes.Problem(f"{problem}; {fix}", unreachable, mistake=len(unreachable) == len(by_node))]
 
 
 def _describe(problems: list[nodes.Problem]) -> str:
@@ -231,7 +239,7 @@ def _describe(problems: list[nodes.Problem]) -> str:
 
 
 def _nodes_of(ranks: list[int], options: argparse.Namespace, size: int) -> list[str]:
-    """Return the names of the nodes that the ranks run on, or none if `--nodes` is not given."""
+    """Return the nodes on which the ranks run, without repetitions; an empty list without --nodes."""
     names = [name for name in options.nodes.split(",") if name]
     return list(dict.fromkeys(names[rank * len(names) // size] for rank in ranks)) if names else []
 
@@ -249,7 +257,10 @@ def _gpu(torch) -> dict[str, Any] | None:
 
 
 def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, log) -> None:
-    """Print the bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times its bytes, divided by its time."""
+    """Print the bus bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times the bytes, divided by the time.
+
+    Raises Unready if the all-reduce fails or its sums are wrong.
+    """
     import torch.distributed as dist
 
     if on_gpu := torch.cuda.is_available():
@@ -280,7 +291,7 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, lo
         problem = f"{node_name()}: the all-reduce over all ranks failed{where}: {_first_line(error)}"
         raise Unready(problem, bad_nodes) from None
     if not sums_correct:
-        raise Unready(f"{node_name()}: the all-reduce over all ranks gave wrong sums")
+        raise Unready(f"{node_name()}: the all-reduce over all ranks returned wrong sums")
     bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
     log(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 

@@ -14,25 +14,26 @@ from megatron_tape.text import counted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rehearse and print the report; return 1 for an operation that fails on a GPU or a difference, otherwise 0."""
+    """Rehearse and print the report; return 1 if there are faults or differences from the estimate, otherwise 0."""
     parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
         usage="%(prog)s --config RECIPE [--processes N] [--rank R] [--section.key value ...]",
         description="Run four steps of pretrain.train as one rank of many on a fake GPU, and compare memory and "
-        "collectives with pretrain.estimate. Needs no GPU and no data, and little memory, since nothing is computed.",
-        epilog="Exit status: 0 without faults; 1 if there is a fault or a value differs by more than 5 %% (10 %% for "
-        "the peak); 2 for invalid settings. Settings are those of pretrain.train.",
+        "collectives with pretrain.estimate. No GPU and no data are needed, and little memory: nothing is computed.",
+        epilog="A fault is an operation that would fail on a GPU. Exit status: 1 if there is a fault, or if a value "
+        "differs from the estimate by more than 5 %% (10 %% for the peak); 2 for invalid settings; otherwise 0. The "
+        "settings are those of pretrain.train.",
     )
-    of_processes = "number of GPUs (default: those of one model replica)"
-    parser.add_argument("--processes", type=int, metavar="N", help=of_processes)
+    processes_help = "number of GPUs (default: as many as one model replica needs)"
+    parser.add_argument("--processes", type=int, metavar="N", help=processes_help)
     parser.add_argument("--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)")
-    options, rest = parser.parse_known_args(argv)
+    options, settings = parser.parse_known_args(argv)
     processes, rank = options.processes, options.rank
     refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
-    config = parse_run_config(rest)
+    config = parse_run_config(settings)
     processes = config.parallel.ranks_per_sequence if processes is None else processes
     check(config, Level.SETTINGS, processes)
-    refuse(not 0 <= rank < processes, "--rank", f"is {rank}", f"give one of 0 to {processes - 1}")
+    refuse(not 0 <= rank < processes, "--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -51,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}")
     print(*rows, sep="\n")
     for wait, count in sorted(outcome.waits.items()):
-        print(f"{counted(count, 'time'):>12} a step the host waits for the GPU, {wait}")
+        print(f"{counted(count, 'time'):>12} per step, the host waits for the GPU: {wait}")
     for fault, count in outcome.faults.items():
         print(f"FAULT  {fault} ({counted(count, 'time')})")
     differing = [row.name for row in rows if not row.agrees]
-    found = counted(len(outcome.faults), "fault") if outcome.faults else "no fault"
-    print(f"{found}, but these differ from the estimate: {', '.join(differing)}" if differing else found)
+    faults = counted(len(outcome.faults), "fault") if outcome.faults else "no faults"
+    print(f"{faults}; different from the estimate: {', '.join(differing)}" if differing else faults)
     return int(bool(outcome.faults or differing))
 
 

@@ -1,10 +1,10 @@
-"""Make one page that compares models: scores, training curves and pictures.
+"""Write a page that compares models: scores, training curves and figures.
 
     python -m pretrain.report RUN_OR_RESULTS... --output report.html
 
-RUN is a training run: the page shows its curves and the evaluations in its folder `evaluation`. RESULTS is a
-results.json of pretrain.evaluate or a comparison.json of pretrain.compare, or its directory. The page is a single HTML
-file that works without network access.
+RUN is the directory of a training run: the page shows its curves and the evaluations in its directory `evaluation`.
+RESULTS is a results.json of pretrain.evaluate, a comparison.json of pretrain.compare, or the directory of either. The
+page is one HTML file that works without network access.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from megatron_tape.text import counted
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the page."""
-    parser = command_line.Parser(
-        prog="python -m pretrain.report",
-        description=__doc__,
-    )
-    parser.add_argument("paths", nargs="+", metavar="RUN_OR_RESULTS", help="a run, a results.json, or its directory")
+    """Write the page for the paths on the command line."""
+    parser = command_line.Parser(prog="python -m pretrain.report", description=__doc__)
+    parser.add_argument("paths", nargs="+", metavar="RUN_OR_RESULTS", help="a run, a results file, or its directory")
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), help="output file, which is replaced (default: %(default)s)"
     )
@@ -35,19 +32,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
-    """Write a page about runs and results; `missing` names unfinished runs of a comparison.
+    """Write a page about runs, results and comparisons to `output`; `missing` names unfinished runs of a comparison.
 
-    Raises UserError for files that cannot be shown, and OSError.
+    Raises UserError if `output` is not a .html file or an input is invalid, and OSError if reading or writing fails.
     """
-    fix = "give a name that ends in .html, as a file of that name is replaced"
+    fix = "give a name that ends in .html; an existing file of that name is replaced"
     refuse(output.suffix.lower() not in (".html", ".htm"), "--output", f"is {output}", fix)
-    refuse(output.is_dir(), "--output", f"is {output}, a directory", "name a file in it")
+    refuse(output.is_dir(), "--output", f"is {output}, which is a directory", "give the name of a file")
     from megatron_tape.evaluation.report.page import page, read
 
     comparisons, others = [], []
     for path in map(Path, paths):
         file = path / NAME if path.is_dir() else path
-        # A run of a comparison also has such a file, but is shown as a run.
+        # A run of a comparison also contains this file, but is shown as a run.
         if file.name == NAME and file.is_file() and not (path / METRICS).is_file():
             comparisons.append(read_comparison(file))
         else:
@@ -56,8 +53,8 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
     content = page(runs, results, comparisons, missing).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
-    of = (len(comparisons), "comparison"), (len(runs), "run"), (len(results), "evaluated model")
-    shown = ", ".join(counted(count, what) for count, what in of if count)
+    counts = {"comparison": len(comparisons), "run": len(runs), "evaluated model": len(results)}
+    shown = ", ".join(counted(count, noun) for noun, count in counts.items() if count)
     print(f"{output}: {shown}, {len(content) / 1e6:.1f} MB")
 
 

@@ -1,11 +1,11 @@
-"""Show how runs are doing: attempts, step, loss, speed, time left, last checkpoint, last error.
+"""Show the state of runs: attempts, step, loss, speed, time left, last checkpoint, last error.
 
     python -m pretrain.status RUN [RUN ...] [--json]
 
-RUN is the directory of a run (logging.directory). One run gets a screen, several a table with a line each; --json
-prints a list with an object per run. The exit status is 0 if all runs are in progress, waiting in the queue,
-interrupted by hand or finished; 1 if one is stuck, failed or gone, or its job has ended without finishing it; 2 if a
-RUN is not the directory of a run, or cannot be read.
+RUN is the directory of a run (logging.directory). One run is shown in several lines, several runs in a table. The exit
+status is 0 if every run is in progress, waiting in the queue, interrupted by hand or finished; 1 if a run is stuck,
+failed or gone, or its job has ended before the run was finished; 2 if a RUN is not the directory of a run or cannot be
+read.
 """
 
 import contextlib
@@ -33,12 +33,14 @@ from megatron_tape.run.weights_and_biases import read_wandb
 from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
+"""Seconds without a heartbeat after which a run counts as stuck or gone."""
 STARTING_SECONDS, STARTING_SECONDS_OF_JOBS = 180, 1800
-"""Seconds that a run may take to write its first heartbeat. A job first checks its nodes."""
+"""Seconds that a run may take to write its first heartbeat, without and with a job, which first checks its nodes."""
 TAIL_BYTES = 1 << 22
-"""Bytes read from the end of the metrics: a row of 126 layers has 13 KB, and validations may be 100 rows apart."""
+"""Bytes read from the end of metrics.jsonl: a row of 126 layers has 13 KB, and validations may be 100 rows apart."""
 ATTEMPTS_SHOWN = 8
 MESSAGE_CHARACTERS = 120
+"""Maximum characters shown of the message with which an attempt ended."""
 COLUMNS = ("run", "state", "step", "loss", "validation", "tokens/s", "ETA", "checkpoint")
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ Row = TypedDict(
         TOKENS_PER_SECOND: NotRequired[float | None],
     },
 )
-"""The keys of a row of `metrics.jsonl` that are shown; null stands for a number that was not finite."""
+"""The keys that are read from the row of a step in metrics.jsonl. None is a value that is not finite."""
 
 
 class _Train(TypedDict, total=False):
@@ -67,7 +69,7 @@ class _Config(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class State:
-    """The state of a run in one word, whether the run is well, and an explanation."""
+    """The state of a run, such as `running`, whether it needs no action (`well`), and an explanation."""
 
     word: str
     well: bool
@@ -76,7 +78,7 @@ class State:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Everything that is shown of a run; None for what it has not recorded."""
+    """Everything that is shown about a run. None means that the run has not recorded the value."""
 
     run: str
     state: str
@@ -85,20 +87,20 @@ class RunStatus:
     step: int
     total_steps: int | None
     loss: float | None
-    """None also for a loss that is not finite; `loss_step` is None if none was logged."""
+    """The last logged loss; None also if it is not finite. Without a logged loss, `loss_step` is None, too."""
     loss_step: int | None
     validation_loss: float | None
     validation_step: int | None
     tokens_per_second: float | None
     seconds_left: float | None
-    """While the run trains."""
+    """Estimated seconds to the end of the run; None unless the run is training."""
     time_shares: dict[str, float]
-    """Share of the time since the first attempt, by kind; `kept steps` is the goodput."""
+    """Fraction of the time since the first attempt by use (`goodput.KINDS`); that of `kept steps` is the goodput."""
     layout: str | None
     checkpoint: str | None
     checkpoint_step: int | None
     checkpoint_age: float | None
-    """In seconds."""
+    """Seconds since the checkpoint was written."""
     checkpoint_problem: str | None
     last_error: str | None
     spikes: int
@@ -106,46 +108,46 @@ class RunStatus:
     wandb: str | None
     log: str | None
     attempts: list[str]
-    """A line for each, oldest first."""
+    """A line per attempt, oldest first."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the status of runs and return the exit status."""
+    """Print the status of runs; return the exit status that --help describes."""
     parser = command_line.Parser(prog="python -m pretrain.status", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the run's directory")
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
     options = parser.parse_args(argv)
     if hasattr(sys.stdout, "reconfigure"):  # a record may contain characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
-    found, problems = [], []
+    statuses, problems = [], []
     for run in dict.fromkeys(map(Path, options.runs)):
         try:
-            found.append(read_status(run))
+            statuses.append(read_status(run))
         except OSError as error:
             problems.append(FileError(str(run), f"cannot be read: {error}"))
         except UserError as error:
             problems.append(error)
     if options.json:
-        lines = [json.dumps([dataclasses.asdict(status) for status in found], indent=2, allow_nan=False)]
+        lines = [json.dumps([dataclasses.asdict(status) for status in statuses], indent=2, allow_nan=False)]
     elif len(options.runs) == 1:
-        lines = [line for status in found for line in screen(status)]
+        lines = [line for status in statuses for line in screen(status)]
     else:
-        lines = table(found) if found else []
+        lines = table(statuses) if statuses else []
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
         print(*lines, sep="\n", end="\n" if lines else "", flush=True)
     for problem in problems:
         command_line.log(f"error: {problem}")
     if problems:
         return EXIT_REFUSED
-    return 0 if all(status.well for status in found) else 1
+    return 0 if all(status.well for status in statuses) else 1
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the status of a run. Raises OSError or UserError if it cannot be read."""
+    """Return the status of the run in a directory. Raises OSError or UserError if its records cannot be read."""
     attempts = read_attempts(run)
     if not attempts:
         in_queue = ", or wait for its job to start (squeue --me)" if shutil.which("squeue") else ""
-        raise FileError(str(run), "holds no attempts of a run", f"give the logging.directory of a run{in_queue}")
+        raise FileError(str(run), "contains no attempts", f"give the logging.directory of a run{in_queue}")
     last, now = attempts[-1], time.time()
     state = judge(last, queue_state(last.facts.get("job")), now)
     rows = last_rows(run / "metrics.jsonl", Row, TAIL_BYTES)
@@ -156,9 +158,9 @@ def read_status(run: Path) -> RunStatus:
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     error = f"attempt {errors[-1].number}, {last_error(errors[-1])}" if errors and last.outcome != FINISHED else None
     spikes = [spike for attempt in attempts for spike in attempt.spikes]
-    own = run / "checkpoints"
-    # The directory may have been moved or copied since it was recorded.
-    checkpoint = _newest_checkpoint(own if own.is_dir() else last.facts.get("checkpoint_directory", own))
+    in_run = run / "checkpoints"
+    # The recorded path is wrong if the run's directory has been moved or copied.
+    checkpoint = _newest_checkpoint(in_run if in_run.is_dir() else last.facts.get("checkpoint_directory", in_run))
     return RunStatus(
         run=str(run),
         state=state.word,
@@ -185,7 +187,7 @@ def read_status(run: Path) -> RunStatus:
 
 
 def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
-    """Return a run's state at time `now`, given its last attempt and its job's state (see `queue_state`)."""
+    """Return a run's state at the Unix time `now`, from its last attempt and the state of its job (`queue_state`)."""
     if last.outcome == FINISHED:
         return State("finished", True)
     if last.verdict is not None and last.verdict["verdict"] == "stop":
@@ -198,9 +200,8 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
     if last.outcome == INTERRUPTED and queue is None:
         return State("interrupted", True, "run the same command to continue")
     if last.outcome == INTERRUPTED or (ended and last.stop_reason):
-        return State(
-            "stopped", False, "its job has ended; submit the same command to continue, unless a new job is in the queue"
-        )
+        explanation = "its job has ended; submit the same command to continue, unless a new job is in the queue"
+        return State("stopped", False, explanation)
     if ended:
         by_hand = last.facts.get("job") is None
         how = "run the same command" if by_hand else "its job has ended; submit the same command"
@@ -209,8 +210,8 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
     silent = now - beat.get("time", last.facts.get("started", 0))
     starting = STARTING_SECONDS_OF_JOBS if queue == "RUNNING" else STARTING_SECONDS
     if silent > (SILENT_SECONDS if beat else starting) or queue == "":
-        word, but = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
-        return State(word, False, f"no sign of life from its processes for {duration(silent)}{but}")
+        word, suffix = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
+        return State(word, False, f"no heartbeat from its processes for {duration(silent)}{suffix}")
     if not beat:
         return State("starting", True)
     idle, limit = now - beat["since"], beat.get("hang_timeout")
@@ -220,7 +221,7 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
 
 
 def screen(status: RunStatus) -> list[str]:
-    """Return the lines that show one run."""
+    """Return the lines that show one run in detail."""
     explanation = f" ({status.explanation})" if status.explanation else ""
     lines = [f"{status.run}: {status.state}{explanation}", f"step        {_progress(status)}"]
     if status.loss_step is not None:
@@ -231,8 +232,8 @@ def screen(status: RunStatus) -> list[str]:
         left = f", ETA {duration(status.seconds_left)}" if status.seconds_left is not None else ""
         lines.append(f"speed       {status.tokens_per_second or 0:,.0f} tokens/s{left}")
     if status.time_shares:
-        rest = ", ".join(f"{kind} {share:.1%}" for kind, share in status.time_shares.items() if kind != KEPT)
-        lines.append(f"goodput     {status.time_shares.get(KEPT, 0):.1%} of the time{f'; {rest}' if rest else ''}")
+        others = ", ".join(f"{kind} {share:.1%}" for kind, share in status.time_shares.items() if kind != KEPT)
+        lines.append(f"goodput     {status.time_shares.get(KEPT, 0):.1%} of the time{f'; {others}' if others else ''}")
     newest = status.checkpoint_problem or "none yet"
     if status.checkpoint is not None:
         newest = f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago: {status.checkpoint}"
@@ -251,7 +252,7 @@ def screen(status: RunStatus) -> list[str]:
 
 
 def table(statuses: list[RunStatus]) -> list[str]:
-    """Return a table with a line for each run."""
+    """Return the lines of a table with a header and a row per run."""
     rows = [COLUMNS, *map(_cells, statuses)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     # Words are aligned on the left, numbers on the right.
@@ -282,7 +283,7 @@ def _progress(status: RunStatus) -> str:
 def _described_attempt(attempt: AttemptRecord, alive: bool) -> str:
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts["started"]))
-    except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or outside the range that can be shown
+    except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or out of range
         started = "at an unknown time"
     job = attempt.facts.get("job")
     nodes = attempt.facts.get("nodes", [])
@@ -314,15 +315,15 @@ def _total_steps(run: Path) -> int | None:
 
 
 def _newest_checkpoint(root: str | Path) -> dict[str, Any]:
-    """Return the fields of RunStatus about the newest checkpoint."""
-    found = dict.fromkeys(("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem"))
+    """Return the `checkpoint...` fields of RunStatus for the newest checkpoint in a directory."""
+    fields = dict.fromkeys(("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem"))
     try:
         if (path := newest_complete(root, deep=False)) is None:
-            return found
+            return fields
         step, age = read_manifest(path)["step"], time.time() - path.stat().st_mtime
     except (ValueError, OSError) as error:
-        return found | {"checkpoint_problem": str(error)}
-    return found | {"checkpoint": str(path), "checkpoint_step": step, "checkpoint_age": age}
+        return fields | {"checkpoint_problem": str(error)}
+    return fields | {"checkpoint": str(path), "checkpoint_step": step, "checkpoint_age": age}
 
 
 def _described_spike(spike: Spike) -> str:

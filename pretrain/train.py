@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pretrain")
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C, after which nothing should start the run again."""
+"""Exit status after Ctrl-C. It tells a script not to start the run again, unlike EXIT_RESTART."""
 
 
 def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None) -> int:
-    """Parse, check and train; return the exit status. Reports mistakes in one sentence, before it imports torch.
+    """Train a model and return the exit status. Invalid arguments are reported before torch is imported.
 
-    `trains` selects the trained parameters; see `training.trainer.Trainer`.
+    `trains` selects the trained parameters, all if it is None; see `training.trainer.Trainer`.
     """
     with exit_on_user_error():
         config = parse_run_config(argv)
@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None)
 
 
 def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None" = None) -> int:
-    """Check and train, record how the attempt ended, and return the exit status.
+    """Validate the settings, train, record how the attempt ended, and return the exit status.
 
-    `extends` is whether the command extends another model (see `checks.check`).
+    `extends` is true for pretrain.extend_context (see `checks.check`).
     """
     with exit_on_user_error():
         check_launcher_environment()
@@ -64,7 +64,7 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     if attempt is not None:
         watch.attach(attempt, rank)
     try:
-        first_of_node = local_rank() == 0  # all ranks of a node see the same files
+        first_of_node = local_rank() == 0  # one rank per node checks the node's files
         level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
         check(config, level, size, extends)
     except UserError as error:
@@ -75,7 +75,7 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     except (OSError, MemoryError) as error:
         message = describe_fatal_error(error)
         if message is None and isinstance(error, OSError):
-            message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
+            message = f"an input file cannot be read: {error.strerror or error} ({error.filename})"
         watch.record_end(FAILED, message)
         print(f"error (rank {rank}): {message}", file=sys.stderr)
         return 1
@@ -105,13 +105,13 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         _abort_process_groups()
         return EXIT_INTERRUPTED
     except Exception as error:
-        # An unreadable file may be readable on another node, so a job tries again.
+        # FAILED lets a Slurm job try again: a file that cannot be read here may be readable on another node.
         outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
         sentence = str(error) if foreseen else describe_fatal_error(error)
         message = sentence or f"{type(error).__name__}: {error}"
-        # Recorded before the process groups are aborted, which makes other ranks fail as a consequence.
+        # Recorded first, since aborting the process groups makes the other ranks fail, too.
         bad_nodes = error.subjects if isinstance(error, NodeError) else ()
         watch.record_end(outcome, message, None if foreseen else error, bad_nodes)
         _abort_process_groups()
@@ -132,28 +132,28 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
 
 
 def _abort_process_groups() -> None:
-    """Keep this rank from waiting for the others when it exits; do nothing if torch has not been imported."""
+    """Abort torch's process groups, if they exist, so that this rank does not wait for the others when it exits."""
     if layout := sys.modules.get("megatron_tape.parallel.layout"):
         layout.abort_process_groups()
 
 
 def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
-    """Import torch, after setting environment variables of libraries and reducing their logging."""
+    """Set the environment variables and log levels of the libraries, and import torch."""
     logging.basicConfig(level=logging.INFO if is_rank_0 else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="megatron")  # missing Transformer Engine and Apex, which are not used
+    warnings.filterwarnings("ignore", module="megatron")  # it warns that Transformer Engine and Apex are missing
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module="torch.distributed"
     )  # deprecated calls in DeepSpeed
-    # Local to the node: otherwise hundreds of nodes write compiled kernels to a shared home directory.
+    # On a local disk: otherwise hundreds of nodes would write compiled kernels to a shared home directory.
     os.environ.setdefault("TRITON_CACHE_DIR", private_directory(f"triton-cache-{os.getuid()}"))
     provide_caches()
     if config.parallel.uses_sequence_parallel:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it to overlap collectives
     # Avoids out-of-memory errors by fragmentation.
     _set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True", older="PYTORCH_CUDA_ALLOC_CONF")
-    # Size of the flight recorder, whose collectives `Watch` writes to a file if a rank hangs.
+    # Number of collectives in torch's flight recorder, which `Watch` writes to a file if a rank hangs.
     _set_default("TORCH_FR_BUFFER_SIZE", "2000", older="TORCH_NCCL_TRACE_BUFFER_SIZE")
     if config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -165,7 +165,7 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
 
 
 def _set_default(name: str, value: str, older: str) -> None:
-    """Set a variable of torch 2.9 and later, unless the user has set it under this or its `older` name."""
+    """Set an environment variable of torch >= 2.9, unless the user has set it or its `older` name."""
     if older not in os.environ:
         os.environ.setdefault(name, value)
 

@@ -166,8 +166,8 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
     "arguments, message",
     [
         (["toy"], "--model is missing"),
-        (["--model", "{llama}"], "no task is given"),
-        (["passkey", "--model", "{llama}"], "save the one it was trained with into that directory"),
+        (["--model", "{llama}"], "TASK is missing"),
+        (["passkey", "--model", "{llama}"], "save the model's tokenizer into that directory"),
         (["toys", "--model", "{llama}"], "toys is not a task"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
         (["toy", "--model", "{tmp}"], "has no checkpoint"),

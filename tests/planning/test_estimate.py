@@ -66,7 +66,7 @@ def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run):
     found, two = {}, ["--processes=8", "--parallel.tensor_model_parallel_size=2"]
     for writers in ("2", "4", "null"):
         output, _ = run(*two, "--checkpoint.asynchronous=true", f"--checkpoint.writers={writers}")
-        (row,) = re.findall(r"^host memory of each writer of a save +([\d.]+) GiB, (\d+) writers$", output, re.M)
+        (row,) = re.findall(r"^host memory per checkpoint writer +([\d.]+) GiB, (\d+) writers$", output, re.M)
         found[writers] = float(row[0]), int(row[1])
     assert found["2"] == (pytest.approx(2 * found["4"][0], abs=0.01), 2) and found["4"][1] == 4
     # By default one writer per GiB, limited by the number of processes.
@@ -181,8 +181,9 @@ def test_a_search_lists_the_fastest_layouts_that_fit(run):
 
 def test_a_search_without_a_fitting_layout_lists_the_smallest_or_the_reasons(run):
     output = run("--search", "--processes=16", "--gpu-memory=1", status=1).out
-    assert "none fits in 1 GiB with 10% kept free; the smallest:\n" in output
-    sizes = [float(size) for size in re.findall(r" ([\d.]+)  [\d.]+ of them", output.partition("smallest:")[2])]
+    heading = "none fits in 1 GiB with 10% kept free; the smallest:\n"
+    assert heading in output
+    sizes = [float(x) for x in re.findall(r" ([\d.]+)  of which .* [\d.]+$", output.partition(heading)[2], re.M)]
     assert len(sizes) == 5 and sizes == sorted(sizes)
     output = run("--search", "--processes=63", status=1).out
     assert "\nno layout can run on 63 GPUs\n" in output and "fits in" not in output

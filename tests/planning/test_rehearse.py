@@ -93,10 +93,10 @@ def test_excess_memory_and_communication_are_reported(quick, mistake, row):
 def test_the_command_prints_a_report(quick):
     report = quick["command"]["report"]
     assert quick["command"]["status"] == 0, report
-    assert report.startswith("rank 3 of 4: 2 tensor parallel x 2 data parallel, ZeRO 2, bf16") and "no fault" in report
+    assert report.startswith("rank 3 of 4: 2 tensor parallel x 2 data parallel, ZeRO 2, bf16") and "no faults" in report
     for row in ("weights", "optimizer state", "kept by a forward pass", "peak", "tensor parallel: all-to-all"):
         assert f"\n{row} " in report
-    assert "times a step the host waits for the GPU, update pass: item at " in report
+    assert "times per step, the host waits for the GPU: update pass: item at " in report
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_several_runs_get_one_line_each_and_a_problem_exits_with_2(run, tmp_path
     assert first.split() == [str(run), *figures] and second.split() == [str(other), "failed", "0"]
     assert status.main([str(run), str(tmp_path_factory.mktemp("empty"))]) == 2
     found = capsys.readouterr()
-    assert len(found.out.splitlines()) == 2 and "holds no attempts of a run" in found.err
+    assert len(found.out.splitlines()) == 2 and "contains no attempts" in found.err
 
 
 def test_json_output_equals_the_screen(run, capsys):
@@ -161,7 +161,7 @@ def test_an_invalid_or_unreadable_run_is_reported_in_one_sentence(tmp_path, caps
         raise PermissionError(13, "Permission denied", str(path))
 
     assert status_of(lambda: status.main([str(tmp_path)])) == 2
-    assert "holds no attempt" in capsys.readouterr().err
+    assert "contains no attempt" in capsys.readouterr().err
     monkeypatch.setattr(status, "read_attempts", fails)
     assert status_of(lambda: status.main([str(tmp_path)])) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} cannot be read: ")
