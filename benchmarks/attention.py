@@ -4,8 +4,8 @@
 
 A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both encodings rotate
 queries and keys; TAPE also averages its position state and computes the state's gradient. Repetitions alternate between
-candidates, and medians are reported. Candidates that cannot run are listed with the reason. A candidate that fails the
-comparison with float64 is not timed. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's fastest.
+candidates, and medians are reported. A candidate that cannot run, or is less exact than plain torch allows, is not
+timed but listed with the reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's fastest one.
 
 TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and five backward, TAPE
 three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked but not timed.
@@ -35,11 +35,11 @@ from megatron_tape.ops.parity import Check, inexact
 NEEDS = {"rope": frozenset({ROTATION}), "tape": frozenset({ROTATION, AVERAGE})}
 """Features that each encoding requires of a backend."""
 PRODUCTS = {"rope": {"forward": 2, "forward+backward": 7}, "tape": {"forward": 3, "forward+backward": 10}}
-"""Number of matrix products in each encoding's attention."""
+"""Number of matrix products in each encoding's attention, each of heads x S x S x head_dim."""
 
 
 class Shape(NamedTuple):
-    """Query heads, key/value groups, head dimension and tokens of a sequence."""
+    """Sizes of attention: query heads H, key/value groups G, head dimension D and tokens per sequence S."""
 
     heads: int
     groups: int
@@ -48,11 +48,11 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """Read a shape such as `12x64@1024` or `32/8x128@4096`."""
+        """Parse `HxD@S` or `H/GxD@S`, such as `12x64@1024` or `32/8x128@4096`."""
         try:
-            heads, _, rest = text.partition("x")
+            heads, _, sizes = text.partition("x")
             heads, _, groups = heads.partition("/")
-            dim, length = rest.split("@")
+            dim, length = sizes.split("@")
             shape = cls(int(heads), int(groups or heads), int(dim), int(length))
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text} is not a shape such as 12x64@1024 or 32/8x128@4096") from None
@@ -68,10 +68,11 @@ class Shape(NamedTuple):
 SHAPES = tuple(map(Shape.parse, ("12x64@1024", "16x128@4096", "32x128@8192")))
 """Shapes of the 155M, 1.3B and 7B models, the default on a GPU."""
 TOY = Shape(2, 1, 32, 64)
+"""The shape of --toy."""
 
 
 def inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
-    """Draw random q, k, v and z; z is RoPE's phases plus noise."""
+    """Return random q (S, B, H, D) and k, v, z (S, B, G, D); z is RoPE's phases plus noise."""
     device = device_here()
     generator = torch.Generator(device).manual_seed(0)
     sizes = [(shape.length, batch, n, shape.head_dim) for n in (shape.heads, *[shape.groups] * 3)]
@@ -88,17 +89,17 @@ def rope(length: int, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with an encoding; RoPE's state has no gradient and is shared by all sequences and heads."""
+    """Compute attention with an encoding and a backend. RoPE ignores z and uses its phases, which need no gradient."""
     averages = encoding == "tape"
     state = z if averages else rope(len(z), z.shape[-1], q.dtype).to(q.dtype)
     return attention(q, k, v, state, averages, None, backend)
 
 
 def candidates(dim: int, dtype: torch.dtype, flex: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the candidates that can run, and for each other backend the reason why it cannot.
+    """Return the names of the candidates that can run, and the reason for each backend that cannot.
 
-    FlexAttention is included only with `flex`, because it compiles for a minute. The backend fla, which serves forget
-    gates, is excluded; so is `tiled`, which serves CPUs, on a GPU.
+    FlexAttention, which compiles for a minute, is included only with `flex`. The backends fla, which is for forget
+    gates, and naive, the reference, are never included, and tiled, which is for CPUs, not on a GPU.
     """
     device, found, rejected = device_here(), [], {}
     for backend in BACKENDS:
@@ -114,14 +115,14 @@ def candidates(dim: int, dtype: torch.dtype, flex: bool = False) -> tuple[list[s
 
 
 def check(name: str, shape: Shape, dtype: torch.dtype) -> Check:
-    """Return the check of a candidate against the naive backend, for one sequence of `shape`."""
+    """Return the comparison of a candidate with the naive backend, for one sequence of `shape`."""
     encoding, backend = name.split()
     ours, plain = (functools.partial(attend, encoding, each) for each in (backend, "naive"))
     return Check(ours, plain, inputs(shape, 1, dtype))
 
 
 def inexact_at(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str | None:
-    """Describe the error of outputs or gradients if it exceeds twice that of plain torch; otherwise return None."""
+    """Return why a candidate is not exact at a length, or None if its errors are at most twice those of plain torch."""
     try:
         why = inexact(*check(name, shape._replace(length=length), dtype), dtype)
     except Exception as error:  # a compiler may raise anything
@@ -130,9 +131,9 @@ def inexact_at(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str 
 
 
 def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Iterator[dict]:
-    """Time every exact candidate, forward and forward with backward; yield the growing result after each step.
+    """Time every exact candidate, forward and forward + backward; yield the result so far after each step.
 
-    No further candidate is checked after `deadline`, a time of `time.monotonic`.
+    Candidates that are not yet checked at `deadline` (of `time.monotonic`) are listed under `no_time`.
     """
     dtype, batch = DTYPES[arguments.precision], max(1, arguments.tokens // shape.length)
     found, rejected = candidates(shape.head_dim, dtype, arguments.flex)
@@ -153,10 +154,10 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
             exact.append(name)
         yield result
     tensors = inputs(shape, batch, dtype)
-    slopes = [torch.randn_like(tensors[0]) for _ in range(2)]  # random, as matrix products of constants would be faster
+    output_grads = [torch.randn_like(tensors[0]) for _ in range(2)]  # random: constants would be faster to multiply
     product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
     for direction in DIRECTIONS:
-        runs = {name: functools.partial(_run, name, tensors, slopes, direction != "forward") for name in exact}
+        runs = {name: functools.partial(_run, name, tensors, output_grads, direction != "forward") for name in exact}
         timings, failed = timed(runs, arguments.repetitions, device_here())
         rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
         tape, rope = (fastest(timings, encoding) for encoding in ("tape", "rope"))
@@ -171,30 +172,30 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
         yield result
 
 
-def _run(name: str, tensors: list[Tensor], slopes: list[Tensor], backward: bool) -> None:
-    """Run a candidate once."""
+def _run(name: str, tensors: list[Tensor], output_grads: list[Tensor], backward: bool) -> None:
+    """Run a candidate's forward pass and, with `backward`, the backward pass from `output_grads`."""
     with torch.set_grad_enabled(backward):
         outputs = [x for x in attend(*name.split(), *tensors) if x is not None]
     if backward:
-        torch.autograd.grad(outputs, tensors, slopes[: len(outputs)], allow_unused=True)
+        torch.autograd.grad(outputs, tensors, output_grads[: len(outputs)], allow_unused=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the command line."""
     parser = command_line.Parser(description=__doc__)
     default = SHAPES if torch.cuda.is_available() else SHAPES[:1]
     add = parser.add_argument
     add(
         "--shapes", nargs="+", type=Shape.parse, metavar="H[/G]xD@S", default=default,
-        help="query heads, key/value groups if fewer, head dimension, sequence length; one longer than --tokens "
-        f"forms its own batch (default here: {' '.join(map(str, default))})",
+        help="query heads, key/value groups if fewer, head dimension, sequence length; a sequence longer than --tokens "
+        f"is a batch of one (default here: {' '.join(map(str, default))})",
     )  # fmt: skip
     add("--flex", action="store_true", help="compile and time FlexAttention as well")
     add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help="backends to exclude")
     tokens = 65536 if torch.cuda.is_available() else 2048
     add("--tokens", type=whole_number, default=tokens, help="tokens per batch (default here: %(default)s)")
-    add("--repetitions", type=whole_number, default=10, help="maximum of timed runs (default: %(default)s)")
-    add("--minutes", type=float, default=8.0, help="start nothing after this time (default: %(default)s)")
+    add("--repetitions", type=whole_number, default=10, help="maximum number of timed runs (default: %(default)s)")
+    add("--minutes", type=float, default=8.0, help="start no check or shape after this time (default: %(default)s)")
     add_time_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.toy:
@@ -203,7 +204,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the tables, and write the record that `--output` names."""
+    """Time all shapes, print the table, and write the record to the file that --output names."""
     arguments = parse(argv)
     record, results = Record(arguments), []
     deadline = time.monotonic() + 60 * arguments.minutes

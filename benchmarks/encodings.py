@@ -53,13 +53,13 @@ VARIANTS: dict[str, dict] = {encoding.name: {"position_encoding": encoding.name}
     "tape, learned increments": {"position_encoding": "tape", **LEARNED},
     "tape, learned increments, unit modulus": {"position_encoding": "tape", **LEARNED, "position.state_norm": "unit"},
 }
-"""Measured variants by name: settings of `model` that replace those of the RoPE model."""
+"""Measured variants by name, with the settings of `model` in which they differ from the RoPE model."""
 MAX_LOGIT_ERROR = 1e-3
-"""Largest difference of logits with and without a cache in fp32, in standard deviations; ten times as much in bf16."""
+"""Maximum difference of logits with and without a cache, in their standard deviations; ten times this in bf16."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print a table, and write the record that `--output` names."""
+    """Measure all variants, print a table, and write the record to the file that --output names."""
     arguments = parse(argv)
     quiet_libraries()
     torch.set_num_threads(arguments.threads)
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the command line."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.encodings", description=__doc__)
     others = [name for name in VARIANTS if name != BASELINE]
@@ -104,7 +104,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
-    """Return the settings of the variant `name`."""
+    """Return the configuration of the variant `name`. Raises ConfigError if it is invalid."""
     config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
     config = replace_settings(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
     validate(config, 1)
@@ -118,16 +118,16 @@ def steps(
     result: dict,
     save: Callable[[], None],
 ) -> None:
-    """Measure memory and training steps of each variant, alternating with RoPE's steps; call `save` after each."""
+    """Add step time and memory of each variant to `result`; its steps alternate with RoPE's. Call `save` after each."""
     before = allocated()
     rope = build_model(configs[BASELINE], layout)
     rope.step()  # creates the optimizer's state
-    own = result["encodings"][BASELINE]
-    own["memory"] = peak_of_step(rope, before)
+    baseline = result["encodings"][BASELINE]
+    baseline["memory"] = peak_of_step(rope, before)
     for name in arguments.only:
         print(f"training steps: {name}", flush=True)
         row = result["encodings"][name]
-        free_memory()  # in case the previous encoding failed
+        free_memory()  # the previous encoding may have failed
         before = allocated()
         try:
             other = build_model(configs[name], layout)
@@ -138,9 +138,9 @@ def steps(
         row["seconds_per_step"] = statistics.median(b for _, b in taken)
         row["step_over_rope"] = statistics.median(b / a for a, b in taken)
         row["memory"] = peak_of_step(other, before)
-        row["memory_over_rope"] = row["memory"] / own["memory"]
+        row["memory_over_rope"] = row["memory"] / baseline["memory"]
         row["attention"] = other.backend
-        own.setdefault("seconds_per_step", statistics.median(a for a, _ in taken))
+        baseline.setdefault("seconds_per_step", statistics.median(a for a, _ in taken))
         print(f"  {row['step_over_rope']:.2f} times RoPE's step, memory {row['memory_over_rope']:.2f}", flush=True)
         other.release()
         save()
@@ -148,12 +148,12 @@ def steps(
 
 
 def allocated() -> int:
-    """Return the bytes allocated on the GPU; 0 without one."""
+    """Return the bytes allocated on the GPU, or 0 without a GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def peak_of_step(measured: MeasuredModel, before: int) -> int:
-    """Return a step's peak memory in bytes; on a GPU, `before` is what was allocated before the model was built."""
+    """Return a step's peak memory in bytes, without the `before` bytes that the GPU held before the model was built."""
     if measured.layout.device.type != "cuda":
         return measured.memory()["peak"]
     torch.cuda.reset_peak_memory_stats()
@@ -162,7 +162,7 @@ def peak_of_step(measured: MeasuredModel, before: int) -> int:
 
 
 def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
-    """Return a model with its optimizer. Raises ConfigError if its losses differ from the naive attention's."""
+    """Return a model with its optimizer. Raises ConfigError if its losses differ from those of naive attention."""
     dtype = dtype_of(config)
     backend = chosen_backend(config.model, dtype, layout.device)
     measured = MeasuredModel(config, layout, backend)
@@ -172,7 +172,7 @@ def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
     measured.use(backend)
     allowed = MAX_LOSS_ERROR if dtype is torch.float32 else 0.1
     if not difference <= allowed:
-        raise ConfigError("losses of a token", f"differ by {difference:.2g} from those of the naive attention")
+        raise ConfigError("token losses", f"differ by {difference:.2g} from those of the naive attention")
     return measured
 
 
@@ -183,7 +183,7 @@ def decoding(
     result: dict,
     save: Callable[[], None],
 ) -> None:
-    """Measure each exported model's decode time per token, alternating with a Llama; call `save` after each."""
+    """Add each exported model's decode time per token to `result`; its tokens alternate with a Llama's."""
     plain = configs[BASELINE]
     llama = decoder(plain.model, dtype_of(plain), layout.device)
     text = torch.randint(plain.model.vocab_size, (1, plain.model.seq_length), device=layout.device)
@@ -207,19 +207,19 @@ def decoding(
 
 @torch.inference_mode()
 def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return an exported model with random weights. Raises ConfigError if a cache changes its logits."""
+    """Return an exported model with random weights. Raises ConfigError if using a cache changes its logits."""
     exported = random_model(model).to(device, dtype).eval()
     text, cache = torch.randint(model.vocab_size, (1, 24), device=device), DynamicCache(config=exported.config)
-    whole = exported(text, use_cache=False).logits.float()
-    parts = [exported(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
-    difference = ((torch.cat(parts, 1) - whole).abs().max() / whole.std()).item()
+    uncached = exported(text, use_cache=False).logits.float()
+    cached = [exported(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
+    difference = ((torch.cat(cached, 1) - uncached).abs().max() / uncached.std()).item()
     if not difference <= (MAX_LOGIT_ERROR if dtype is torch.float32 else 10 * MAX_LOGIT_ERROR):
         raise ConfigError("logits with a cache", f"differ by {difference:.2g} standard deviations from those without")
     return exported
 
 
 def random_model(model: ModelConfig) -> PreTrainedModel:
-    """Return the transformers model of an export, with random weights that do not depend on the encoding."""
+    """Return a model as exported to transformers, with random weights; only the encoding's depend on the encoding."""
     encoding = encoding_of(model)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -228,17 +228,17 @@ def random_model(model: ModelConfig) -> PreTrainedModel:
             write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True)
         torch.manual_seed(0)
-        made = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+        exported = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in exported.named_parameters():
             if ".position." in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    return made
+    return exported
 
 
 def table(result: dict) -> list[str]:
-    """Return the lines of a Markdown table."""
+    """Return the lines of a Markdown table of ratios to RoPE, and a line per failure."""
     lines = ["| encoding | step | memory | parameters | token |", "|---|---|---|---|---|"]
     for name, row in result["encodings"].items():
         if name == BASELINE:

@@ -1,4 +1,4 @@
-"""Records of measurements, with the hardware, package versions and commit they come from. Imports no torch."""
+"""JSON records of measurements, with hardware, package versions and commit. Does not import torch at its top."""
 
 import argparse
 import json
@@ -19,11 +19,11 @@ PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdi
 
 
 def describe() -> dict:
-    """Return hardware, versions, git commit, command and time as JSON data.
+    """Return the environment of a measurement as JSON data: hardware, versions, git commit, command and time.
 
-    `commit` ends in "-dirty" if tracked files differ from it. GPUs are listed only if this process has imported torch.
+    `commit` ends in "-dirty" if tracked files have changed. GPUs are listed only if this process has imported torch.
     """
-    found = {
+    facts = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "commit": commit(),
@@ -38,24 +38,24 @@ def describe() -> dict:
         "packages": versions(PACKAGES),
     }
     if torch := sys.modules.get("torch"):
-        found["threads"] = torch.get_num_threads()
+        facts["threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
             first = torch.cuda.get_device_properties(0)
-            found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-            found["gpu_memory_gib"] = round(first.total_memory / 2**30, 1)
-            found["capability"] = f"{first.major}.{first.minor}"
+            facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+            facts["gpu_memory_gib"] = round(first.total_memory / 2**30, 1)
+            facts["capability"] = f"{first.major}.{first.minor}"
             driver = toolchain().get("driver", "unknown")
-            found["gpu_software"] = {"cuda": f"CUDA {torch.version.cuda}", "driver": f"driver {driver}"}
-            found["gpu_software"]["cudnn"] = f"cuDNN {torch.backends.cudnn.version()}"
-    return found
+            facts["gpu_software"] = {"cuda": f"CUDA {torch.version.cuda}", "driver": f"driver {driver}"}
+            facts["gpu_software"]["cudnn"] = f"cuDNN {torch.backends.cudnn.version()}"
+    return facts
 
 
 class Record:
-    """The JSON file that `--output` names, rewritten whenever results arrive; without --output it writes nothing."""
+    """The JSON file that --output names, rewritten with every new result. Without --output, nothing is written."""
 
     def __init__(self, arguments: argparse.Namespace):
-        plain = (str, int, float, bool, list, type(None))
-        options = {key: value if isinstance(value, plain) else str(value) for key, value in vars(arguments).items()}
+        basic = (str, int, float, bool, list, type(None))
+        options = {key: value if isinstance(value, basic) else str(value) for key, value in vars(arguments).items()}
         self.path: Path | None = arguments.output
         if self.path is not None:
             origin = describe() | ({} if arguments.commit is None else {"commit": arguments.commit})
@@ -63,14 +63,14 @@ class Record:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, result: dict) -> None:
-        """Write `result` with the environment and the options."""
+        """Replace the file by one with the environment, the options and `result`."""
         if self.path is not None:
             with atomic_output(self.path, "w", overwrite=True) as file:
                 file.write(json.dumps(self.origin | result, indent=1) + "\n")
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --output and --commit."""
+    """Add the options --output and --commit."""
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write results to this file as they arrive")
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
 

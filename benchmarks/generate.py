@@ -31,7 +31,7 @@ PARITY_LAYERS, PARITY_TOKENS = 4, 300
 
 
 def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Models:
-    """Return a Llama and a TAPE model with the same weights; TAPE's matrices are zero."""
+    """Return a Llama and a TAPE model with the same weights; the matrices that only TAPE has are zero."""
     width = arguments.heads * arguments.head_dim
     settings = dict(
         vocab_size=arguments.vocab_size,
@@ -45,11 +45,11 @@ def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Mod
         attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    with device_here():  # drawing the weights on a CPU takes long
+    with device_here():  # initializing on the CPU takes long
         models = {"llama": LlamaForCausalLM(LlamaConfig(**settings)), "tape": TapeForCausalLM(TapeConfig(**settings))}
     models["tape"].load_state_dict(models["llama"].state_dict(), strict=False)
     for model in models.values():
-        for parameter in model.parameters():  # not the buffers, as phases need float32
+        for parameter in model.parameters():  # not buffers: phases must stay in float32
             parameter.data = parameter.data.to(dtype)
         model.eval()
     return models
@@ -64,8 +64,8 @@ def randomize(model: PreTrainedModel) -> None:
 
 
 def check_parity(arguments: argparse.Namespace) -> None:
-    """Run the parity check that the module's docstring describes; exit if it fails."""
-    # In float64, so that rounding does not change which token is sampled.
+    """Run the parity check of the module's docstring, and exit with a message if it fails."""
+    # In float64, where rounding does not change which token is sampled.
     models = build(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
     llama, tape = (models[name].double() for name in ("llama", "tape"))
     prompt = torch.randint(1, arguments.vocab_size, (1, PARITY_TOKENS), device=device_here())
@@ -73,35 +73,35 @@ def check_parity(arguments: argparse.Namespace) -> None:
     randomize(tape)
     logits = tape(prompt).logits
     tape.set_attn_implementation("eager")
-    for what, one, other, bound in (
+    for what, a, b, bound in (
         ("TAPE's matrices at zero and Llama", zero_logits, llama(prompt).logits, 1e-5),
         ("sdpa and eager attention", logits, tape(prompt).logits, 1e-9),
     ):
-        difference = (one - other).abs().max().item()
+        difference = (a - b).abs().max().item()
         if not difference <= bound:
-            sys.exit(f"error: with {what} the logits differ by {difference:.1e}, so no figure is given")
+            sys.exit(f"error: the logits of {what} differ by {difference:.1e}, so nothing is measured")
     tape.set_attn_implementation("sdpa")
     for name, model in (("llama", llama), ("tape", tape)):
 
         def tokens(model: PreTrainedModel = model, **options) -> torch.Tensor:
             torch.manual_seed(2)
-            # On a GPU, transformers would compile the model for a static cache.
+            # transformers would otherwise compile the model for a static cache on a GPU.
             options |= dict(do_sample=True, top_k=0, pad_token_id=0, disable_compile=True)
             return model.generate(prompt[:, :48], max_new_tokens=32, **options)
 
         uncached = tokens(use_cache=False)
         for kind in CACHES:
             if not torch.equal(tokens(cache_implementation=kind), uncached):
-                sys.exit(f"error: {name} generates different tokens with a {kind} cache, so no figure is given")
+                sys.exit(f"error: {name} generates other tokens with a {kind} cache, so nothing is measured")
 
 
 def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
-    """Return an empty cache with room for `length` tokens."""
+    """Return an empty `dynamic` or `static` cache; a static one has room for `length` tokens."""
     return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
 
 
 def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) -> dict[str, list[float]]:
-    """Return, by model, the seconds of each of `steps` tokens after `prompt` (1, S); the models alternate."""
+    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models alternate by token."""
     caches = {name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()}
     for name, model in models.items():
         model(prompt, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
@@ -115,7 +115,7 @@ def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) 
 
 
 def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[str, list[float]]:
-    """Return, by model, the seconds of each of `passes` forward passes of `prompt` (1, S) into an empty cache."""
+    """Return each model's seconds for each of `passes` prefills of an empty cache with `prompt` (1, S)."""
     taken = {name: [] for name in models}
     for _ in range(passes):
         for name, model in models.items():
@@ -126,7 +126,7 @@ def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[st
 
 
 def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
-    """Return medians and the ratio of TAPE's time to Llama's, without the first `skip` measurements."""
+    """Return the medians and the ratio of TAPE's time to Llama's. The first `skip` measurements are warm-up."""
     taken = {name: values[skip:] for name, values in taken.items()}
     ratio = statistics.median(t / p for t, p in zip(taken["tape"], taken["llama"]))
     median = {name: statistics.median(values) for name, values in taken.items()}
@@ -134,7 +134,7 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
 
 
 def measure(arguments: argparse.Namespace, record: Record) -> None:
-    """Measure at every length; print and record each result as it arrives."""
+    """Check parity, then measure at every length; print and record each result at once."""
     check_parity(arguments)
     print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace, record: Record) -> None:
 
 
 def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace) -> dict:
-    """Measure prefill, and decoding with both caches; print and return the result."""
+    """Measure prefill of `prompt` (1, S), and decoding with both caches; print and return the results."""
     length = prompt.shape[1]
     at = {kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4) for kind in CACHES}
     at["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), 1)
@@ -161,7 +161,7 @@ def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespac
 
 
 def main() -> None:
-    """Print rates and ratios, and write the record that `--output` names."""
+    """Measure, print rates and ratios, and write the record to the file that --output names."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("--layers", type=whole_number, default=24 if on_gpu else 8)
@@ -173,9 +173,9 @@ def main() -> None:
     lengths = [1024, 4096, 8192] if on_gpu else [256, 1024, 4096]
     parser.add_argument("--lengths", type=whole_number, nargs="+", default=lengths, help="default: %(default)s")
     parser.add_argument(
-        "--cached-tokens", type=whole_number, default=24, help="tokens to decode; the first 4 are not counted"
+        "--cached-tokens", type=whole_number, default=24, help="tokens to decode; the first 4 are warm-up"
     )
-    parser.add_argument("--passes", type=whole_number, default=5, help="per prompt (default: %(default)s)")
+    parser.add_argument("--passes", type=whole_number, default=5, help="prefills per length (default: %(default)s)")
     parser.add_argument("--threads", type=whole_number, help="CPU threads (default: torch's)")
     add_time_arguments(parser)
     arguments = parser.parse_args()

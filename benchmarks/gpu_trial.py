@@ -1,17 +1,17 @@
-"""Check and benchmark this project on a GPU that is available for a few minutes only.
+"""Check and benchmark this project on a GPU within a few minutes.
 
     python3 -m benchmarks.gpu_trial --minutes 8 --output DIR [--wheels DIR] [--stage NAME ...]
 
 The most important stages run first. Each runs in its own process with its own time limit, so a stage that hangs or
-crashes costs at most its limit. A stage that needs more time than is left is skipped, and the next that fits runs.
+crashes takes at most that time. A stage that needs more time than is left is skipped.
 
 For each stage, DIR contains NAME.json (results, written as they arrive), NAME.log (output) and traces. After every
 stage, results.json (the results of all stages) and summary.md (problems, goals, tables) are rewritten.
 
-Requirements: a C compiler, and Python with torch, Triton, numpy, PyYAML and pydantic. `--wheels` names a folder written
-by benchmarks.wheels, whose packages are installed into a temporary folder. Without a GPU, every stage runs at toy size
-on the CPU. The exit status is 0 on success, 1 if a stage failed, found a problem, or none ran, 2 if the trial cannot
-start, and 128 plus the signal's number if a signal ended it (130 after Ctrl-C).
+Requirements: a C compiler, and Python with torch, Triton, numpy, PyYAML and pydantic. The packages in the folder of
+`--wheels`, which benchmarks.wheels writes, are installed into a temporary folder. Without a GPU, every stage runs at
+toy size on the CPU. The exit status is 0 on success, 1 if a stage failed, found a problem, or none ran, 2 if the trial
+cannot start, and 128 plus the signal's number if a signal ended it (130 after Ctrl-C).
 """
 
 import argparse
@@ -42,6 +42,7 @@ RESERVE = 5.0
 NEEDED = ("numpy", "torch", "triton", "typing_extensions", "pydantic", "yaml")
 """Modules that every stage needs."""
 NOT_BEGUN = ("skipped", "not run")
+"""Statuses of stages that have not started."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Stage:
     min_seconds: float
     """Time that must be left for the stage to start."""
     limit: float
-    """Seconds after which the stage is ended."""
+    """Seconds after which the stage is stopped."""
 
 
 STAGES = (
@@ -66,22 +67,27 @@ STAGES = (
     Stage("training", "compare 20 training steps with losses and gradients on the CPU", 45, 150),
 )
 GOALS = (
-    ("step-155m", "TAPE's step, as a multiple of RoPE's", "at most 1.10", lambda found: f"{found['ratio_time']:.3f}"),
-    ("step-1.3b", "RoPE's MFU", "at least 45 %", lambda found: f"{100 * found['models']['rope']['mfu']:.1f} %"),
-    ("step-1.3b", "TAPE's MFU", "at least 40 %", lambda found: f"{100 * found['models']['tape']['mfu']:.1f} %"),
+    (
+        "step-155m",
+        "TAPE's step, as a multiple of RoPE's",
+        "at most 1.10",
+        lambda results: f"{results['ratio_time']:.3f}",
+    ),
+    ("step-1.3b", "RoPE's MFU", "at least 45 %", lambda results: f"{100 * results['models']['rope']['mfu']:.1f} %"),
+    ("step-1.3b", "TAPE's MFU", "at least 40 %", lambda results: f"{100 * results['models']['tape']['mfu']:.1f} %"),
 )
-"""Stage, figure, goal (docs/gpu.md), and a function that returns the figure from the stage's results."""
+"""The goals of docs/gpu.md: stage, name of the figure, goal, and a function that formats the figure from results."""
 
 
 class Trial:
-    """A trial and its record: the status and the results of each stage."""
+    """Runs stages, and keeps a record of the status and the results of each one."""
 
     def __init__(self, options: argparse.Namespace, stages: list[Stage], packages: Path):
         self.options, self.output, self.started = options, options.output, time.monotonic()
         origin = {"command": shlex.join(["python3", *sys.orig_argv[1:]])}
         origin |= {"commit": options.commit or commit() or "unknown", "minutes": options.minutes}
         origin["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-        ahead = {"status": "not run", "seconds": 0.0, "reason": "the trial ended before"}
+        ahead = {"status": "not run", "seconds": 0.0, "reason": "the trial ended before this stage"}
         self.record: dict = {"trial": origin, "problems": [], "stages": {stage.name: ahead for stage in stages}}
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -95,16 +101,16 @@ class Trial:
         return command + (["--also", *self.options.also] if self.options.also else [])
 
     def run(self, stage: Stage, deadline: float) -> None:
-        """Run a stage; skip it if too little time is left before `deadline`, a time of `time.monotonic`."""
-        ended = self.record["stages"][stage.name] = {"status": "skipped", "seconds": 0.0}
+        """Run a stage, or skip it if too little time is left before `deadline` (of `time.monotonic`)."""
+        entry = self.record["stages"][stage.name] = {"status": "skipped", "seconds": 0.0}
         left = deadline - time.monotonic() - RESERVE
         if left < stage.min_seconds:
-            ended["reason"] = f"it needs {stage.min_seconds:.0f} s, and {max(0, left):.0f} s are left"
-            print(f"=== {stage.name}: skipped, as {ended['reason']}", flush=True)
+            entry["reason"] = f"it needs {stage.min_seconds:.0f} s, but {max(0, left):.0f} s are left"
+            print(f"=== {stage.name}: skipped: {entry['reason']}", flush=True)
             return
         seconds, started, log = min(stage.limit, left), time.monotonic(), self.output / f"{stage.name}.log"
         print(f"=== {stage.name}: {stage.purpose} (at most {seconds:.0f} s)", flush=True)
-        ended |= {"status": "interrupted", "limit": seconds, "reason": "it was still running when this was written"}
+        entry |= {"status": "interrupted", "limit": seconds, "reason": "it was still running when this was written"}
         self.save()
         with open(log, "wb") as file:
             program = subprocess.Popen(
@@ -114,40 +120,40 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                preexec_fn=os.setpgrp,  # own process group, ended as a whole
+                preexec_fn=os.setpgrp,  # a process group, so that `end` also reaches children
             )
         try:
             if status := program.wait(seconds):
                 last = _last_line(log.read_text(errors="replace"))
                 cause = f"exit status {status}: {last}" if status > 0 else signal.Signals(-status).name
-                ended |= {"status": "failed", "reason": cause}
+                entry |= {"status": "failed", "reason": cause}
             else:
-                ended["status"] = "done"
-                del ended["reason"]
+                entry["status"] = "done"
+                del entry["reason"]
         except subprocess.TimeoutExpired:
-            ended |= {"status": "out of time", "reason": f"it was ended after {seconds:.0f} s"}
+            entry |= {"status": "out of time", "reason": f"it was stopped after {seconds:.0f} s"}
         finally:
             end(program)
-            ended["seconds"] = round(time.monotonic() - started, 1)
-            with suppress(OSError, ValueError):  # if nothing was written
-                ended["results"] = json.loads((self.output / f"{stage.name}.json").read_bytes())
+            entry["seconds"] = round(time.monotonic() - started, 1)
+            with suppress(OSError, ValueError):  # the stage may have written nothing
+                entry["results"] = json.loads((self.output / f"{stage.name}.json").read_bytes())
             self.save()
         print(log.read_text(errors="replace")[-3000:].strip())
-        print(f"=== {stage.name}: {ended['status']} after {ended['seconds']:.0f} s", flush=True)
+        print(f"=== {stage.name}: {entry['status']} after {entry['seconds']:.0f} s", flush=True)
 
     def save(self) -> None:
-        """Write the record and its summary."""
+        """Write results.json and summary.md."""
         self.record["problems"] = [f"{where}: {why}" for where, why in problems(self.record)]
         self.record["seconds"] = round(time.monotonic() - self.started, 1)
         texts = {"results.json": json.dumps(self.record, indent=1), "summary.md": "\n".join(summary(self.record))}
         for name, text in texts.items():
             partial = self.output / f"{name}.partial"
             partial.write_text(f"{text}\n", encoding="utf-8")
-            os.replace(partial, self.output / name)  # so that the file is complete at any moment
+            os.replace(partial, self.output / name)  # atomic, so that the file is always complete
 
 
 def end(program: subprocess.Popen) -> None:
-    """End a program and its children, if they still run."""
+    """Terminate a program and its children, and kill them if they still run after GRACE seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(program.pid, number)
@@ -159,7 +165,7 @@ def end(program: subprocess.Popen) -> None:
 
 
 def problems(record: dict) -> Iterator[tuple[str, str]]:
-    """Yield the place and the description of each problem: failed stages and wrong results."""
+    """Yield where a problem occurred and what it is, for failed stages and for results that are wrong."""
     stages = record["stages"]
     if all(stage["status"] in NOT_BEGUN for stage in stages.values()):
         yield "nothing ran", next(iter(stages.values()))["reason"]
@@ -177,7 +183,7 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
 
 
 def summary(record: dict) -> list[str]:
-    """Return the lines of summary.md. Parts of the record are missing if stages failed."""
+    """Return the lines of summary.md; the results of failed stages may be missing."""
     found = {name: stage.get("results", {}) for name, stage in record["stages"].items()}
     origin, lines = record["trial"], ["# GPU trial", ""]
     environment = next((each["environment"] for each in found.values() if "environment" in each), None)
@@ -185,8 +191,8 @@ def summary(record: dict) -> list[str]:
         lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
     lines += [f"Machine: {_machine(environment, found.get('machine', {}))}", ""]
     lines += [f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`", ""]
-    wrong = [f"- {where}: {why}" for where, why in problems(record)]
-    lines += ["Problems:", "", *wrong] if wrong else ["No problems were found."]
+    listed = [f"- {where}: {why}" for where, why in problems(record)]
+    lines += ["Problems:", "", *listed] if listed else ["No problems were found."]
     tables = [_stages(record), _goals(found), _cases(found)]
     tables.append(attention_table(found.get("attention", {}).get("results", [])))
     tables.append(step_table({name: found[name] for name in ("step-155m", "step-1.3b") if name in found}))
@@ -226,7 +232,7 @@ def _goals(found: dict) -> Iterator[str]:
 
 
 def _cases(found: dict) -> Iterator[str]:
-    """Yield a table of errors relative to the allowed error, by kernel and shape."""
+    """Yield a table of the largest errors, divided by the allowed errors, by kernel and shape."""
     cases = {(f"{case['shape']}@{case['length']}", case["name"]): case for case in
              found.get("correctness", {}).get("cases", [])}  # fmt: skip
     columns, names = (sorted({key[i] for key in cases}) for i in (0, 1))
@@ -267,10 +273,10 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
         done = subprocess.run(pip, capture_output=True, text=True)
         problem = f"cannot be installed for {python}: {_last_line(done.stderr)}"
         refuse(done.returncode != 0, f"--wheels {options.wheels}", problem)
-        sys.path.insert(0, str(packages))  # searched by the next lines
+        sys.path.insert(0, str(packages))  # find_spec below must find them
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        fix = "run `make install` and use .venv/bin/python; or install torch, Triton and numpy, and the others with "
-        raise ConfigError(f"{sys.executable} ({python})", f"lacks {', '.join(missing)}", f"{fix}--wheels")
+        fix = "use .venv/bin/python of `make install`, or install torch, Triton and numpy, and the others with --wheels"
+        raise ConfigError(f"{sys.executable} ({python})", f"lacks {', '.join(missing)}", fix)
 
 
 def _last_line(text: str) -> str:
@@ -278,7 +284,7 @@ def _last_line(text: str) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the command line."""
     stages = "\n".join(f"  {stage.name:12} {stage.purpose}" for stage in STAGES)
     parser = command_line.Parser(prog="python3 -m benchmarks.gpu_trial", description=f"{__doc__}\nstages:\n{stages}")
     add, names = parser.add_argument, [stage.name for stage in STAGES]
@@ -288,7 +294,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--stage", nargs="+", choices=names, default=names, metavar="NAME", help="stages to run (default: all)")
     add("--also", nargs="+", choices=("flex", "megatron"), default=[],
         help="also time FlexAttention, or Megatron-core's GPTModel")  # fmt: skip
-    add("--toy", action="store_true", help="toy size on the CPU, even where there is a GPU")
+    add("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
     add("--commit", help="commit of this code, if git cannot determine it")
     options = parser.parse_args(argv)
     refuse(not 0 < options.minutes <= 600, "--minutes", f"is {options.minutes:g}, which is not between 0 and 600")
@@ -300,7 +306,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the stages, print the summary, and return the exit status."""
+    """Run the stages, print the summary, and return 1 if there were problems, otherwise 0."""
     deadline, options = time.monotonic(), parse(argv)
     deadline += 60 * options.minutes
     stages = [stage for stage in STAGES if stage.name in options.stage]

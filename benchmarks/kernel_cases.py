@@ -1,6 +1,7 @@
-"""Compile attention kernels and compare them with float64, each case in its own process.
+"""Compile attention kernels and compare them with float64.
 
-So a kernel that crashes, hangs or corrupts the GPU's context affects only its own case.
+A case is one kernel at one shape and length. Each case runs in its own process, so that a kernel that crashes, hangs or
+corrupts the GPU's context does not affect other cases.
 """
 
 import faulthandler
@@ -23,21 +24,21 @@ from megatron_tape.ops.parity import LENGTH, Check, Shapes, deviations, kernel_c
 SHAPES = ("12x64", "16x128", "32x128", "32/8x128")
 """Heads, or heads/groups, and head dimension of the recipes."""
 LONG_CASE = ("2x128", 4096)
-"""Shape and length of one long sequence, with few heads as float64 scores need much memory."""
+"""Shape and length of one long sequence. It has few heads, since scores in float64 need much memory."""
 LIBRARY_LENGTH = 320
 """A length that is 64 modulo 128, at which cuDNN's gradients of queries have been wrong (pytorch #196678)."""
 TOY_SHAPES, TOY_LENGTH = ("1x32",), 5
 MAX_PROCESSES = 12
-"""Maximum number of processes at the same time."""
+"""Maximum number of cases that run at the same time."""
 CASE_SECONDS = 60.0
 """Time limit of a case."""
 PRELOADED = ["benchmarks.kernel_cases", "torch.fx.experimental.symbolic_shapes"]
 PRELOADED += [f"megatron_tape.ops.kernels.triton_{name}" for name in ("attention", "position_update", "swiglu")]
-"""Modules imported once, before the processes are forked; importing them does not touch the GPU."""
+"""Modules that are imported once, before processes are forked. Importing them does not initialize CUDA."""
 
 
 class Case(NamedTuple):
-    """A check of `ops.parity.kernel_checks` or a candidate of `benchmarks.attention`, at one shape and length."""
+    """A check of `ops.parity.kernel_checks`, or a candidate of `benchmarks.attention`, at one shape and length."""
 
     shape: str
     name: str
@@ -45,18 +46,18 @@ class Case(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return bf16, or fp32 where kernels are interpreted."""
+        """The dtype of inputs: bf16 on a GPU, fp32 on a CPU, where kernels are interpreted."""
         return torch.bfloat16 if device_here().type == "cuda" else torch.float32
 
     def check(self) -> Check:
-        """Return the comparison of this case."""
+        """Return the functions to compare, and their inputs."""
         shape = Shape.parse(f"{self.shape}@{self.length}")
         kernels = _kernels(shape, self.dtype)
         return kernels[self.name] if self.name in kernels else check(self.name, shape, self.dtype)
 
 
 def kernel_cases(toy: bool) -> list[Case]:
-    """Return the cases of this project's kernels."""
+    """Return the cases of this project's Triton kernels, at toy size with `toy`."""
     cases = []
     for shape in TOY_SHAPES if toy else SHAPES:
         length = TOY_LENGTH if toy else LENGTH
@@ -66,17 +67,17 @@ def kernel_cases(toy: bool) -> list[Case]:
 
 
 def library_cases(toy: bool) -> list[Case]:
-    """Return the cases of all other backends that can run on this machine."""
+    """Return the cases of all other attention backends that can run on this machine."""
     cases = []
     for shape in TOY_SHAPES if toy else SHAPES:
         length = TOY_LENGTH if toy else LIBRARY_LENGTH
-        found, _ = candidates(Shape.parse(f"{shape}@1").head_dim, Case(shape, "", 1).dtype)
-        cases += [Case(shape, name, length) for name in found if not name.endswith("triton")]
+        names, _ = candidates(Shape.parse(f"{shape}@1").head_dim, Case(shape, "", 1).dtype)
+        cases += [Case(shape, name, length) for name in names if not name.endswith("triton")]
     return cases
 
 
 def compile_case(case: Case) -> dict:
-    """Run a kernel forward and backward, which compiles it."""
+    """Run a kernel forward and backward, which compiles it; return no results."""
     kernel = case.check()
     leaves = [x.detach().requires_grad_() for x in kernel.inputs]
     outputs = [x for x in kernel.ours(*leaves) if x is not None]
@@ -87,7 +88,10 @@ def compile_case(case: Case) -> dict:
 
 
 def check_case(case: Case) -> dict:
-    """Compare outputs and gradients with float64; `worst` is the largest error relative to the allowed error."""
+    """Compare outputs and gradients with float64.
+
+    Return `worst`, the largest ratio of error to allowed error (None if not finite), and what is `inexact`.
+    """
     found = list(deviations(*case.check(), case.dtype))
     inexact = [str(deviation) for deviation in found if not deviation.exact]
     worst = max(deviation.error / deviation.allowed for deviation in found)
@@ -96,9 +100,10 @@ def check_case(case: Case) -> dict:
 
 
 def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[dict]:
-    """Call `function` for each case in its own process; yield each result as it arrives, with `seconds` or `error`.
+    """Call `function` for each case in its own process, up to MAX_PROCESSES at a time.
 
-    Up to `MAX_PROCESSES` run at a time.
+    Yield the result of each case when it arrives, with its `seconds`, or with an `error` and no seconds if the process
+    died or took too long.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -108,15 +113,15 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
         process = context.Process(target=_send, args=(sender, function, case), daemon=True)
         process.start()
         sender.close()
-        found = {"error": f"took more than {CASE_SECONDS:.0f} s"}
+        result = {"error": f"took more than {CASE_SECONDS:.0f} s"}
         if receiver.poll(CASE_SECONDS):
             try:
-                found = receiver.recv()
+                result = receiver.recv()
             except EOFError:
                 process.join()
-                found = {"error": f"the process died with exit status {process.exitcode}"}
+                result = {"error": f"the process died with exit status {process.exitcode}"}
         process.kill()
-        return case._asdict() | found
+        return case._asdict() | result
 
     with ThreadPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1)) as threads:
         for done in as_completed([threads.submit(run, case) for case in cases]):
@@ -128,10 +133,10 @@ def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> N
     torch.set_num_threads(1)
     started = time.monotonic()
     try:
-        found = function(case)
+        result = function(case)
     except Exception as error:  # a compiler may raise anything
-        found = {"error": reason(error)}  # raises after a fault of the GPU, which ends the process
-    sender.send(found | {"seconds": round(time.monotonic() - started, 2)})
+        result = {"error": reason(error)}  # raises the error again, and so ends the process, after a fault of the GPU
+    sender.send(result | {"seconds": round(time.monotonic() - started, 2)})
 
 
 def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
@@ -140,5 +145,5 @@ def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
     checks["swiglu"] = swiglu_check(width, dtype, device)
     if importlib.util.find_spec("liger_kernel"):
-        checks["loss"] = loss_check(width, dtype, device)  # with the MLP's width as the vocabulary size
+        checks["loss"] = loss_check(width, dtype, device)  # the vocabulary has the size of the MLP's width
     return checks

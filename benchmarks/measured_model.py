@@ -1,4 +1,4 @@
-"""Shapes of the benchmarked models, and a model that trains on random tokens."""
+"""The models that benchmarks train on random tokens: their sizes, their memory, and timed optimizer steps."""
 
 import dataclasses
 import gc
@@ -32,10 +32,10 @@ from megatron_tape.training.engine import Engine
 ENCODINGS = ("rope", "tape")
 """The encodings that `benchmarks.train_step` compares."""
 MAX_LOSS_ERROR = 1e-4
-"""Largest root mean square difference of two models' token losses in fp32, in nats."""
+"""Maximum root mean square difference of two models' token losses in fp32, in nats."""
 LEARNING_RATE = 1e-4
 COMPARED = 1024
-"""Number of first tokens whose losses are compared; later tokens do not affect them."""
+"""Tokens at the beginning of a sequence whose losses are compared; later tokens do not affect these losses."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run_config(
     recompute: str = "none",
     backend: str = "auto",
 ) -> RunConfig:
-    """Return the settings of a run with `encoding`. Raises ConfigError if they are invalid."""
+    """Return the configuration of a run that trains a model of `shape`. Raises ConfigError if it is invalid."""
     width = shape.heads * shape.head_dim
     data_size = max(1, world_size // tensor_parallel)
     config = RunConfig(
@@ -114,17 +114,17 @@ def run_config(
 
 @dataclass
 class Step:
-    """One optimizer step."""
+    """The duration and the loss of one optimizer step."""
 
     seconds: float
     loss: float
 
 
 class MeasuredModel:
-    """A model with its optimizer, and the batch that every step trains on.
+    """A model with its optimizer, and the micro-batches that every step trains on.
 
-    `first_losses` are `token_losses` at initialization, before the encoding's parameters are perturbed;
-    `plain_losses` are the same with the naive attention.
+    After initialization, noise is added to the encoding's parameters. `first_losses` are the token losses before that,
+    `plain_losses` the same with naive attention.
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
@@ -133,12 +133,12 @@ class MeasuredModel:
         dtype = dtype_of(config)
         settings = dataclasses.replace(config.model, attention_backend=backend)
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
-        translated = transformer_config(config.model, *sizes, dtype, config.train.recompute)
+        megatron_config = transformer_config(config.model, *sizes, dtype, config.train.recompute)
         seed_everything(config.train.seed, layout)
         self.fused = verified_kernels(settings, layout, dtype)
         self.model = LanguageModel(
             settings,
-            translated,
+            megatron_config,
             layout.groups,
             layout.device,
             selective_recompute=config.train.recompute == "selective",
@@ -156,7 +156,7 @@ class MeasuredModel:
         self.engine = Engine(self.model, config, layout)
 
     def step(self) -> Step:
-        """Take one optimizer step. Raises RuntimeError if its loss or gradient is not finite."""
+        """Take one optimizer step. Raises RuntimeError if the loss or the gradient is not finite."""
         self._synchronize()
         started = time.perf_counter()
         result = self.engine.train_step(self.batches, LEARNING_RATE)
@@ -166,49 +166,50 @@ class MeasuredModel:
         return Step(time.perf_counter() - started, result.loss)
 
     def use(self, backend: str) -> None:
-        """Switch attention to another backend."""
+        """Make attention use another backend."""
         self.backend = backend
         for module in self.model.modules():
             if isinstance(module, CoreAttention):
                 module.backend = backend
 
     def description(self) -> dict[str, str]:
-        """Return the implementations of attention, of the loss and, if there is one, of the position update."""
-        found = {"attention": self.backend, "loss": "liger" if self.fused.loss else "plain torch"}
+        """Return the implementations of attention, the loss and, for TAPE, the position update."""
+        names = {"attention": self.backend, "loss": "liger" if self.fused.loss else "plain torch"}
         if self.model.position_updates():
             fused = self.model.encoding.update_function() is fused_update
-            found["position_update"] = "triton" if fused else "plain torch"
-        return found
+            names["position_update"] = "triton" if fused else "plain torch"
+        return names
 
     def activation_bytes(self) -> int:
-        """Return the bytes of a micro-batch's activations that are saved for the backward pass."""
+        """Return the bytes of activations that a micro-batch saves for the backward pass."""
         return activation_bytes(self.model, lambda: self.model(**self.batches[0]))
 
     def memory(self) -> dict[str, int]:
-        """Return `peaks` and the estimated peak in bytes; weights, gradients and Adam's state are estimated."""
+        """Return the measured peaks (see `peaks`) and the peak that planning.memory estimates, in bytes."""
         model = dataclasses.replace(self.config.model, attention_backend=self.model.attention_backend)
         estimated = memory(Plan(dataclasses.replace(self.config, model=model), self.layout.world_size))
         state = estimated.weights + estimated.gradients + estimated.optimizer
         return {**self.peaks(state), "estimated_peak": estimated.peak}
 
     def peaks(self, state: int) -> dict[str, int]:
-        """Return peaks in bytes: on a GPU those since the last reset, otherwise `state` plus saved activations.
+        """Return the measured peaks in bytes: on a GPU those of torch's allocator since the last reset.
 
-        On a CPU the process's resident size is no measure, as one process trains several models.
+        On a CPU, return `state`, the bytes of weights, gradients and optimizer state, plus the saved activations. The
+        process's resident size would include other models.
         """
         if self.layout.device.type == "cuda":
             return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         return {"peak": state + self.activation_bytes()}
 
     def release(self) -> None:
-        """Free the model and its optimizer, which cannot be used afterwards."""
+        """Free the memory of the model and its optimizer, which cannot be used afterwards."""
         self.engine.deepspeed_engine.destroy()
         del self.engine, self.batches, self.model
         free_memory()
 
     @torch.no_grad()
     def token_losses(self) -> Tensor:
-        """Return the losses of the first `COMPARED` tokens of one sequence, in fp32 on the CPU."""
+        """Return the losses (COMPARED,) of the first tokens of one sequence, in fp32 on the CPU."""
         tokens, labels = (self.batches[0][key][:1, :COMPARED] for key in ("tokens", "labels"))
         self.model.eval()
         losses = F.cross_entropy(self.model(tokens)[0].float(), labels[0], reduction="none")
@@ -217,7 +218,7 @@ class MeasuredModel:
 
     @torch.no_grad()
     def _perturb_encoding(self) -> None:
-        """Add noise to the encoding's parameters, as zero matrices would hide errors."""
+        """Add noise to the encoding's parameters, since TAPE's zero matrices would hide errors."""
         generator = torch.Generator().manual_seed(1)
         for name, parameter in self.model.named_parameters():
             if kind_of(name) == "position":
@@ -230,7 +231,7 @@ class MeasuredModel:
 
 
 def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Return the bytes that `forward()` saves for its backward pass, without the model's weights."""
+    """Return the bytes that `forward()` saves for the backward pass, not counting the model's weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved_bytes: dict[int, int] = {}
 
@@ -238,13 +239,13 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             saved_bytes[storage.data_ptr()] = storage.nbytes()
-        # Detached, as an operation's result that it saves would otherwise refer to itself and never be freed.
+        # Detached: an operation that saves its own result would otherwise create a reference cycle.
         return tensor.detach()
 
     def recorded(call: _RecordedCall, saved: Tensor) -> Tensor | int:
-        # Autograd's hooks around a forward pass do not see these.
-        found = keep(call, saved)
-        return found if isinstance(found, int) else pack(found)
+        # Tensors that activation checkpointing saves do not reach the autograd hooks below.
+        packed = keep(call, saved)
+        return packed if isinstance(packed, int) else pack(packed)
 
     keep = _RecordedCall._pack
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -255,19 +256,19 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
 
 
 def free_memory() -> None:
-    """Collect reference cycles, and return cached memory to the GPU."""
+    """Collect reference cycles, and empty torch's cache of GPU memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """Return the dtype of the forward and backward pass."""
+    """Return the dtype in which the configuration's model computes."""
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
 def random_batches(config: RunConfig, layout: ParallelLayout) -> list[dict[str, Tensor]]:
-    """Draw a step's micro-batches; they depend on the data-parallel rank only, not on the rest of the layout."""
+    """Return a step's micro-batches of random tokens and labels (B, S); they depend only on the data-parallel rank."""
     model, train = config.model, config.train
     generator = torch.Generator().manual_seed(layout.data_parallel_rank)
     count = train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size)

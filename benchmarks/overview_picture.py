@@ -1,4 +1,4 @@
-"""Draw the README's picture from committed records: the gains of TAPE and of signed increments.
+"""Plot the README's figure from committed records: the gains of TAPE and of signed increments.
 
     python -m benchmarks.overview_picture
 
@@ -26,15 +26,15 @@ RECORDS = Path(__file__).parent / "results" / "comparisons"
 ROPE, TAPE, NEUTRAL = ENCODING_COLORS["rope"], ENCODING_COLORS["tape"], "0.45"
 LENGTHS = {512: "512\n(trained)", 1024: "1,024\n(2×)", 2048: "2,048\n(4×)"}
 BLANKS = {"dense": "8", "IID": "16\n(trained)", "sparse": "32"}
-"""Number of blanks by the group's name in the record."""
+"""Tick labels, numbers of blanks, by the name of the group in the record."""
 INCREMENTS = "position_increments=signed"
-"""The setting's name when the record was written."""
+"""The setting as it is named in the record."""
 CHANCE = 1 / 8
-"""Accuracy of guessing one of eight symbols."""
+"""Accuracy of random guesses among eight symbols."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draw both panels and save them."""
+    """Plot both panels and save them as a PNG."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw_losses(axes: Axes) -> None:
-    """Draw the loss of language models at the trained length and beyond it."""
+    """Plot the loss of language models at the trained length and beyond it."""
     means = {}
     for variant, color in (("rope", ROPE), ("tape", TAPE)):
         values = scores("language_512", variant, "loss", [(length, None) for length in LENGTHS])
@@ -86,7 +86,7 @@ def draw_losses(axes: Axes) -> None:
 
 
 def draw_copying(axes: Axes) -> None:
-    """Draw the copying accuracy at the trained number of blanks, with fewer and with more."""
+    """Plot the copying accuracy with the trained number of blanks, with fewer and with more."""
     for variant, color, shift in (("rope", ROPE, -0.012), ("tape", TAPE, 0.012)):
         for suffix, linestyle in (("", "-"), (f"+{INCREMENTS}", "--")):
             values = scores("selective_copy", variant + suffix, "accuracy", [(None, group) for group in BLANKS])
@@ -112,7 +112,7 @@ def draw_copying(axes: Axes) -> None:
 
 
 def scores(record: str, variant: str, metric: str, columns: Sequence[tuple[int | None, str | None]]) -> np.ndarray:
-    """Return the scores of a variant (seeds, columns); a column selects a length or a group."""
+    """Return a variant's scores (seeds, columns) in a record; a column selects a length, a group, or both."""
     runs = [run for run in read_comparison(RECORDS / f"{record}.json").runs if run.variant == variant]
     if len(runs) != 3:
         raise ValueError(f"{record}.json has {len(runs)} runs of {variant}, but the picture's label says three seeds")
@@ -130,15 +130,15 @@ def scores(record: str, variant: str, metric: str, columns: Sequence[tuple[int |
 
 
 def draw_line(axes: Axes, values: np.ndarray, color: str, linestyle: str = "-", shift: float = 0) -> np.ndarray:
-    """Draw the mean over seeds as a line and each seed as a dot, and return the means.
+    """Plot the mean of `values` (seeds, columns) as a line and each seed as a dot; return the means (columns,).
 
-    `shift` moves the line to the right, so that equal values of several lines stay visible.
+    `shift` moves the line to the right, so that lines with equal values stay visible.
     """
     means = values.mean(axis=0)
-    places = np.arange(len(means)) + shift
-    axes.plot(places, means, color=color, linestyle=linestyle, linewidth=3.5)
+    positions = np.arange(len(means)) + shift
+    axes.plot(positions, means, color=color, linestyle=linestyle, linewidth=3.5)
     for seed in values:
-        axes.plot(places, seed, "o", color=color, markersize=7, alpha=0.6, markeredgewidth=0)
+        axes.plot(positions, seed, "o", color=color, markersize=7, alpha=0.6, markeredgewidth=0)
     return means
 
 

@@ -1,10 +1,10 @@
-"""Compare the speed of `tools/preprocess_data.py` and of Megatron-LM's method, on the standard library's source.
+"""Compare the speed of `tools/preprocess_data.py` with Megatron-LM's method, on the source of Python's library.
 
     python -m benchmarks.preprocess --workers 1 2 --repetitions 3
 
-`as_megatron` implements Megatron-LM's method for this comparison. Each run is a process of its own, so the time of
-imports counts. The two alternate, `--repetitions` times; medians are reported. No figure appears unless both write the
-same bytes.
+`as_megatron` implements Megatron-LM's method for this comparison. Each run is a new process, so its time includes
+imports. Runs of the two methods alternate, `--repetitions` times each, and medians are reported. If the methods write
+different bytes, no figure is reported.
 """
 
 import argparse
@@ -27,10 +27,10 @@ MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatr
 
 
 def main() -> None:
-    """Measure, print, and write the record that `--output` names."""
+    """Measure, print the speeds, and write the record to the file that --output names."""
     parser = command_line.Parser(description=__doc__)
-    parser.add_argument("--workers", type=whole_number, nargs="+", default=[1, 2], help="default: 1 2")
-    parser.add_argument("--repetitions", type=whole_number, default=3, help="default: %(default)s")
+    parser.add_argument("--workers", type=whole_number, nargs="+", default=[1, 2], help="processes (default: 1 2)")
+    parser.add_argument("--repetitions", type=whole_number, default=3, help="runs per method (default: %(default)s)")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s")
     add_record_arguments(parser)
     arguments = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Write the corpus and train the tokenizer."""
+    """Write a corpus and train a tokenizer in a directory; return their paths."""
     corpus, tokenizer = directory / "corpus.jsonl", directory / "tokenizer.model"
     run("tools/make_corpus.py", "stdlib", "--output", corpus)
     run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 4096, "--output", tokenizer,
@@ -57,7 +57,7 @@ def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]
 
 
 def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of every repetition of both tools. Raises ValueError if their outputs differ."""
+    """Return the seconds of every run of both methods. Raises ValueError if their datasets differ."""
     ours, theirs = corpus.with_name("ours"), corpus.with_name("theirs")
     seconds: dict[str, list[float]] = {"ours": [], "megatron": []}
     for _ in range(repetitions):
@@ -67,12 +67,12 @@ def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> di
         seconds["megatron"].append(run("-c", MEGATRON, corpus, tokenizer, theirs, workers))
         for ending in (".bin", ".idx"):
             if not filecmp.cmp(f"{ours}{ending}", f"{theirs}{ending}", shallow=False):
-                raise ValueError(f"the two tools wrote different {ending} files; no speed is reported")
+                raise ValueError(f"the two methods wrote different {ending} files, so no speed is reported")
     return seconds
 
 
 def run(*arguments: object) -> float:
-    """Run Python with these arguments and return the seconds. Raises ValueError with the error output if it fails."""
+    """Run Python with these arguments; return the seconds. Raises ValueError with the end of stderr if it fails."""
     command = [sys.executable, *map(str, arguments)]
     started = time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -85,10 +85,10 @@ _tokenizer = None
 
 
 def as_megatron(source: str, tokenizer: str, prefix: str, workers: str) -> None:
-    """Write `prefix`.bin and .idx as Megatron-LM's preprocessing tool does, including its imports.
+    """Write the dataset `prefix` as Megatron-LM's preprocessing tool does, with the same imports.
 
-    A pool's workers parse and tokenize one line at a time (sent in chunks of 32) and return lists of ids. The parent
-    passes each list to Megatron-core's builder, which converts it to an array.
+    The workers of a pool parse and tokenize lines, sent in chunks of 32, and return a list of token IDs per line. The
+    parent passes each list to Megatron-core's builder, which converts it to an array.
     """
     import torch  # noqa: F401
     from megatron.core.datasets import indexed_dataset

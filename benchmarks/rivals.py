@@ -1,7 +1,8 @@
-"""The models that `benchmarks.train_step` compares with: transformers' Llama and Megatron-core's GPTModel.
+"""Rivals: models of other libraries that `benchmarks.train_step` compares with, Llama and GPTModel.
 
-Llama uses torch's SDPA; GPTModel uses Megatron's local layers. Both are RoPE models of the same sizes, trained with
-torch's fused AdamW on fp32 weights and gradients clipped to a norm of 1. In bf16, a bf16 copy of the weights computes.
+transformers' Llama uses torch's SDPA, Megatron-core's GPTModel uses Megatron's local layers. Both are RoPE models of
+the same sizes as this project's. torch's fused AdamW trains fp32 weights with gradients clipped to a norm of 1; with
+bf16, the forward and backward pass use a bf16 copy of the weights.
 """
 
 import importlib.util
@@ -17,7 +18,7 @@ from megatron_tape.training.engine import StepResult
 
 
 class Llama(nn.Module):
-    """transformers' Llama; `forward` returns the mean loss."""
+    """transformers' Llama. `forward` takes tokens (B, S) and labels (B, S) and returns the mean loss."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +35,7 @@ class Llama(nn.Module):
             use_cache=False,
             attn_implementation="sdpa",
         )
-        with layout.device:  # drawing the weights on the CPU takes long
+        with layout.device:  # initializing on the CPU takes long
             self.llama = LlamaForCausalLM(config).to(dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class Llama(nn.Module):
 
 
 class Megatron(nn.Module):
-    """Megatron-core's GPTModel with local layers; `forward` returns the mean loss."""
+    """Megatron-core's GPTModel with local layers. `forward` is that of `Llama`."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -89,7 +90,7 @@ RIVALS = {"transformers": Llama, "megatron": Megatron}
 
 
 class PlainEngine:
-    """Training steps in plain torch, with the interface of `training.engine.Engine`."""
+    """An optimizer in plain torch, with the method `train_step` of `training.engine.Engine`."""
 
     def __init__(self, model: nn.Module):
         self.model, self.weights = model.train(), list(model.parameters())
@@ -98,7 +99,7 @@ class PlainEngine:
         self.adam = torch.optim.AdamW(self.fp32, weight_decay=0.01, fused=True)
 
     def train_step(self, batches: list[dict[str, Tensor]], lr: float) -> StepResult:
-        """Take one optimizer step on the gradients of all batches."""
+        """Take one optimizer step on the mean gradient of all batches."""
         self.adam.param_groups[0]["lr"] = lr
         total = 0.0
         for batch in batches:
@@ -106,19 +107,19 @@ class PlainEngine:
             loss.backward()
             total += loss.detach()
         if self.in_bf16:
-            for ours, weight in zip(self.fp32, self.weights):
-                ours.grad, weight.grad = weight.grad.float(), None
+            for master, weight in zip(self.fp32, self.weights):
+                master.grad, weight.grad = weight.grad.float(), None
         norm = nn.utils.clip_grad_norm_(self.fp32, 1.0)
         self.adam.step()
         self.adam.zero_grad()
         if self.in_bf16:
-            for ours, weight in zip(self.fp32, self.weights):
-                weight.data.copy_(ours)
+            for master, weight in zip(self.fp32, self.weights):
+                weight.data.copy_(master)
         return StepResult(total.item(), norm.item(), skipped=False)
 
 
 class Rival(MeasuredModel):
-    """A rival with its optimizer, measured like this project's models; `config` is the RoPE model's."""
+    """A rival with its optimizer, measured like this project's models; `config` is that of the RoPE model."""
 
     def __init__(self, name: str, config: RunConfig, layout: ParallelLayout):
         self.name, self.config, self.layout = name, config, layout
@@ -131,7 +132,7 @@ class Rival(MeasuredModel):
         return {}
 
     def memory(self) -> dict[str, int]:
-        """Return peaks in bytes, without an estimate; on a CPU, weights, gradients, moments and activations."""
+        """Return the measured peaks in bytes (see `peaks`), without an estimate."""
         state = sum(4 * weight.nbytes for weight in self.engine.fp32)
         copy = sum(weight.nbytes for weight in self.engine.weights) if self.engine.in_bf16 else 0
         return self.peaks(state + copy)

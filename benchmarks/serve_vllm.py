@@ -1,12 +1,12 @@
-"""Compare vLLM's tokens per second on a CPU, of a TAPE model and a Llama of the same shape.
+"""Compare the tokens per second of a TAPE model and a Llama of the same shape in vLLM on a CPU.
 
     make .venv-vllm && .venv-vllm/bin/pip install ./transformers_tape
     .venv-vllm/bin/python -m benchmarks.serve_vllm [--output FILE.json]
 
 Each model is served in its own process, and the two alternate, answer by answer, so that other load on the machine
-affects both alike. Ratios are medians over consecutive pairs. All requests arrive at once, with different prompts. A
-run that stops after one token measures the time of the prompts. No figure appears unless TAPE with its matrices at zero
-generates the same tokens as Llama.
+affects both alike. Ratios are medians over consecutive pairs. All requests arrive at once, with different prompts. The
+time of the prompts is that of generating one token. If TAPE with its matrices at zero does not generate the same tokens
+as Llama, no figure is reported.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Small, as two engines run at the same time.
+# A small cache (in GiB), since two engines run at the same time.
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
@@ -30,7 +30,10 @@ from megatron_tape.command_line import whole_number
 
 
 def write_models(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Write a Llama and two TAPE models with its weights: one with zero matrices, one with random matrices."""
+    """Write a Llama and two TAPE models with the same weights; return their directories.
+
+    The matrices that only TAPE has are zero in `zero` and random in `tape`.
+    """
     width = arguments.heads * arguments.head_dim
     settings = dict(
         vocab_size=arguments.vocab_size,
@@ -66,7 +69,7 @@ def start(path: Path, arguments: argparse.Namespace) -> LLM:
 
 
 def answer(engine: LLM, requests: int, tokens: int, arguments: argparse.Namespace) -> tuple[float, list]:
-    """Generate `tokens` tokens for every request; return the seconds and the tokens."""
+    """Generate `tokens` tokens for each of `requests` prompts; return the seconds and the token IDs."""
     ids = torch.randint(
         1, arguments.vocab_size, (requests, arguments.prompt), generator=torch.Generator().manual_seed(1)
     )
@@ -78,23 +81,23 @@ def answer(engine: LLM, requests: int, tokens: int, arguments: argparse.Namespac
 
 
 def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespace) -> dict:
-    """Return each model's tokens per second, and TAPE's time divided by Llama's for prompts and for later tokens."""
-    prompts, rest = ({name: [] for name in engines} for _ in range(2))
+    """Return each model's tokens per second, and the ratios of TAPE's time to Llama's for prompts and later tokens."""
+    prompts, later = ({name: [] for name in engines} for _ in range(2))
     for turn in range(1 + arguments.passes):
         for name, engine in engines.items():
             first, _ = answer(engine, requests, 1, arguments)
-            whole, _ = answer(engine, requests, arguments.tokens, arguments)
+            total, _ = answer(engine, requests, arguments.tokens, arguments)
             if turn:  # the first is a warm-up
                 prompts[name].append(first)
-                rest[name].append(whole - first)
+                later[name].append(total - first)
     ratio = lambda of: statistics.median(t / p for t, p in zip(of["tape"], of["llama"]))  # noqa: E731
     produced = requests * (arguments.tokens - 1)
-    rates = {name: produced / statistics.median(seconds) for name, seconds in rest.items()}
-    return {"tokens_per_second": rates, "tape_over_llama": {"prompts": ratio(prompts), "tokens": ratio(rest)}}
+    rates = {name: produced / statistics.median(seconds) for name, seconds in later.items()}
+    return {"tokens_per_second": rates, "tape_over_llama": {"prompts": ratio(prompts), "tokens": ratio(later)}}
 
 
 def main() -> None:
-    """Print rates and ratios, and write the record that `--output` names."""
+    """Measure, print rates and ratios, and write the record to the file that --output names."""
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("--layers", type=whole_number, default=30)
     parser.add_argument("--heads", type=whole_number, default=9)
@@ -116,7 +119,7 @@ def main() -> None:
         zero = start(paths["zero"], arguments)
         answers = [answer(engine, 4, 16, arguments)[1] for engine in (engines["llama"], zero)]
         if answers[0] != answers[1]:
-            sys.exit("error: TAPE with its matrices at zero generates other tokens than Llama, so no figure is given")
+            sys.exit("error: TAPE with its matrices at zero generates other tokens than Llama, so nothing is measured")
         del zero
         engines["tape"] = start(paths["tape"], arguments)
         result = {}

@@ -1,4 +1,4 @@
-"""Tables of benchmark results, for the benchmarks and the summary of a GPU trial. Imports no torch."""
+"""Markdown tables of benchmark results, for the benchmarks and the summary of a GPU trial. Does not import torch."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ DIRECTIONS = ("forward", "forward+backward")
 
 
 def attention_table(results: list[dict]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of results of `benchmarks.attention`."""
+    """Yield the lines of a table of results of `benchmarks.attention`, one result per shape."""
     rows = []
     for result in results:
         both = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
@@ -31,13 +31,13 @@ def _timing(timing: dict | None) -> str:
 
 
 def fastest(timings: dict[str, dict], encoding: str) -> str | None:
-    """Return the fastest candidate of an encoding, or None if none was timed."""
+    """Return the name of an encoding's fastest candidate, or None if none was timed."""
     timed = [name for name, timing in timings.items() if "seconds" in timing and name.startswith(encoding)]
     return min(timed, key=lambda name: timings[name]["seconds"], default=None)
 
 
 def step_table(results: dict[str, dict]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of results of `benchmarks.train_step`, labelled by their keys."""
+    """Yield the lines of a table of results of `benchmarks.train_step`; their keys are the first column."""
     rows = []
     for label, result in results.items():
         for name, model in result.get("models", {}).items():

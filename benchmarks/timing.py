@@ -12,7 +12,7 @@ from benchmarks.environment import add_record_arguments
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 ENOUGH_SECONDS = 2.0
-"""Total time after which a candidate is not repeated, if it has run at least three times."""
+"""Total time after which `timed` does not repeat a function that has run at least three times."""
 
 
 def device_here() -> torch.device:
@@ -21,17 +21,17 @@ def device_here() -> torch.device:
 
 
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --precision, --toy and the options of a record."""
+    """Add the options --precision, --toy, --output and --commit."""
     parser.add_argument(
         "--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32",
         help="default here: %(default)s",
     )  # fmt: skip
-    parser.add_argument("--toy", action="store_true", help="smallest sizes, to test that everything runs")
+    parser.add_argument("--toy", action="store_true", help="use the smallest sizes, to test that everything runs")
     add_record_arguments(parser)
 
 
 def reason(error: Exception) -> str:
-    """Describe an error in one line; raise it again if it leaves the GPU's context unusable."""
+    """Describe an error in one line. Raises AcceleratorError if the GPU's context is unusable after the error."""
     fault = getattr(torch, "AcceleratorError", ())
     if not isinstance(error, fault) and torch.cuda.is_initialized():
         # Triton reports a fault as an ordinary error; torch then raises at the next synchronization.
@@ -42,7 +42,7 @@ def reason(error: Exception) -> str:
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that `call` takes."""
+    """Return the seconds that `call` takes, including its kernels on the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -55,10 +55,10 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def timed(
     functions: dict[str, Callable[[], object]], repetitions: int, device: torch.device
 ) -> tuple[dict[str, dict], dict[str, str]]:
-    """Return the median seconds of each function, and the reason for each one that failed; their runs alternate.
+    """Time functions, alternating between them; return their median seconds, and the reasons of those that failed.
 
-    On a GPU, one run repeats the call for 20 ms, which hides the launch time. On a CPU, where kernels are interpreted,
-    functions with names that end in triton run once and are not timed.
+    On a GPU, one repetition calls a function for 20 ms, which hides the launch time. On a CPU, where kernels are
+    interpreted, functions with names that end in triton run once and are not timed.
     """
     on_gpu = device.type == "cuda"
     found: dict[str, dict] = {}
@@ -96,14 +96,14 @@ def timed(
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the measured FLOP/s of a large matrix product."""
+    """Measure the FLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)[0]["matmul"]["seconds"]
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the measured bytes per second, reads plus writes, of a large copy."""
+    """Measure the bytes per second, reads plus writes, of a large copy."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / timed({"copy": lambda: target.copy_(source)}, 10, device)[0]["copy"]["seconds"]

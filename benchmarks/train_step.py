@@ -5,16 +5,16 @@
     torchrun --nproc-per-node 8 -m benchmarks.train_step --shape 1.3b-4k [--tensor-parallel 2]
 
 A step is `Engine.train_step`, as in training: all micro-batches, averaging over ranks, clipping, Adam. Data loading is
-excluded; every step trains on the same random tokens. On one process, models of the same sizes from transformers and
-Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` selects them. On a CPU, the steps of all
-models alternate, and a ratio is the median over paired steps. A GPU holds one model at a time. No figure appears unless
-RoPE and TAPE have the same losses at initialization.
+excluded; every step trains on the same random tokens. With one process, models of the same sizes from transformers and
+Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` selects these rivals. On a CPU, the steps of
+all models alternate, and a ratio is the median over paired steps. On a GPU, models are measured one after another. If
+RoPE and TAPE have different losses at initialization, no figure is reported.
 
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
 half of all pairs, no recomputation. TAPE's include averaging the state and the position update. MFU is model FLOP/s per
-GPU divided by the data sheet's bf16 peak, for the GPUs in megatron_tape/planning/hardware.py. `mfu_of_rope_flops`
-divides RoPE's FLOPs by TAPE's time, a stricter figure that counts TAPE's additional work as overhead. `of_matmul` is
-the rate relative to a large matrix product on the same machine.
+GPU divided by the data sheet's bf16 peak (megatron_tape/planning/hardware.py). `mfu_of_rope_flops` is RoPE's FLOPs in
+TAPE's time: it counts TAPE's additional work as overhead. `of_matmul` is the rate divided by that of a large matrix
+product on the same machine.
 
 On a GPU, memory is torch's peak of allocated memory, listed with the estimated peak. On a CPU it is the sum of weights,
 gradients, Adam's moments and saved activations.
@@ -51,20 +51,21 @@ from megatron_tape.planning.parameters import parameter_count
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print a table, and write the record that `--output` names."""
+    """Measure, print a table, and write the record to the file that --output names."""
     arguments, shape = parse(argv)
     rank, world_size = rank_and_size()
-    refuse(bool(arguments.against) and world_size > 1, "--against", "is for one process", "leave it out")
+    problem = f"needs a single process, but {world_size} were started"
+    refuse(bool(arguments.against) and world_size > 1, "--against", problem, "remove it")
     sizes = {"world_size": world_size, "tensor_parallel": arguments.tensor_parallel}
     options = {"zero_stage": arguments.zero_stage, "recompute": arguments.recompute, "backend": arguments.backend}
     configs = {name: run_config(name, shape, arguments.precision, **sizes, **options) for name in ENCODINGS}
     quiet_libraries(rank)
     if arguments.tensor_parallel > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it to overlap collectives
     layout = initialize_distributed(arguments.tensor_parallel)
     try:
         result = Comparison(arguments, shape, configs, layout).run()
-        layout.any_rank(False)  # wait for all, as a rank that exits closes connections in use by others
+        layout.any_rank(False)  # wait for all ranks: one that exits closes connections that others use
     except BaseException:
         abort_process_groups()
         raise
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class Comparison:
-    """The measurements of one shape. Every rank creates one; rank 0 prints and writes the record."""
+    """Measures all models at one shape. It runs on every rank; rank 0 prints and writes the record."""
 
     def __init__(
         self, arguments: argparse.Namespace, shape: Shape, configs: dict[str, RunConfig], layout: ParallelLayout
@@ -104,7 +105,7 @@ class Comparison:
         }
 
     def run(self) -> dict:
-        """Measure all models and return the results. Raises ConfigError if first losses differ (`_check_parity`)."""
+        """Measure all models and return the results. Raises ConfigError if RoPE and TAPE differ (`_check_parity`)."""
         self.log(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
         rivals = [name for name in self.rivals() if self._can_train(name)]
         # On a GPU, TAPE comes first because it needs the most memory.
@@ -118,18 +119,18 @@ class Comparison:
         return self.result
 
     def rivals(self) -> list[str]:
-        """Return the rivals that `--against` names; by default those that are installed, on one process only."""
+        """Return the rivals of --against; by default those that are installed, or none with several processes."""
         if self.arguments.against is not None:
             return self.arguments.against
         return [name for name in RIVALS if importlib.util.find_spec(name)] if self.layout.world_size == 1 else []
 
     def log(self, text: str) -> None:
-        """Print a line of progress on rank 0."""
+        """Print a line on rank 0."""
         if self.layout.rank == 0:
             print(text, flush=True)
 
     def _measure(self, models: dict[str, MeasuredModel]) -> None:
-        """Measure steps of these models, alternating."""
+        """Time steps of these models, which alternate, and add the results."""
         warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
         steps: dict[str, list] = {name: [] for name in models}
         for repetition in range(total):
@@ -156,7 +157,7 @@ class Comparison:
                 self._profile(measured)
 
     def _speed(self, flops: int, seconds: float) -> dict:
-        """Return tokens and FLOPs per second for steps of `seconds`; `flops` are per token."""
+        """Return the speed of a model with `flops` model FLOPs per token and steps of `seconds`."""
         tokens = self.result["run"]["tokens_per_step"] / seconds
         rate, peak = flops * tokens / self.layout.world_size, self.result["peak_flops"]
         return {
@@ -169,41 +170,41 @@ class Comparison:
         }
 
     def _compare(self) -> None:
-        """Add the ratios of the models measured so far; write the record if parity has been checked."""
-        found = self.result["models"]
-        if found.keys() >= set(ENCODINGS):
-            rope, tape = (found[encoding] for encoding in ENCODINGS)
+        """Add the ratios between the models measured so far, and write the record once parity has been checked."""
+        models = self.result["models"]
+        if models.keys() >= set(ENCODINGS):
+            rope, tape = (models[encoding] for encoding in ENCODINGS)
             tape["mfu_of_rope_flops"] = tape["mfu"] and tape["mfu"] * rope["flops_per_token"] / tape["flops_per_token"]
             self.result["ratio_time"] = self._ratio("tape", "rope")
             self.result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
-        if rivals := [name for name in found if name not in ENCODINGS]:
-            fastest = min(rivals, key=lambda name: found[name]["seconds_per_step"])
+        if rivals := [name for name in models if name not in ENCODINGS]:
+            fastest = min(rivals, key=lambda name: models[name]["seconds_per_step"])
             self.result["fastest_rival"] = fastest
-            self.result["ratios_to_fastest_rival"] = {name: self._ratio(name, fastest) for name in found}
+            self.result["ratios_to_fastest_rival"] = {name: self._ratio(name, fastest) for name in models}
         if self.record and "parity" in self.result:
             self.record.write(self.result)
 
     def _ratio(self, name: str, other: str) -> float:
-        """Return the ratio of two models' step times: the median over paired steps if the models alternate."""
+        """Return the ratio of two models' step times; on a CPU, where steps alternate, the median over paired steps."""
         ours, others = (self.result["models"][each] for each in (name, other))
         if self.on_gpu:
             return ours["seconds_per_step"] / others["seconds_per_step"]
         return statistics.median(a / b for a, b in zip(ours["seconds"], others["seconds"]))
 
     def _can_train(self, rival: str) -> bool:
-        """Return whether a rival can take a step; otherwise record the reason."""
+        """Return whether a rival can take a step; if not, record the reason."""
         try:
             with self._built(rival) as measured:
                 measured.step()
         except Exception as error:  # an error in a library, or out of memory
             self.result.setdefault("rejected_rivals", {})[rival] = reason(error)
-            self.log(f"WARNING: {rival} is not measured: {reason(error)}")
+            self.log(f"warning: {rival} is not measured: {reason(error)}")
             return False
         return True
 
     @contextmanager
     def _built(self, name: str) -> Iterator[MeasuredModel]:
-        """Build a model, and free its memory when the context ends."""
+        """Yield a new model, and free its memory after the block."""
         started = time.perf_counter()
         if name in ENCODINGS:
             config = self.configs[name]
@@ -222,20 +223,20 @@ class Comparison:
             measured.release()
 
     def _check_parity(self) -> None:
-        """Raise ConfigError if the first losses differ, as TAPE with zero matrices equals RoPE.
+        """Raise ConfigError if RoPE and TAPE have different losses at initialization, where TAPE's matrices are zero.
 
-        In bf16 they may differ by twice RoPE's rounding error, measured as the difference to the naive attention.
+        In bf16 they may differ by twice RoPE's rounding error, which is its difference from naive attention.
         """
         rope, tape = (self.first_losses[encoding] for encoding in ENCODINGS)
         difference = _distance(tape, rope)
         allowed = MAX_LOSS_ERROR if self.arguments.precision == "fp32" else 2 * _distance(self.plain_losses, rope)
         self.result["parity"] = {"difference": difference, "allowed": allowed}
-        found = f"differ by {difference:.2g} before the first step (allowed: {allowed:.2g})"
-        refuse(not difference <= allowed, "losses of a token", f"{found}, so no figure is given")
-        self.log(f"losses of a token {found}")
+        problem = f"of RoPE and TAPE differ by {difference:.2g} before the first step (allowed: {allowed:.2g})"
+        refuse(not difference <= allowed, "token losses", f"{problem}, so nothing is measured")
+        self.log(f"token losses {problem}")
 
     def _profile(self, measured: MeasuredModel) -> None:
-        """Profile a step of TAPE or RoPE: print the longest kernels, and write a trace next to the record."""
+        """Profile a step of TAPE or RoPE: print the slowest operations, and write a trace next to the record."""
         if measured.name not in ENCODINGS:
             return
         with profile() as profiler:
@@ -251,13 +252,13 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
-    """Read the options; defaults depend on the device and the shape."""
+    """Parse the command line; return the options and the shape with the options' sizes."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.train_step", description=__doc__)
     add = parser.add_argument
     shape = "155m-1k" if on_gpu else "cpu"
     add("--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)")
-    add("--layers", type=whole_number, metavar="N", help="layers (default: the shape's)")
+    add("--layers", type=whole_number, metavar="N", help="number of layers (default: the shape's)")
     add("--tokens", type=whole_number, metavar="N", help="sequence length (default: the shape's)")
     add("--micro-batch", type=whole_number, metavar="N", help="sequences per micro-batch (default: the shape's)")
     add("--accumulate", type=whole_number, metavar="N", help="micro-batches per step and rank (default: the shape's)")
@@ -267,30 +268,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
     add("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
     add("--tensor-parallel", type=whole_number, default=1, metavar="T", help="default: %(default)s")
     add("--backend", choices=ATTENTION_BACKENDS, default="auto", help="attention backend (default: %(default)s)")
-    add(
-        "--against",
-        nargs="*",
-        choices=RIVALS,
-        metavar="NAME",
-        help=f"any of {', '.join(RIVALS)} (default: those installed)",
-    )
-    add(
-        "--warmup",
-        type=whole_number,
-        default=2,
-        metavar="N",
-        help="warm-up steps (default: %(default)s)",
-    )
-    add(
-        "--repetitions",
-        type=whole_number,
-        default=7,
-        metavar="N",
-        help="timed steps per model (default: %(default)s)",
-    )
-    add(
-        "--profile", action="store_true", help="profile a step of TAPE and RoPE; with --output, write traces next to it"
-    )
+    against = f"rivals to measure: any of {', '.join(RIVALS)} (default: those installed)"
+    add("--against", nargs="*", choices=RIVALS, metavar="NAME", help=against)
+    add("--warmup", type=whole_number, default=2, metavar="N", help="warm-up steps (default: %(default)s)")
+    repetitions = "timed steps per model (default: %(default)s)"
+    add("--repetitions", type=whole_number, default=7, metavar="N", help=repetitions)
+    profiled = "profile a step of TAPE and RoPE; with --output, write traces next to its file"
+    add("--profile", action="store_true", help=profiled)
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
     sizes = {"layers": arguments.layers, "seq_length": arguments.tokens}

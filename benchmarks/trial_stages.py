@@ -1,9 +1,9 @@
-"""Run one stage of `benchmarks.gpu_trial`.
+"""Run one stage of `benchmarks.gpu_trial`, which starts this program for each stage.
 
     python -m benchmarks.trial_stages NAME --output FILE.json [--seconds N] [--toy]
 
 Results are written as they arrive. Without a GPU, a stage runs at toy size on the CPU, where Triton interprets kernels;
-its figures are meaningless.
+its times are meaningless.
 """
 
 import argparse
@@ -27,12 +27,12 @@ _RUN, _GRADIENT = (
 )
 TRAINED = [_RUN.format(name) for name in ("tape fp32", "tape bf16 ZeRO 2", "rope fp32", "rope bf16 ZeRO 2")]
 TRAINED += [_GRADIENT.format(f"gradients of tape-dtype{number}") for number in (0, 1)]
-"""The most important tests of tests/gpu/test_training_on_gpu.py."""
+"""The tests of tests/gpu/test_training_on_gpu.py that the stage `training` runs."""
 TRAINED_TOY = [_RUN.format("tape bf16 ZeRO 2"), _GRADIENT.format("gradients of tape packed-dtype0")]
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
-    """Measure the GPU's matmul rate and copy bandwidth. Every record contains its name and all versions."""
+    """Measure the GPU's matmul rate and copy bandwidth. Like every record, this one contains all versions."""
     import torch
 
     from benchmarks.timing import copy_bandwidth, device_here, matmul_peak
@@ -45,14 +45,14 @@ def machine(record: Record, options: argparse.Namespace) -> None:
 
 
 def compile_kernels(record: Record, options: argparse.Namespace) -> None:
-    """Compile the kernels of the recipes' shapes in parallel, which fills the cache for later stages."""
+    """Compile the kernels for the recipes' shapes in parallel; later stages find them in Triton's cache."""
     from benchmarks import kernel_cases as kernels
 
     _run_cases(record, kernels.compile_case, kernels.kernel_cases(options.toy))
 
 
 def correctness(record: Record, options: argparse.Namespace) -> None:
-    """Compare outputs and gradients of the same kernels, and of available libraries, with float64."""
+    """Compare outputs and gradients of the same kernels, and of available library kernels, with float64."""
     from benchmarks import kernel_cases as kernels
 
     cases = [*kernels.kernel_cases(options.toy), *kernels.library_cases(options.toy)]
@@ -66,8 +66,8 @@ def _run_cases(record: Record, function: Callable, cases: list) -> None:
     for case in run_cases(function, cases):
         found.append(case)
         record.write({"planned": len(cases), "cases": found})
-        wrong = case.get("error") or "; ".join(case.get("inexact", []))
-        print(f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {wrong or 'passed'}", flush=True)
+        problem = case.get("error") or "; ".join(case.get("inexact", []))
+        print(f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {problem or 'passed'}", flush=True)
 
 
 def attention(record: Record, options: argparse.Namespace) -> None:
@@ -75,24 +75,24 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     from benchmarks import attention
 
     without = sorted(_crashed(options.output.with_name("correctness.json")))
-    left = max(1.0, options.seconds - 10)  # no shape begins in the last ten seconds
+    left = max(1.0, options.seconds - 10)  # nothing starts in the last ten seconds
     arguments = ["--minutes", str(left / 60), *(["--flex"] if "flex" in options.also else [])]
     arguments += ["--without", *without] if without else []
     attention.main([*arguments, *(["--toy"] if options.toy else []), *_output(options)])
 
 
-def _crashed(checked: Path) -> set[str]:
-    """Return the backends that crashed or hung, according to the results of the stage `correctness`."""
-    if not checked.exists():
+def _crashed(record: Path) -> set[str]:
+    """Return the backends that crashed or hung in the stage `correctness`, whose record this is."""
+    if not record.exists():
         return set()
-    cases = json.loads(checked.read_text(encoding="utf-8")).get("cases", [])
+    cases = json.loads(record.read_text(encoding="utf-8")).get("cases", [])
     names = [case["name"].split() for case in cases if "seconds" not in case]
     libraries = {name[1] for name in names if name[0] in ("rope", "tape")}
     return libraries | {"triton" for name in names if name[0] == "attention"}
 
 
 def step(shape: str, record: Record, options: argparse.Namespace) -> None:
-    """Time training steps of TAPE, RoPE and transformers' Llama; for the larger model, also write traces."""
+    """Time training steps of TAPE, RoPE and transformers' Llama at a shape; for 1.3b-4k, also write traces."""
     from benchmarks import train_step
 
     rivals = ["transformers", *(["megatron"] if "megatron" in options.also else [])]
@@ -104,7 +104,7 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
-    """Compare losses and gradients of 20 training steps of TAPE and RoPE with those on the CPU."""
+    """Compare losses and gradients of 20 training steps of TAPE and RoPE on the GPU with those on the CPU."""
     import pytest
 
     found: dict[str, str] = {}
@@ -147,30 +147,31 @@ def _output(options: argparse.Namespace) -> list[str]:
 
 
 def watch(seconds: float) -> None:
-    """End this process and its group as soon as the parent ends or `seconds` have passed."""
+    """Start a thread that kills this process and its group when the parent ends or after `seconds`."""
     parent, deadline = os.getppid(), time.monotonic() + seconds
 
-    def end() -> None:
+    def kill_when_due() -> None:
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.2)
-        if os.getpgrp() == os.getpid():  # the trial starts each stage in its own group
+        if os.getpgrp() == os.getpid():  # true under gpu_trial
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=end, daemon=True).start()
+    threading.Thread(target=kill_when_due, daemon=True).start()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one stage."""
+    """Run the stage that the command line names."""
     parser = Parser(description=__doc__)
     parser.add_argument("stage", choices=STAGES, metavar="NAME", help=", ".join(STAGES))
-    parser.add_argument("--seconds", type=float, default=600.0, help="time limit (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit in seconds (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
-    parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help="additionally time these")
+    also = "also time FlexAttention, or Megatron-core's GPTModel"
+    parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help=also)
     add_record_arguments(parser)
     options = parser.parse_args(argv)
     watch(options.seconds + 10)
-    # Prints the stack of a stage that hangs or crashes.
+    # Print the stacks of a stage that crashes, or that still runs shortly before its limit.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, options.seconds - 2))
     if options.toy:
@@ -183,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         print("no GPU: running at toy size on the CPU", flush=True)
     record = Record(options)
-    record.write({})  # the environment, in case the stage fails
+    record.write({})  # records the environment even if the stage fails
     STAGES[options.stage](record, options)
 
 

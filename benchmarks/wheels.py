@@ -1,9 +1,9 @@
-"""Collect the wheels that a GPU machine without a network may lack, for `benchmarks.gpu_trial --wheels DIR`.
+"""Collect the wheels that `benchmarks.gpu_trial --wheels DIR` needs on a GPU machine without a network.
 
     python -m benchmarks.wheels DIR [--python 3.12]
 
-Run it on a machine with a network, in the project's environment (`make install`). Every wheel has the version that is
-installed there. The GPU machine must have torch, Triton and numpy; transformers is used if it is installed.
+Run it on a machine with a network, in the environment of `make install`; every wheel has the version that is installed
+in this environment. The GPU machine must have torch, Triton and numpy; transformers is used if it is installed.
 """
 
 import importlib.metadata
@@ -50,14 +50,14 @@ PACKAGES = (
 """The packages to collect."""
 
 SOURCE_PACKAGES = ("deepspeed",)
-"""Packages to build, because the index has only their source. Their compiled parts are not needed."""
+"""Packages to build from source, since the index has no wheels of them. Their compiled extensions are not needed."""
 
 GLIBC = (28, 27, 26, 24, 17, 12, 5)
-"""Accepted manylinux platforms, as N of glibc 2.N. All are listed because pip matches a platform's name exactly."""
+"""Accepted manylinux platforms: the N of glibc 2.N. All must be listed, since pip compares platform names exactly."""
 
 
 def main() -> None:
-    """Collect the wheels and print their size."""
+    """Write the wheels to a new folder and print their size."""
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="new directory to create")
     parser.add_argument("--python", default="3.12", help="Python version of the GPU machine (default: %(default)s)")
@@ -74,17 +74,11 @@ def main() -> None:
         downloaded = [each for name, each in requirements.items() if name not in SOURCE_PACKAGES]
         _pip("download", "--no-deps", *target, "--dest", str(partial), *downloaded)
         command_line.log("building deepspeed from source, which takes a minute ...")
-        # In a temporary folder, as pip might otherwise use a wheel of an earlier build.
+        # In a new folder, since pip might otherwise use a wheel of an earlier build.
         with tempfile.TemporaryDirectory() as folder:
             os.environ |= {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-            _pip(
-                "wheel",
-                "--no-deps",
-                "--no-build-isolation",
-                "--wheel-dir",
-                folder,
-                *(requirements[name] for name in SOURCE_PACKAGES),
-            )
+            sources = [requirements[name] for name in SOURCE_PACKAGES]
+            _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *sources)
             for wheel in Path(folder).glob("*.whl"):
                 shutil.move(wheel, partial)
         size = sum(wheel.stat().st_size for wheel in partial.iterdir())
@@ -94,7 +88,7 @@ def main() -> None:
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", arguments[0], "--disable-pip-version-check", "--quiet", *arguments[1:]]
     if status := subprocess.run(command).returncode:
-        raise FileError(f"pip {arguments[0]}", f"ended with exit status {status}", "see its output")
+        raise FileError(f"pip {arguments[0]}", f"ended with exit status {status}", "see the output above")
 
 
 if __name__ == "__main__":

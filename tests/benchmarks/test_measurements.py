@@ -121,7 +121,7 @@ def test_wrong_prefill_attention_gets_no_figure(recorded, monkeypatch):
         lambda *x: [part.roll(1, 1) for part in right(*x)],
     ):
         monkeypatch.setattr(attention_tape, "attend_by_blocks", wrong)
-        with pytest.raises(SystemExit, match="no figure is given"):
+        with pytest.raises(SystemExit, match="nothing is measured"):
             recorded(generate, "--toy")
 
 

@@ -95,7 +95,7 @@ def test_different_losses_at_initialization_give_no_figure(precision, std, tmp_p
         return {name: dataclasses.replace(p, std=p.std or std) for name, p in declared(self, layer).items()}
 
     monkeypatch.setattr(TapePosition, "parameters", parameters)
-    with pytest.raises(ConfigError, match="no figure is given"):
+    with pytest.raises(ConfigError, match="nothing is measured"):
         measured(tmp_path, f"--precision={precision}")
     assert not list(tmp_path.iterdir())
 
