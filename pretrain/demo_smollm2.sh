@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 source, output = sys.argv[1:]
 file = "SmolLM2-135M-Instruct.Q4_1.gguf"
 model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
-# The weights are dequantized now: do not save the quantization settings with them.
+# The weights have been dequantized, so the saved model must not have quantization settings.
 del model.config.quantization_config
 model.hf_quantizer = None
 model.save_pretrained(output)

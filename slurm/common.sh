@@ -18,7 +18,7 @@ load_site() {
     if [ -z "${TAPE_CONTAINER:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then TAPE_PYTHON=$ROOT/.venv/bin/python; fi
   fi
   if [ -z "${TAPE_CONTAINER:-}" ] && ! command -v "$TAPE_PYTHON" >/dev/null; then
-    fail "TAPE_PYTHON is $TAPE_PYTHON, which does not exist here; run make install, or set it in slurm/site.env"
+    fail "TAPE_PYTHON is $TAPE_PYTHON, which is not found; run make install, or set TAPE_PYTHON in slurm/site.env"
   fi
   export TAPE_PYTHON TAPE_CONTAINER=${TAPE_CONTAINER:-} PYTHONUNBUFFERED=1
   split_words container TAPE_CONTAINER "$TAPE_CONTAINER"
@@ -39,8 +39,8 @@ split_words() {
   mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$3")
 }
 
-# submit ARGS...: run sbatch without the variables of the job in which this runs, if any. The new job's srun would take
-# its CPUs and memory from them.
+# submit ARGS...: run sbatch without Slurm's variables of the current job, if there is one. Otherwise srun would use the
+# CPUs and memory of the current job's variables in the new job.
 submit() {
   command -v sbatch >/dev/null || fail "sbatch is not found; run this on a node where you can submit jobs"
   (
@@ -124,9 +124,10 @@ with_recipe() {
   ARGUMENTS=("$default" "$@")
 }
 
-# ----- training jobs: one attempt at a run per start, requeued until the run is finished -----
+# ----- training jobs: each start of the job is one attempt, and the job is requeued until the run is finished -----
 
-# run_job MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]
+# run_job MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]: check the nodes, train with the module, and end or
+# requeue the job.
 run_job() {
   local module=$1
   shift
@@ -180,8 +181,8 @@ read_job() {
   log "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
 }
 
-# run_evaluation ARGS...: run pretrain.evaluate on every rank. It stores finished parts, so the job can end at any
-# moment. It is requeued after a warning and, a few times, after a crash.
+# run_evaluation ARGS...: run pretrain.evaluate on every rank. Finished parts are stored, so the job can end at any
+# moment. The job is requeued after a warning and, a few times, after a crash.
 run_evaluation() {
   local nodes gpus tasks
   read_job
@@ -194,21 +195,21 @@ run_evaluation() {
   STEP_STATUS=75
   [ -n "$SIGNALED" ] || run_step pretrain.evaluate "$@"
   [ "$STEP_STATUS" = 0 ] && exit 0
-  # srun ends the other ranks when one fails. These exit with 75, or with 143 if SIGTERM arrives while they start. The
-  # status of the step is the largest one.
+  # When a rank fails, srun ends the other ranks, which exit with 75, or with 143 if they are still starting. The status
+  # of the step is the largest one, so the file TAPE_FAILURE shows whether a rank has failed.
   case $STEP_STATUS in 75 | 143) [ ! -e "$TAPE_FAILURE" ] || STEP_STATUS=1 ;; esac
   [ "$SIGNALED" = TERM ] && exit 1
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
-  # 1 is an error and 2 a usage error; the program has printed either.
+  # After an error (1) or a usage error (2), the program has printed a message.
   if [ "$STEP_STATUS" -gt 2 ]; then
     ! may_retry_crash || requeue
-    fail "the evaluation has crashed again; see above, and submit the same command to continue"
+    fail "the evaluation has crashed three times; see above, and submit the same command to continue"
   fi
   exit 1
 }
 
-# run_task ARGS...: run this array task's run of pretrain.compare. It continues from its checkpoint, and is requeued
-# after a warning and, a few times, after a crash.
+# run_task ARGS...: execute the run of pretrain.compare that belongs to this array task. The task is requeued after a
+# warning and, a few times, after a crash; the run then continues from its checkpoint.
 run_task() {
   STEP_STATUS=75
   if [ -z "$SIGNALED" ]; then
@@ -229,13 +230,13 @@ run_task() {
   [ "$STEP_STATUS" = 0 ] && exit 0
   [ "$SIGNALED" = TERM ] && exit 1
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
-  # 1 is a failed run and 2 a usage error; the program has printed either.
+  # After a failed run (1) or a usage error (2), the program has printed a message.
   [ "$STEP_STATUS" -le 2 ] || ! may_retry_crash || requeue
   fail "the run has failed; see above, and submit the same command to continue"
 }
 
-# may_retry_crash: count a crash of a job that keeps no attempt records, and succeed before the third. Other restarts,
-# such as after preemption, do not count.
+# may_retry_crash: count a crash of a job without attempt records, and succeed unless it is the third one. Restarts for
+# other reasons, such as preemption, do not count.
 may_retry_crash() {
   local crashes=$PWD/runs/.jobs/$SLURM_JOB_ID.crashes
   mkdir -p "$PWD/runs/.jobs"
@@ -244,8 +245,8 @@ may_retry_crash() {
   echo "$STEP_STATUS" >>"$crashes" && [ "$(wc -l <"$crashes")" -lt 3 ]
 }
 
-# retry_on_75 VARIABLE COMMAND...: store the command's output in VARIABLE. Retry after exit status 75: the file system
-# does not respond.
+# retry_on_75 VARIABLE COMMAND...: store the command's output in VARIABLE. If it exits with 75, because the file system
+# does not respond, try again up to ten times.
 retry_on_75() {
   local -n output=$1
   shift
@@ -254,7 +255,7 @@ retry_on_75() {
     output=$("$@")
     status=$?
     [ $status = 75 ] || return $status
-    log "trying again in a minute ($tries of 10)"
+    log "the file system does not respond; trying again in a minute ($tries of 10)"
     sleep 60
   done
   return 1
@@ -330,7 +331,7 @@ job_field() {
 # job_log: print the path of this job's output. scontrol shows it after the job's arguments.
 job_log() { scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *StdOut=//p' | tail -n 1; }
 
-# finish_attempt: end or requeue the job, as the records of the run say.
+# finish_attempt: end or requeue the job, depending on the records of the run (see pretrain.attempt decide).
 finish_attempt() {
   local answer verdict reason
   retry_on_75 answer run_module pretrain.attempt decide --run="$RUN_DIRECTORY" --checkpoints="$CHECKPOINT_DIRECTORY" \
@@ -348,8 +349,8 @@ finish_attempt() {
   esac
 }
 
-# excluded_nodes NODES: print an ExcNodeList that also excludes NODES (a,b) from the next start. Print nothing if too
-# few other nodes with the same CPUs, features and GPUs would remain: the job would wait forever.
+# excluded_nodes NODES: print the job's ExcNodeList with NODES (a,b) added. Print nothing if too few other nodes with
+# the same CPUs, features and GPUs would remain, since the job would wait forever.
 excluded_nodes() {
   local bad=$1 before
   # A job submitted with a node list or a reservation cannot use other nodes.
@@ -370,7 +371,8 @@ requeue() {
   local tries avoid=
   if [ -n "${1:-}" ]; then
     avoid=$(excluded_nodes "$1")
-    [ -n "$avoid" ] || log "too few other nodes like $1 are left to exclude it: the next start may use it again"
+    [ -n "$avoid" ] ||
+      log "not excluding $1, since too few other nodes of its kind are left; the next start may use it again"
   fi
   if [ "$(job_field Requeue)" = 0 ]; then
     fail "the job was submitted with --no-requeue; submit the same command to continue"
@@ -403,7 +405,7 @@ requeue() {
   fail "Slurm did not requeue job $SLURM_JOB_ID; submit the same command to continue"
 }
 
-# on_signal NAME: handle a warning of preemption or of the time limit. The ranks see the stop file, save and exit.
+# on_signal NAME: handle a warning of preemption or of the time limit. The ranks find the stop file, save and exit.
 on_signal() {
   SIGNALED=$1
   if [ "$1" = USR1 ]; then log "$1: saving, then requeueing"; else log "$1: saving if possible, then ending"; fi

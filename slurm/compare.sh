@@ -1,5 +1,6 @@
 #!/bin/bash
-# Compare positional encodings in a job array with one task per encoding and seed. A second job makes tables and page.
+# Compare positional encodings in a job array with one task per encoding and seed. A second job writes the tables and
+# the page.
 #
 #   slurm/compare.sh [--sbatch "OPTIONS"] [--at-once N] --recipe RECIPE --encodings A,B,... [--seeds N] [...]
 #
@@ -34,10 +35,10 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy i
       --at-once) limit=%${2:-} ;;
       *) break ;;
     esac
-    [ $# -ge 2 ] || fail "$1 needs a value"
+    [ $# -ge 2 ] || fail "$1 needs a value; see slurm/compare.sh --help"
     shift 2
   done
-  [[ $limit =~ ^(%[1-9][0-9]*)?$ ]] || fail "--at-once is ${limit#%}; give a number of tasks"
+  [[ $limit =~ ^(%[1-9][0-9]*)?$ ]] || fail "--at-once is ${limit#%}; give a number of tasks of at least 1"
   checked=$(run_module pretrain.compare "$@" --check)
   echo "$checked"
   runs=${checked%% *} # such as 1,200

@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_answer_is_retried_on_the_same_nodes_if_there_are_n
     wait_for_attempt(cluster, job, start.run, 2)
     log = cluster.log(job)
     assert "error: preflight: rank 1 on nodeB did not answer within 8 s" in log
-    assert "too few other nodes like nodeB are left to exclude it" in log
+    assert "not excluding nodeB, since too few other nodes of its kind are left" in log
     first, second = read_attempts(start.run)
     assert first.outcome == "unready" and second.facts["nodes"] == ["nodeA", "nodeB"]
 
