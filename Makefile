@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# An environment that loads exported models without this project, with the oldest supported transformers.
+# The oldest supported transformers without this project, for tests that load exported models.
 PLAIN := .venv-transformers
 OLDEST_TRANSFORMERS := 5.0.0
 QUICK := $(if $(SLOW),$(if $(filter only,$(SLOW)),-m slow),-m "not slow")
 PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
-# Trainers, runtimes and servers of the Hugging Face ecosystem, for slow tests of exported models.
+# Other trainers, runtimes and servers for Hugging Face models, for slow tests of exported models.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
 # vLLM pins its own versions of other packages.
@@ -18,11 +18,11 @@ VLLM_STAMP := $(VLLM)/.installed
 .PHONY: help demo demo-smollm2 test gpu-trial wheels lint docs docs-serve install clean
 
 help:
-	@echo "make install        create .venv with everything that a machine without a GPU needs; other targets do so, too"
+	@echo "make install        create .venv with all packages except those for GPUs; other targets do this first"
 	@echo "make demo           train TAPE and RoPE on real text: a few minutes on two cores"
 	@echo "make demo-smollm2   download SmolLM2-135M (93 MB), train TAPE and LoRA in it, and evaluate the models"
-	@echo "make test           run all tests but the slow ones; SLOW=1 runs all of them, SLOW=only the slow ones alone"
-	@echo "make test TESTS=X   run some tests: X is a file, or any arguments of pytest"
+	@echo "make test           run the tests that are not slow; SLOW=1 runs all tests, SLOW=only the slow ones"
+	@echo "make test TESTS=X   run some tests: X is a file, or other arguments of pytest"
 	@echo "make lint           run ruff and mypy"
 	@echo "make docs           build the documentation in site/; make docs-serve shows it in a browser"
 	@echo "make gpu-trial      check and measure on a machine with a GPU; ARGS=... are the program's arguments"
@@ -35,9 +35,9 @@ demo: $(STAMP)
 demo-smollm2: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" pretrain/demo_smollm2.sh
 
-# Tests marked slow run only with SLOW=1 or SLOW=only. Two test files run at a time. tests/slurm runs in parallel with
-# them, since its jobs mostly wait, and its output comes last. Both halves always run; Ctrl-C ends both.
-# With TESTS, no other environment is built: a test that needs one fails with the command that makes it.
+# Tests marked slow run only with SLOW=1 or SLOW=only. tests/slurm runs in the background, since its jobs mostly wait,
+# while two other test files run at a time. Its output comes last. Ctrl-C ends both.
+# With TESTS, only .venv is created: a test that needs another environment fails with the command that creates it.
 test: $(STAMP) $(if $(TESTS),,$(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP) $(VLLM_STAMP)))
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
@@ -79,7 +79,7 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 	  echo "This project needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $$found."; \
 	  echo "Choose another: make PYTHON=python3.13"; \
 	  echo "To install one on Debian or Ubuntu: apt-get install python3.13-venv, or python3.12-venv or python3.11-venv,"; \
-	  echo "whichever your release has. If it has none of them, uv or pyenv installs one."; exit 1;; \
+	  echo "whichever your release has. If it has none of them, install one with uv or pyenv."; exit 1;; \
 	esac; \
 	if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	  existing=$$($(BIN)/python -c "$$version" 2>/dev/null) || existing=broken; \
@@ -97,7 +97,7 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install triton==3.7.1
 	touch $(STAMP)
 
-# --no-compile: the tests start Python there only a few times, and compiling takes as long as installing.
+# --no-compile: compiling to bytecode takes as long as installing, and tests use this environment only a few times.
 $(PLAIN_STAMP): requirements.txt | $(STAMP)
 	$(BIN)/python -m venv $(PLAIN)
 	$(PLAIN)/bin/pip install --no-compile $$(grep '^torch==' requirements.txt) transformers==$(OLDEST_TRANSFORMERS)
@@ -105,7 +105,7 @@ $(PLAIN_STAMP): requirements.txt | $(STAMP)
 
 $(PLAIN): $(PLAIN_STAMP)
 
-# A .pth file adds the packages of $(VENV), so that only missing ones are installed.
+# A .pth file makes the packages of $(VENV) available, so that only additional ones are installed.
 $(ECOSYSTEM_STAMP): requirements-ecosystem.txt requirements.txt pyproject.toml | $(STAMP)
 	$(BIN)/python -m venv --clear $(ECOSYSTEM)
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
