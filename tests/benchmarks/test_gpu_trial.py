@@ -18,7 +18,7 @@ from megatron_tape.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Programs that replace stages; their argument is the file of results.
+# Programs that replace stages. Their argument is the path of the stage's results.
 WORKS = "import json, sys; json.dump({'found': 1}, open(sys.argv[1], 'w')); print('measured')"
 CRASHES = f"{WORKS}; import os; os.kill(os.getpid(), 11)"
 HANGS = """

@@ -1,4 +1,4 @@
-"""Every benchmark runs at its smallest size, and gives no figure for wrong results."""
+"""Every benchmark runs at its smallest size, and reports no figure if results are wrong."""
 
 import gc
 import json

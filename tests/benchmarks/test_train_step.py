@@ -1,4 +1,4 @@
-"""Training steps of several models are compared if the models have the same losses at initialization."""
+"""Training steps of RoPE, TAPE and rivals are compared, but only if RoPE and TAPE have the same first losses."""
 
 import dataclasses
 import gzip

@@ -1,4 +1,4 @@
-"""`python -m pretrain.attempt`: what a batch script receives; tests/slurm runs whole jobs."""
+"""`python -m pretrain.attempt`: what it prints for a Slurm script. tests/slurm runs whole jobs."""
 
 import json
 import shlex
@@ -45,7 +45,7 @@ def job(tmp_path, monkeypatch, capfd):
 
 
 def save(name, content, attempt=1):
-    """Publish a checkpoint of step 5 that holds this file; return the attempt's folder."""
+    """Publish a checkpoint of step 5 that contains one file; return the attempt's folder."""
     home = Attempt.open("run", "run/checkpoints", attempt).home
     staging = directories.staging_directory(home, 5)
     (staging / name).write_text(content)
@@ -53,7 +53,7 @@ def save(name, content, attempt=1):
     return home
 
 
-def test_a_job_gets_every_path_and_continues_with_its_copy_of_the_code(job):
+def test_begin_prints_every_path_and_a_job_continues_with_its_copy_of_the_code(job):
     status, variables, _ = job("--train.steps=20")
     assert status == 0
     assert variables["ATTEMPT"] == "1" and variables["RUN_DIRECTORY"] == "run" and variables["RESUME"] == "auto"
@@ -71,8 +71,8 @@ def test_the_run_is_in_the_scratch_directory_for_every_way_to_give_a_recipe(give
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.yaml").touch()
-    found = attempt._arguments(given, "/scratch")
-    assert found[0] == "--logging.directory=/scratch/runs/b" and "a/b.yaml" in " ".join(found)
+    arguments = attempt._arguments(given, "/scratch")
+    assert arguments[0] == "--logging.directory=/scratch/runs/b" and "a/b.yaml" in " ".join(arguments)
     assert "--logging.directory" not in " ".join(attempt._arguments(given, ""))
 
 
@@ -88,8 +88,8 @@ def test_the_run_is_named_after_the_last_recipe_unless_a_recipe_sets_its_directo
     (tmp_path / "own.yaml").write_text(text)
 
     def directory():
-        found = attempt._arguments([*given, "--data.prefix=a"], "/scratch")
-        return parse_run_config(found).logging.directory
+        arguments = attempt._arguments([*given, "--data.prefix=a"], "/scratch")
+        return parse_run_config(arguments).logging.directory
 
     assert directory() == "/scratch/runs/b"
     (tmp_path / "b.yaml").write_text(text.replace("logging: {", "logging: {directory: mine, "))
@@ -159,7 +159,7 @@ def test_a_job_without_attempts_restarts_until_its_third_crash_and_preemptions_d
     script = f"source {REPOSITORY}/slurm/common.sh; SLURM_JOB_ID=7 STEP_STATUS=139\n"
     script += "for SLURM_RESTART_COUNT in 0 5 9; do may_retry_crash && echo again || echo stop; done"
     (tmp_path / "runs" / ".jobs").mkdir(parents=True)
-    (tmp_path / "runs" / ".jobs" / "7.crashes").write_text("1\n" * 5)  # of an earlier job with this number
+    (tmp_path / "runs" / ".jobs" / "7.crashes").write_text("1\n" * 5)  # left by an earlier job with the same ID
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split() == ["again", "again", "stop"], done.stderr
 

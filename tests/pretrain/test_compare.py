@@ -1,4 +1,4 @@
-"""`python -m pretrain.compare`: what it refuses, how it shares work, stops and continues, and one real comparison."""
+"""`python -m pretrain.compare`: invalid commands, concurrent runs, interruptions, and one real comparison."""
 
 import io
 import json
@@ -139,18 +139,18 @@ def test_a_setting_of_a_variant_may_have_commas_in_brackets():
 
 
 class FakeProcess:
-    """A process that ends with a given status."""
+    """A process that ends with `status` after `polls` calls of `poll`."""
 
-    def __init__(self, status, looks):
-        self.status, self.looks = status, looks
+    def __init__(self, status, polls):
+        self.status, self.polls = status, polls
 
     def poll(self):
-        self.looks -= 1
-        return self.status if self.looks < 0 else None
+        self.polls -= 1
+        return self.status if self.polls < 0 else None
 
 
 class Stage:
-    """Stand in for the programs of runs, and record which were started and how many ran at once."""
+    """Replaces `Programs`; records which stages were started, and `most`, how many ran at the same time."""
 
     def __init__(self, statuses=None):
         self.statuses, self.started, self.most, self.processes = statuses or {}, [], 0, []
@@ -163,13 +163,13 @@ class Stage:
             log.write_text("step 1\nValueError: it broke\n")
         status = self.statuses.get(key, 0)
         status = status.pop(0) if isinstance(status, list) else status
-        self.processes.append(FakeProcess(status, looks=2))
-        self.most = max(self.most, sum(process.looks >= 0 for process in self.processes))
+        self.processes.append(FakeProcess(status, polls=2))
+        self.most = max(self.most, sum(process.polls >= 0 for process in self.processes))
         return self.processes[-1]
 
 
-def done(plan, stage, slots=2):
-    """Do the runs of a plan with simulated programs. Return the jobs and the names of the finished runs."""
+def run_jobs(plan, stage, slots=2):
+    """Execute the runs of a plan with simulated programs; return the jobs and the names of the finished runs."""
     finished = []
     jobs = Jobs(plan.left, slots, stage, lambda run, seconds: finished.append(run.name), pause=0)
     jobs.run()
@@ -178,18 +178,19 @@ def done(plan, stage, slots=2):
 
 def test_runs_are_trained_then_evaluated_with_limited_concurrency(recipe, tmp_path):
     plan, stage = plan_of(recipe, tmp_path), Stage()
-    jobs, finished = done(plan, stage)
+    jobs, finished = run_jobs(plan, stage)
     assert sorted(finished) == sorted(run.name for run in plan.runs) and stage.most == 2 and not jobs.failed
     for run in plan.runs:
-        own = [module for *place, module in stage.started if place == [run.variant.directory, f"seed-{run.seed}"]]
-        assert own == ["pretrain.train", "pretrain.evaluate"]
+        key = [run.variant.directory, f"seed-{run.seed}"]
+        modules = [module for *directory, module in stage.started if directory == key]
+        assert modules == ["pretrain.train", "pretrain.evaluate"]
     # All variants with one seed come before the next seed.
     assert [run.seed for run in plan.runs] == [1, 1, 2, 2]
 
 
 def test_other_runs_finish_if_one_fails(recipe, tmp_path, capsys):
     stage = Stage({("rope", "seed-1", "pretrain.train"): 1, ("rope", "seed-2", "pretrain.evaluate"): -9})
-    jobs, finished = done(plan_of(recipe, tmp_path), stage)
+    jobs, finished = run_jobs(plan_of(recipe, tmp_path), stage)
     assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
     assert jobs.failed["rope, seed 1"].startswith("training ended with status 1 (ValueError: it broke); the output is")
     assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9") and jobs.stopped is None
@@ -200,7 +201,7 @@ def test_other_runs_finish_if_one_fails(recipe, tmp_path, capsys):
 def test_a_stage_that_exits_with_75_is_restarted(recipe, tmp_path):
     key = ("rope", "seed-1", "pretrain.train")
     stage = Stage({key: [EXIT_RESTART, 0]})
-    jobs, finished = done(plan_of(recipe, tmp_path), stage)
+    jobs, finished = run_jobs(plan_of(recipe, tmp_path), stage)
     assert len(finished) == 4 and stage.started.count(key) == 2 and not jobs.failed
 
 
@@ -210,7 +211,7 @@ def test_tasks_may_come_from_a_file(recipe, tmp_path):
     plan = plan_of(recipe, tmp_path / "out", "--evaluation", file)
     assert [task.settings.blanks for task in plan.tasks] == [{"far": 7}]
     assert plan.runs[0].evaluation[:2] == ["--config", str(file)]
-    # What the recipe would evaluate during the training is left out of it.
+    # The recipe's tasks are not evaluated during training.
     assert all(run.config.evaluation.enabled_tasks() == {} for run in plan.runs)
 
 
@@ -219,7 +220,7 @@ def test_lm_eval_tasks_in_the_users_files_need_trust_remote_code(recipe, tmp_pat
     file.write_text("lm_eval: {tasks: [mine], include_path: mytasks}")
     with pytest.raises(ConfigError, match="--trust-remote-code"):
         plan_of(recipe, tmp_path / "out", "--evaluation", file)
-    with pytest.raises(ConfigError) as refused:  # for other reasons: a model of 12 tokens, without a tokenizer
+    with pytest.raises(ConfigError) as refused:  # for another reason: the model has 12 tokens and no tokenizer
         plan_of(recipe, tmp_path / "out", "--evaluation", file, "--trust-remote-code")
     assert "--trust-remote-code" not in str(refused.value)
 
@@ -254,23 +255,23 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
 
 
 def without_imports(gpus, lock):
-    """Stand in for `Programs`, whose new processes take seconds to import the libraries."""
+    """Replace `Programs`, whose new processes take seconds to import the libraries."""
     return lambda module, arguments, log, slot: start_python(["-m", module, *arguments], log)
 
 
 @pytest.fixture(scope="module")
 def compared(recipe, tmp_path_factory):
-    """A comparison of two variants with two seeds, and what it printed."""
+    """The output directory of a comparison of two variants with two seeds, and the output of the program."""
     output = tmp_path_factory.mktemp("compared") / "out"
-    said, errors = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(errors):
+    output_text, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(output_text), redirect_stderr(errors):
         patched.setattr(compare, "Programs", without_imports)
         status = compare.main(arguments(recipe, output, "--jobs", "2"))
     assert status == 0, errors.getvalue()
-    return output, subprocess.CompletedProcess((), status, said.getvalue(), errors.getvalue())
+    return output, subprocess.CompletedProcess((), status, output_text.getvalue(), errors.getvalue())
 
 
-def test_a_comparison_holds_the_results_of_its_runs(compared):
+def test_a_comparison_contains_the_results_of_its_runs(compared):
     output, done = compared
     found = read_comparison(output / "comparison.json")
     assert [run.name for run in found.runs] == [(variant, seed) for variant in VARIANTS.split(",") for seed in (1, 2)]
@@ -290,7 +291,7 @@ def test_a_comparison_holds_the_results_of_its_runs(compared):
         )
         losses.add(last["validation/loss"])
         assert "step 4/4" in (directory / "log.txt").read_text()
-    assert len(losses) == 4  # every run is of another variant or seed
+    assert len(losses) == 4  # each run has another variant or seed
     assert (output / "comparison.json").stat().st_size < 20_000
     assert "4 of 4 runs" in done.stderr and "Traceback" not in done.stderr
 
@@ -351,7 +352,7 @@ def test_results_from_another_machine_are_reused(compared, recipe, tmp_path, cap
 
 
 def test_a_job_of_an_array_records_only_its_own_run(compared, recipe, tmp_path, monkeypatch):
-    """Run k of an array; the last job collects the results of all runs."""
+    """With --only, results of other runs are not collected; the last job of an array collects them."""
     output, _ = compared
     source = output / "rope" / "seed-1"
     target = tmp_path / "out" / "rope" / "seed-1"
@@ -365,9 +366,9 @@ def test_a_job_of_an_array_records_only_its_own_run(compared, recipe, tmp_path, 
 
 def test_a_run_started_with_other_settings_is_not_continued(compared, recipe, tmp_path, capsys):
     output, _ = compared
-    begun = tmp_path / "out" / "rope" / "seed-1"
-    begun.mkdir(parents=True)
-    (begun / "config.yaml").write_text((output / "rope" / "seed-1" / "config.yaml").read_text())
+    run_directory = tmp_path / "out" / "rope" / "seed-1"
+    run_directory.mkdir(parents=True)
+    (run_directory / "config.yaml").write_text((output / "rope" / "seed-1" / "config.yaml").read_text())
     assert len(plan_of(recipe, tmp_path / "out").left) == 4
     assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", "--optimizer.lr", "0.1"))) == 2
     assert "contains a run with other settings (optimizer.lr: was 0.03, is now 0.1)" in capsys.readouterr().err
@@ -381,7 +382,7 @@ def wait_for_a_step(process, run):
 
 
 def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monkeypatch):
-    """The comparison forwards its signal to the training, which saves. The same command then finishes it."""
+    """After a signal, the comparison terminates the training, which saves. The same command then finishes the run."""
     output = tmp_path / "out"
     long = ["--train.steps", "150", "--train.eval_interval", "150", "--checkpoint.interval", "150", "--jobs", "1"]
     given = arguments(recipe, output, *long, encodings="rope", seeds=1)
@@ -402,7 +403,7 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monk
     assert len(read_comparison(output / "comparison.json").runs) == 1
 
 
-def test_each_program_gets_one_gpu_and_its_own_process(tmp_path, monkeypatch):
+def test_each_program_uses_one_gpu_and_its_own_process(tmp_path, monkeypatch):
     shown = (
         "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return len(arguments)\n"
     )
@@ -456,7 +457,7 @@ def test_a_recipe_can_run_and_its_evaluation_fits_the_model(name, tmp_path):
         (task,) = evaluate.read_command(["--config", str(evaluation), "--model", "x"])[1]
         assert task.settings.data == config.data.prefix and task.settings.split == config.data.split
         return
-    if name == "language_512":  # its data is not there
+    if name == "language_512":  # its data does not exist
         settings = config.evaluation.perplexity
         assert (settings.data, settings.split) == (config.data.prefix, config.data.split)
         return

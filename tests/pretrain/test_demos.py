@@ -1,4 +1,4 @@
-"""The scripts of `make demo` and `make demo-smollm2`, with few steps, and a small model in place of the download."""
+"""The scripts of `make demo` and `make demo-smollm2`, with few steps, and a small model instead of the download."""
 
 import json
 import os

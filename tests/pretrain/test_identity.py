@@ -22,9 +22,9 @@ PERPLEXITY = ["--perplexity.lengths=[12]", "--perplexity.stride=8"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, texts):
-    """A folder with two tokenizers of the same size, `a` and `b`, and the dataset `data`, made with `a`."""
-    folder = tmp_path_factory.mktemp("made")
+def source_folder(tmp_path_factory, texts):
+    """A folder with two tokenizers of the same size, `a` and `b`, and the dataset `data`, tokenized with `a`."""
+    folder = tmp_path_factory.mktemp("source_folder")
     for name, part in (("a", texts), ("b", [text.swapcase() for text in texts])):
         (folder / name).mkdir()
         KINDS["unigram"](part).save(str(folder / name / "tokenizer.json"))
@@ -37,12 +37,12 @@ def made(tmp_path_factory, texts):
 
 
 @pytest.fixture
-def place(made, tmp_path, monkeypatch):
-    """A copy of that folder, which is the current directory; data and tokenizer have relative paths there."""
-    shutil.copytree(made, tmp_path / "place")
-    monkeypatch.chdir(tmp_path / "place")
+def work(source_folder, tmp_path, monkeypatch):
+    """A copy of `source_folder` as the current directory, so that data and tokenizers have relative paths."""
+    shutil.copytree(source_folder, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
-    return tmp_path / "place"
+    return tmp_path / "work"
 
 
 def start(*overrides, steps=2):
@@ -67,7 +67,7 @@ def replaced_by(path, other):
     shutil.copytree(other, path)
 
 
-def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(place, capfd):
+def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(work, capfd):
     settings = json.dumps({"data": "held_out.jsonl", "lengths": [12], "stride": 8})
     assert start(option("evaluation.perplexity", settings)) == 0
     during = {
@@ -75,25 +75,25 @@ def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(place, capfd
     }
     original = load_tokenizer("a")
     before = perplexity("run", "before")
-    # Text that mentions special tokens is read alike during training and after it.
+    # Text that contains special tokens is tokenized in the same way during and after training.
     assert during == pytest.approx(before, rel=1e-5)
     replaced_by("a", "b")
     os.rename("run", "moved")
-    os.chdir(place.parent)
-    assert perplexity("place/moved", "after", "place/held_out.jsonl") == before
-    step = place / "moved" / "checkpoints" / "step-00000002"
-    for name, model in (("run", "place/moved"), ("step", shutil.copytree(step, place.parent / step.name))):
+    os.chdir(work.parent)
+    assert perplexity("work/moved", "after", "work/held_out.jsonl") == before
+    step = work / "moved" / "checkpoints" / "step-00000002"
+    for name, model in (("run", "work/moved"), ("step", shutil.copytree(step, work.parent / step.name))):
         done = convert("to-hf", "--checkpoint", model, "--output", name)
         assert done.returncode == 0, done.stderr
         assert load_tokenizer(name).digest == original.digest
-    assert perplexity("run", "exported", "place/held_out.jsonl") == pytest.approx(before, rel=1e-6)
-    # One that is given by hand is compared.
-    done = convert("to-hf", "--checkpoint", "place/moved", "--output", "bad", "--tokenizer", "place/b")
+    assert perplexity("run", "exported", "work/held_out.jsonl") == pytest.approx(before, rel=1e-6)
+    # A tokenizer on the command line is compared with the run's.
+    done = convert("to-hf", "--checkpoint", "work/moved", "--output", "bad", "--tokenizer", "work/b")
     assert done.returncode == 2 and "encodes text in another way than the one that trained the model" in done.stderr
-    assert convert("to-hf", "--checkpoint", "place/moved", "--output", "good", "--tokenizer", "run").returncode == 0
+    assert convert("to-hf", "--checkpoint", "work/moved", "--output", "good", "--tokenizer", "run").returncode == 0
 
 
-def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokenizer(place, capfd):
+def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokenizer(work, capfd):
     assert start() == 0
     replaced_by("a", "b")
     capfd.readouterr()
@@ -113,7 +113,7 @@ def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokeni
     assert load_tokenizer(kept).digest == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
 
 
-def test_a_continued_run_refuses_data_that_was_preprocessed_again(place, capfd):
+def test_a_continued_run_refuses_data_that_was_preprocessed_again(work, capfd):
     assert start() == 0
     write_lines(Path("text.jsonl"), ["other text " * 200] * 70)
     arguments = ["--input", "text.jsonl", "--tokenizer", "a", "--workers", "1", "--append-eod", "--overwrite"]
@@ -123,10 +123,10 @@ def test_a_continued_run_refuses_data_that_was_preprocessed_again(place, capfd):
     assert "data.prefix has changed since" in (error := capfd.readouterr().err) and "--data.allow_changed true" in error
     assert start("--data.allow_changed=true", steps=3) == 0
     assert "warning: the data has changed since" in capfd.readouterr().err
-    assert start(steps=4) == 0  # the new data is the run's now
+    assert start(steps=4) == 0  # the run now uses the new data
 
 
-def test_evaluation_refuses_a_dataset_of_another_tokenizer(place, capfd):
+def test_evaluation_refuses_a_dataset_of_another_tokenizer(work, capfd):
     assert start() == 0
     arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
     assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
@@ -147,7 +147,7 @@ def extend(base, data, *overrides):
 
 
 @pytest.mark.parametrize("base", ["run", "exported"])
-def test_an_extension_compares_its_data_with_the_tokenizer_of_its_base(place, capfd, base):
+def test_an_extension_compares_its_data_with_the_tokenizer_of_its_base(work, capfd, base):
     assert start() == 0
     if base == "exported":
         assert convert("to-hf", "--checkpoint", "run", "--output", "exported").returncode == 0
@@ -163,7 +163,7 @@ def test_an_extension_compares_its_data_with_the_tokenizer_of_its_base(place, ca
     assert kept.digest == load_tokenizer("run/checkpoints/step-00000002/tokenizer").digest
 
 
-def test_a_base_without_a_tokenizer_uses_the_record_of_its_data(place, capfd):
+def test_a_base_without_a_tokenizer_uses_the_record_of_its_data(work, capfd):
     assert start("--data.tokenizer=null", "--data.reset_attention_mask=false") == 0
     arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
     assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
@@ -176,10 +176,10 @@ def test_a_base_without_a_tokenizer_uses_the_record_of_its_data(place, capfd):
     assert convert("to-hf", "--checkpoint", "run", "--output", "good", "--tokenizer", "a").returncode == 0
 
 
-def test_files_added_to_a_checkpoint_are_refused_by_name(place, capfd):
+def test_files_added_to_a_checkpoint_are_refused_by_name(work, capfd):
     assert start() == 0
-    (place / "a" / "chat_template.jinja").write_text("{{ new }}")
-    kept = place / "run" / "checkpoints" / "step-00000002" / "tokenizer"
+    (work / "a" / "chat_template.jinja").write_text("{{ new }}")
+    kept = work / "run" / "checkpoints" / "step-00000002" / "tokenizer"
     assert start("--data.allow_changed=true", steps=3) == 0
     (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").write_text("{{ x }}")
     capfd.readouterr()
@@ -189,10 +189,10 @@ def test_files_added_to_a_checkpoint_are_refused_by_name(place, capfd):
     (kept / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     done = convert("to-hf", "--checkpoint", kept.parent, "--output", "out")
     assert done.returncode == 2 and "tokenizer_config.json is not listed in the checkpoint's manifest" in done.stderr
-    assert "allow_changed: false" in (place / "run" / "config.yaml").read_text()
+    assert "allow_changed: false" in (work / "run" / "config.yaml").read_text()
 
 
-def test_a_tokenizer_that_cannot_be_exported_is_reported_before_training(place, texts, capfd):
+def test_a_tokenizer_that_cannot_be_exported_is_reported_before_training(work, texts, capfd):
     import sentencepiece
 
     with open("word.model", "wb") as model:

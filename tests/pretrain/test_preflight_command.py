@@ -18,7 +18,7 @@ from pretrain import preflight
 
 @pytest.fixture
 def start(tmp_path, monkeypatch, capfd):
-    """Run rank 0 of a preflight in this process; return its exit status, what it printed, and the attempt's record."""
+    """Run rank 0 of a preflight in this process; return its exit status, its output, and the attempt's record."""
     monkeypatch.chdir(write_all(tmp_path))
     attempt = Attempt.claim("run", "run/checkpoints", {"job": "7"})
     handler = signal.getsignal(signal.SIGUSR1)
@@ -36,39 +36,39 @@ def start(tmp_path, monkeypatch, capfd):
 
 
 def test_a_healthy_node_passes_and_is_described(start):
-    status, said, record = start()
-    assert status == 0, said.err
-    assert f"torch {versions()['torch']}" in said.out and "28,528 parameters" in said.out
-    assert said.out.splitlines()[-1].startswith("preflight: passed in")
+    status, output, record = start()
+    assert status == 0, output.err
+    assert f"torch {versions()['torch']}" in output.out and "28,528 parameters" in output.out
+    assert output.out.splitlines()[-1].startswith("preflight: passed in")
     assert list(start.attempt.home.iterdir()) == []
     assert record.outcome is None
 
 
 def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(start):
     shutil.rmtree(start.attempt.home)
-    status, said, record = start()
-    assert status == 1 and "FileNotFoundError" in said.err
+    status, output, record = start()
+    assert status == 1 and "FileNotFoundError" in output.err
     assert record.outcome == "unready" and "FileNotFoundError" in record.message and record.bad_nodes == ()
 
 
 def test_torch_without_cuda_in_a_job_with_gpus_is_recorded_as_a_mistake_before_any_rank_ends(start):
-    status, said, record = start("--gpus", "1", "--nodes", "alpha")
-    assert status == 1 and "torch finds 0 of the 1 GPUs" in said.err
+    status, output, record = start("--gpus", "1", "--nodes", "alpha")
+    assert status == 1 and "torch finds 0 of the 1 GPUs" in output.err
     assert record.outcome == ("unready" if torch.backends.cuda.is_built() else "refused")
-    assert record.message in said.err and len(record.bad_nodes) == 1
+    assert record.message in output.err and len(record.bad_nodes) == 1
 
 
 def test_a_rank_that_does_not_answer_marks_its_node_as_bad_and_the_job_continues(start):
-    status, said, record = start("--nodes", "alpha,beta", "--timeout", "1", size=2)
-    assert status == 1 and said.err.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
+    status, output, record = start("--nodes", "alpha,beta", "--timeout", "1", size=2)
+    assert status == 1 and output.err.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
     assert record.outcome == "unready" and record.bad_nodes == ("beta",)
 
 
 def test_a_node_that_cannot_find_rank_0_is_named_at_once(start, monkeypatch):
     monkeypatch.setattr(launcher, "TRIES", 1)
     monkeypatch.setenv("SLURMD_NODENAME", "beta")
-    status, said, record = start("--nodes", "alpha,beta", size=2, MASTER_ADDR="alpha.invalid")
-    assert status == 1 and "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in said.err
+    status, output, record = start("--nodes", "alpha,beta", size=2, MASTER_ADDR="alpha.invalid")
+    assert status == 1 and "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in output.err
     assert record.outcome == "unready" and record.bad_nodes == ("beta",)
 
 

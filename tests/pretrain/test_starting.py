@@ -20,7 +20,7 @@ def data(tmp_path_factory):
 
 
 def program(*arguments, environment=None, **options):
-    """Run a program, and return stdout and stderr together, without the settings that silence warnings in tests."""
+    """Run a program without the settings that silence warnings in tests; return it with stdout and stderr together."""
     environment = {"OMP_NUM_THREADS": "1", **(environment or alone())}
     environment.pop("PYTHONWARNINGS", None)
     environment.pop("DS_ACCELERATOR", None)
@@ -42,7 +42,7 @@ def test_two_processes_print_no_library_warnings(data, tmp_path):
 @pytest.mark.slow
 def test_programs_need_no_home_directory(data, tmp_path):
     run, exported, tokenizer = tmp_path / "run", tmp_path / "exported", data / "tokenizer.json"
-    # As in a container with a user whom it does not know; nobody can write there, not even root.
+    # As in a container that does not know its user. Nobody can write to this home directory, not even root.
     environment = {name: value for name, value in alone().items() if not name.startswith(("HF_", "XDG_"))}
     environment |= {"HOME": "/dev/null", "TMPDIR": str(tmp_path)}
     settings = [f"--data.prefix={data}/a", f"--data.tokenizer={tokenizer}", f"--logging.directory={run}"]

@@ -1,4 +1,4 @@
-"""`python -m pretrain.status`: one word per situation, and its exit status."""
+"""`python -m pretrain.status`: the state that it shows in each situation, and its exit status."""
 
 import json
 import time
@@ -46,7 +46,7 @@ def record(**known):
         (record(outcome="refused", verdict={"verdict": "stop", "reason": "bad"}), "RUNNING", "failed", False),
     ],
 )
-def test_each_situation_has_one_word(last, queue, word, well):
+def test_each_situation_has_one_state(last, queue, word, well):
     state = status.judge(last, queue, NOW)
     assert (state.word, state.well) == (word, well)
 

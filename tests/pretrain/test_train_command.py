@@ -1,4 +1,4 @@
-"""`python -m pretrain.train` on one process: what it rejects, writes, survives and continues."""
+"""`python -m pretrain.train` on one process: rejected settings, written files, failures and continued runs."""
 
 import json
 import math
@@ -233,7 +233,7 @@ def test_resume_none_does_not_overwrite_a_run_and_resume_accepts_a_path(run, cap
     "override, early, reported",
     [
         ("data.split=999,1,0", True, "the validation split"),
-        ("model.vocab_size=60", True, "model.vocab_size is 60"),  # smaller than the tokenizer's
+        ("model.vocab_size=60", True, "model.vocab_size is 60"),  # smaller than the tokenizer's vocabulary
         (
             "data.tokenizer=null --data.reset_attention_mask=false --model.vocab_size=32",
             False,
@@ -241,7 +241,7 @@ def test_resume_none_does_not_overwrite_a_run_and_resume_accepts_a_path(run, cap
         ),
         ("logging.directory={data}/a.bin/x", True, "logging.directory"),
         ("data.prefix={data}/damaged", True, "incomplete or damaged"),
-        ("data.tokenizer={data}/other_end.json", True, "--append-eod"),  # no document has this end
+        ("data.tokenizer={data}/other_end.json", True, "--append-eod"),  # no document ends with this token
     ],
 )
 def test_settings_that_do_not_fit_the_data_are_refused_by_the_trainer_too(run, data, capfd, override, early, reported):
@@ -333,7 +333,7 @@ def test_out_of_memory_is_one_sentence_and_its_traceback_is_recorded(run, monkey
 
 @pytest.fixture
 def wrong_kernel(monkeypatch):
-    """The fused kernel of attention returns wrong numbers."""
+    """Make the fused attention kernel return wrong numbers."""
     attend = triton_attention.attend
     monkeypatch.setattr(parity, "LENGTH", 16)
     monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])

@@ -1,4 +1,4 @@
-"""A real Slurm cluster of virtual nodes on this machine, and jobs on it; see slurm_local.sh."""
+"""Start a real Slurm cluster of virtual nodes on this machine, and run jobs on it; see slurm_local.sh."""
 
 import os
 import re
@@ -20,7 +20,7 @@ SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/us
 
 
 def missing():
-    """Return the reason why no cluster can run here, or None."""
+    """Return why no cluster can run on this machine, or None if one can."""
     absent = [name for name in PROGRAMS if name != "slurmstepd" and shutil.which(name, path=SEARCH) is None]
     if absent:
         return (
@@ -83,7 +83,7 @@ class Cluster:
         return next((word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}=")), "")
 
     def wait(self, job):
-        """Wait for the end of a job and return its state; of an array, the states of its tasks, once each."""
+        """Wait until a job has ended; return its state or, for an array, the different states of its tasks."""
 
         def states():
             shown = re.findall(r"JobState=(\S+)", self.run("scontrol", "show", "job", job, check=False))
@@ -102,7 +102,7 @@ class Cluster:
         return value
 
     def progress(self):
-        """Return what changes while jobs make progress: the files they write, and their CPU time."""
+        """Return facts that change while jobs make progress, about the files that they write and their CPU time."""
         written = []
         for folder, names, files in os.walk(self.work):
             names[:] = [name for name in names if name != "repo"]

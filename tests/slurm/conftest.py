@@ -28,11 +28,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def cluster(request):
-    """Start a Slurm cluster of two nodes for each test; `indirect` parameters are the arguments of Cluster."""
-    made = clusters.Cluster(**getattr(request, "param", {}))
-    made.site()
-    with made:
-        yield made
+    """Start a Slurm cluster, by default of two nodes, for each test; `indirect` parameters are Cluster's arguments."""
+    started = clusters.Cluster(**getattr(request, "param", {}))
+    started.site()
+    with started:
+        yield started
 
 
 @pytest.fixture(scope="session")

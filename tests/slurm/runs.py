@@ -1,4 +1,4 @@
-"""The small training run of these tests: its settings and its metrics."""
+"""The small training run of the tests on Slurm: its settings, and functions that read its records."""
 
 import json
 

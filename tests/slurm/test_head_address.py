@@ -1,4 +1,4 @@
-"""slurm/common.sh: the address of rank 0, and how fields of a job are read from scontrol."""
+"""slurm/common.sh: find the address of rank 0, and read fields of a job from scontrol."""
 
 import subprocess
 from pathlib import Path
@@ -36,7 +36,7 @@ JobId=7 JobName=my Requeue=0 job
    WorkDir=/work
    StdOut=/logs/a b.out
 """
-# For the last task of an array Slurm shows all tasks: more output than a pipe's buffer holds.
+# For the last task of an array, scontrol shows all tasks, which is more than a pipe's buffer can hold.
 SCONTROL = 'SLURM_JOB_ID=7; scontrol() { for ((task = 0; task < 500; task++)); do printf %s "$JOB"; done; }'
 FIELDS = """
 source "$1"

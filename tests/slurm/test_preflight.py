@@ -73,9 +73,9 @@ def test_a_node_with_broken_kernels_is_named_with_rank_and_cause_and_excluded(cl
 
 
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
-def test_gpus_that_slurm_allocated_but_torch_does_not_see_are_named(cluster, start):
+def test_gpus_that_slurm_allocated_but_torch_does_not_find_are_named(cluster, start):
     job = start(options=("--gpus-per-node=2",))
-    # A torch built without CUDA stops the job at once. With CUDA, missing GPUs may come back, so the job retries.
+    # A torch built without CUDA stops the job at once. With CUDA, missing GPUs may return, so the job retries.
     assert cluster.wait(job) == "FAILED", cluster.story(job)
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))

@@ -1,4 +1,4 @@
-"""What the job scripts refuse and submit. A fake sbatch replaces Slurm's."""
+"""The job scripts refuse invalid arguments and submit valid ones. A fake sbatch replaces Slurm's."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def submit(inputs, tmp_path):
 
     def run(script, *arguments, **variables):
         command = ["bash", str(REPOSITORY / "slurm" / script), *arguments]
-        options = {"cwd": tmp_path, "env": environment | variables, "start_new_session": True}  # which gets SIGNAL
+        options = {"cwd": tmp_path, "env": environment | variables, "start_new_session": True}  # it receives SIGNAL
         done = subprocess.run(command, **options, capture_output=True, text=True)
         submitted = tmp_path / "submitted"
         given = submitted.read_text().split("\0")[1:-1] if submitted.exists() else None

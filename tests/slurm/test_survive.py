@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm with interruptions, lost nodes and full disks end like an uninterrupted run."""
+"""Jobs that are interrupted, lose nodes or fill the disk have the same result as an uninterrupted run."""
 
 import os
 import random
@@ -80,7 +80,7 @@ def test_a_run_survives_four_kills_of_a_rank_and_one_of_the_controller(cluster, 
 
 
 def test_a_two_node_run_equals_one_without_slurm_and_does_not_wait_for_an_earlier_step(cluster, start, whole):
-    # As the preflight may: without --overlap, srun waits up to two minutes until Slurm reports the end of that step.
+    # Like the preflight: without --overlap, srun may wait two minutes until Slurm reports the end of the earlier step.
     earlier_step = '[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &'
     container, inside = cluster.work / "container", cluster.work / "inside"
     container.write_text(f'#!/bin/sh\necho "$@" | tr "\\n" " " >>{inside}\necho >>{inside}\nexec "$@"\n')
@@ -96,14 +96,14 @@ def test_a_two_node_run_equals_one_without_slurm_and_does_not_wait_for_an_earlie
 
 @slow
 def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copied_code(cluster, start, whole):
-    # Slow steps: those between two interruptions take longer than Slurm needs to notice a time limit.
+    # Slow steps, so that training between two interruptions takes longer than Slurm needs to notice a time limit.
     job = start(options=("--partition=low",), inject={"sleep": 1.2}, overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 3)
     (cluster.work / "repo" / "pretrain" / "train.py").write_text("raise RuntimeError('not the copy')")
     cluster.run("scancel", "--signal=USR1", job)
     wait_for_attempt(cluster, job, start.run, 2)
     wait_for_step(cluster, job, start.run, 20)
-    # Every 30 s Slurm looks for jobs to warn (here the batch script), and ends those past their limit.
+    # Every 30 s, Slurm sends warnings (here to the batch script) and ends jobs past their time limit.
     cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+2minutes")
     wait_for_attempt(cluster, job, start.run, 3)
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # a requeued job keeps the limit
@@ -136,7 +136,7 @@ def test_pipeline_stages_on_two_nodes_survive_signals_and_the_loss_of_either_nod
     cluster.control("start-node", "nodeB")
     wait_for_attempt(cluster, job, start.run, 3)
     wait_for_step(cluster, job, start.run, 33)
-    cluster.control("kill-node", "nodeA")  # which runs the batch script
+    cluster.control("kill-node", "nodeA")  # the node that runs the batch script
     cluster.until(lambda: cluster.field(job, "JobState") != "RUNNING", job)
     cluster.control("start-node", "nodeA")
     finish(cluster, job)
