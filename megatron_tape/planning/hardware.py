@@ -1,6 +1,9 @@
 """Peak FLOP/s, memory and bandwidths of GPUs, from their data sheets. Imports no torch."""
 
+import contextlib
+import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_tape.ops.backends.table import BLACKWELL, HOPPER, OTHER_GPU
@@ -56,3 +59,19 @@ def peak_flops(gpu: str) -> float | None:
         return None
     # Whole words, so that a GB200 is not taken for a B200.
     return next((peak for kind, peak in PEAKS.items() if re.search(rf"\b{kind}\b", gpu)), None)
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this process's cgroup may use: its limit, or the node's memory if lower."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            # Version 2 names no controller. A container may hide the path of its group, but has its limit at the top.
+            mount, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+            for folder in (Path(group), *Path(group).parents):
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    limits.append(int(Path("/sys/fs/cgroup", mount, str(folder).lstrip("/"), name).read_text()))
+    return min(limits)

@@ -6,10 +6,17 @@ per cent more, which are not included.
 """
 
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends.table import CPU
+from megatron_tape.parallel.launcher import local_world_size
 from megatron_tape.planning.activations import activations
+from megatron_tape.planning.hardware import host_memory
 from megatron_tape.planning.parameters import parameters
 from megatron_tape.planning.plan import Plan
+from megatron_tape.text import byte_size, counted
 
 LIVE_PARAMETERS = 1_000_000_000
 """DeepSpeed's default of stage3_max_live_parameters."""
@@ -79,6 +86,25 @@ def memory_of_stage(plan: Plan) -> Memory:
         output_gradient=kept.output_gradient,
         working=max(loss, kept.backward, reducing, updating),
     )
+
+
+def check_host_memory(config: RunConfig, processes: int) -> None:
+    """Raise ConfigError if a step on CPUs cannot fit in this process's share of the node's memory.
+
+    CPUs need more than the estimate, since norms and attention keep more there; it is a lower bound without ZeRO's
+    buffers, which may be allocated but never used.
+    """
+    needed, sharing = memory(Plan(config, processes, generation=CPU)), local_world_size()
+    available = host_memory() // sharing
+    least, state = needed.peak - needed.buffers, needed.weights + needed.gradients + needed.optimizer
+    key, fix = "train.micro_batch_size", "lower it"
+    if state > available:
+        key, fix = "model.hidden_size", "lower it or model.num_layers, or train on a node with more memory"
+    elif config.train.micro_batch_size == 1:
+        key, fix = "model.seq_length", "lower it, or set train.recompute to full"
+    problem = f"is {attrgetter(key)(config)}, with which a step needs at least {byte_size(least)} per process, "
+    problem += f"but {byte_size(available)} are available to each of {counted(sharing, 'process', 'processes')} here"
+    refuse(least > available, key, problem, fix)
 
 
 def zero_state(plan: Plan) -> State:

@@ -31,6 +31,7 @@ from megatron_tape.model.initialization import initialize_weights, weight_initia
 from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
+from megatron_tape.planning.memory import check_host_memory
 from megatron_tape.run import metrics
 from megatron_tape.run.attempts import INTERRUPTED, SKIPPED, TRAINING, Attempt, read_skipped_data
 from megatron_tape.run.metrics import MetricsWriter
@@ -101,6 +102,8 @@ class Trainer:
             parallel.pipeline_model_parallel_size,
         )
         chosen_backend(config.model, dtype_of(config), self.layout.device)
+        if self.layout.device.type == "cpu":
+            check_host_memory(config, self.layout.world_size)
         if watch.attempt is None:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
         watch.progress("reading the checkpoint")

@@ -19,12 +19,15 @@ from training_cases import RECIPE, option, packed, rows, steps_saved
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import ConfigError
 from megatron_tape.model import backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.backends.choice import Choice
 from megatron_tape.ops.kernels import triton_attention
 from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.planning import memory
 from megatron_tape.run.judging import read_attempts
 from megatron_tape.training import model_building
 from megatron_tape.training.engine import Engine
@@ -357,3 +360,27 @@ def test_bf16_on_a_cpu_without_its_instructions_is_warned_about(monkeypatch, cap
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
     model_building._log_settings(configurations.make(), initialize_distributed(1))
     assert ("fp32 is faster: --train.precision fp32" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    "setting, key",
+    [
+        ("--train.micro_batch_size=1000000 --train.global_batch_size=1000000", "train.micro_batch_size is 1000000"),
+        (
+            "--model.num_layers=1000 --model.hidden_size=65536 --model.num_attention_heads=512",
+            "model.hidden_size is 65536",
+        ),
+        ("--model.seq_length=100000000 --train.micro_batch_size=1", "model.seq_length is 100000000"),
+    ],
+)
+def test_a_step_that_exceeds_the_memory_of_the_node_is_refused(setting, key):
+    given = ["--config", str(RECIPE), "--model.position_encoding=rope", *setting.split()]
+    config = parse_run_config(given)
+    with pytest.raises(ConfigError, match=f"{key}, with which a step needs at least .* of 1 process here; lower it"):
+        memory.check_host_memory(config, 1)
+
+
+def test_the_memory_of_the_node_is_checked_before_training(run, monkeypatch, capfd):
+    monkeypatch.setattr(memory, "host_memory", lambda: 2**10)
+    assert run() == 2
+    assert "1.00 KiB are available to each of 1 process here" in capfd.readouterr().err
