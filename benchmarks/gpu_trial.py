@@ -178,7 +178,7 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
                 yield f"{name} of {case['shape']} {case['name']} at {case['length']} tokens", why
         for result in results.get("results", []):
             yield from ((f"{result['shape']} {c}", why) for c, why in result["rejected"].items() if " " in c)
-        yield from ((f"{rival} in {name}", why) for rival, why in results.get("rejected_rivals", {}).items())
+        yield from ((f"{baseline} in {name}", why) for baseline, why in results.get("rejected_rivals", {}).items())
         yield from ((test, how) for test, how in results.get("tests", {}).items() if how.startswith("failed"))
 
 

@@ -6,7 +6,7 @@
 
 A step is `Engine.train_step`, as in training: all micro-batches, averaging over ranks, clipping, Adam. Data loading is
 excluded; every step trains on the same random tokens. With one process, models of the same sizes from transformers and
-Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` selects these rivals. On a CPU, the steps of
+Megatron-core (benchmarks/baselines.py) train on the same tokens; `--against` selects them. On a CPU, the steps of
 all models alternate, and a ratio is the median over paired steps. On a GPU, models are measured one after another. If
 RoPE and TAPE have different losses at initialization, no figure is reported.
 
@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
+from benchmarks.baselines import BASELINES, Baseline
 from benchmarks.environment import Record, add_record_arguments, quiet_libraries
 from benchmarks.measured_model import ENCODINGS, MAX_LOSS_ERROR, SHAPES, MeasuredModel, Shape, dtype_of, run_config
-from benchmarks.rivals import RIVALS, Rival
 from benchmarks.tables import step_table
 from benchmarks.timing import matmul_peak, reason
 from megatron_tape import command_line
@@ -107,9 +107,9 @@ class Comparison:
     def run(self) -> dict:
         """Measure all models and return the results. Raises ConfigError if RoPE and TAPE differ (`_check_parity`)."""
         self.log(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
-        rivals = [name for name in self.rivals() if self._can_train(name)]
+        baselines = [name for name in self.baselines() if self._can_train(name)]
         # On a GPU, TAPE comes first because it needs the most memory.
-        groups = [(name,) for name in ("tape", "rope", *rivals)] if self.on_gpu else [(*ENCODINGS, *rivals)]
+        groups = [(name,) for name in ("tape", "rope", *baselines)] if self.on_gpu else [(*ENCODINGS, *baselines)]
         for group in groups:
             with ExitStack() as stack:
                 models = {name: stack.enter_context(self._built(name)) for name in group}
@@ -118,11 +118,11 @@ class Comparison:
                 self._measure(models)
         return self.result
 
-    def rivals(self) -> list[str]:
-        """Return the rivals of --against; by default those that are installed, or none with several processes."""
+    def baselines(self) -> list[str]:
+        """Return the baselines of --against; by default those that are installed, or none with several processes."""
         if self.arguments.against is not None:
             return self.arguments.against
-        return [name for name in RIVALS if importlib.util.find_spec(name)] if self.layout.world_size == 1 else []
+        return [name for name in BASELINES if importlib.util.find_spec(name)] if self.layout.world_size == 1 else []
 
     def log(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -177,8 +177,8 @@ class Comparison:
             tape["mfu_of_rope_flops"] = tape["mfu"] and tape["mfu"] * rope["flops_per_token"] / tape["flops_per_token"]
             self.result["ratio_time"] = self._ratio("tape", "rope")
             self.result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
-        if rivals := [name for name in models if name not in ENCODINGS]:
-            fastest = min(rivals, key=lambda name: models[name]["seconds_per_step"])
+        if baselines := [name for name in models if name not in ENCODINGS]:
+            fastest = min(baselines, key=lambda name: models[name]["seconds_per_step"])
             self.result["fastest_rival"] = fastest
             self.result["ratios_to_fastest_rival"] = {name: self._ratio(name, fastest) for name in models}
         if self.record and "parity" in self.result:
@@ -191,14 +191,14 @@ class Comparison:
             return ours["seconds_per_step"] / others["seconds_per_step"]
         return statistics.median(a / b for a, b in zip(ours["seconds"], others["seconds"]))
 
-    def _can_train(self, rival: str) -> bool:
-        """Return whether a rival can take a step; if not, record the reason."""
+    def _can_train(self, baseline: str) -> bool:
+        """Return whether a baseline can take a step; if not, record the reason."""
         try:
-            with self._built(rival) as measured:
+            with self._built(baseline) as measured:
                 measured.step()
         except Exception as error:  # an error in a library, or out of memory
-            self.result.setdefault("rejected_rivals", {})[rival] = reason(error)
-            self.log(f"warning: {rival} is not measured: {reason(error)}")
+            self.result.setdefault("rejected_rivals", {})[baseline] = reason(error)
+            self.log(f"warning: {baseline} is not measured: {reason(error)}")
             return False
         return True
 
@@ -214,7 +214,7 @@ class Comparison:
             if name == "rope":
                 self.plain_losses = measured.plain_losses
         else:
-            measured = Rival(name, self.configs["rope"], self.layout)
+            measured = Baseline(name, self.configs["rope"], self.layout)
         seconds = time.perf_counter() - started
         self.log(f"{name}: {parameter_count(measured.config.model):,} parameters, built in {seconds:.1f} s")
         try:
@@ -268,8 +268,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
     add("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
     add("--tensor-parallel", type=whole_number, default=1, metavar="T", help="default: %(default)s")
     add("--backend", choices=ATTENTION_BACKENDS, default="auto", help="attention backend (default: %(default)s)")
-    against = f"rivals to measure: any of {', '.join(RIVALS)} (default: those installed)"
-    add("--against", nargs="*", choices=RIVALS, metavar="NAME", help=against)
+    against = f"baselines to measure: any of {', '.join(BASELINES)} (default: those installed)"
+    add("--against", nargs="*", choices=BASELINES, metavar="NAME", help=against)
     add("--warmup", type=whole_number, default=2, metavar="N", help="warm-up steps (default: %(default)s)")
     repetitions = "timed steps per model (default: %(default)s)"
     add("--repetitions", type=whole_number, default=7, metavar="N", help=repetitions)

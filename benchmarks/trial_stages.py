@@ -95,8 +95,8 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
     """Time training steps of TAPE, RoPE and transformers' Llama at a shape; for 1.3b-4k, also write traces."""
     from benchmarks import train_step
 
-    rivals = ["transformers", *(["megatron"] if "megatron" in options.also else [])]
-    against = [name for name in rivals if importlib.util.find_spec(name)]
+    baselines = ["transformers", *(["megatron"] if "megatron" in options.also else [])]
+    against = [name for name in baselines if importlib.util.find_spec(name)]
     large = shape.startswith("1.3b")
     arguments = ["--shape", "toy" if options.toy else shape, "--warmup", "1" if large else "2"]
     arguments += ["--repetitions", "1" if options.toy else "3", *(["--profile"] if large else [])]

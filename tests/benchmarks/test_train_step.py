@@ -1,4 +1,4 @@
-"""Training steps of RoPE, TAPE and rivals are compared, but only if RoPE and TAPE have the same first losses."""
+"""Training steps of RoPE, TAPE and baselines are compared, but only if RoPE and TAPE have the same first losses."""
 
 import dataclasses
 import gzip
@@ -10,8 +10,8 @@ import torch
 from launch import run_group
 
 from benchmarks import train_step
+from benchmarks.baselines import BASELINES, Baseline
 from benchmarks.measured_model import ENCODINGS, SHAPES, run_config
-from benchmarks.rivals import RIVALS, Rival
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import ConfigError
 from megatron_tape.planning.flops import flops_per_token
@@ -28,9 +28,9 @@ def measured(folder, *options, against=()):
 
 @pytest.fixture(scope="module")
 def alternating(tmp_path_factory):
-    """Return the record of an fp32 run with both rivals and a profile, and its folder."""
+    """Return the record of an fp32 run with both baselines and a profile, and its folder."""
     folder = tmp_path_factory.mktemp("alternating")
-    return measured(folder, "--profile", "--commit=abc", against=RIVALS), folder
+    return measured(folder, "--profile", "--commit=abc", against=BASELINES), folder
 
 
 def check(record, processes=1):
@@ -47,19 +47,19 @@ def check(record, processes=1):
         assert 0 < found["memory"]["peak"]
 
 
-def test_tape_rope_and_rivals_alternate_and_learn_the_same_tokens(alternating):
+def test_tape_rope_and_baselines_alternate_and_learn_the_same_tokens(alternating):
     record, folder = alternating
     check(record)
     models, seconds = record["models"], {name: found["seconds"] for name, found in record["models"].items()}
-    assert list(models) == [*ENCODINGS, *RIVALS] and record["environment"]["commit"] == "abc"
+    assert list(models) == [*ENCODINGS, *BASELINES] and record["environment"]["commit"] == "abc"
     assert record["ratio_time"] == pytest.approx(sum(t / r for t, r in zip(seconds["tape"], seconds["rope"])) / 2)
     assert record["ratio_memory"] > 1 and models["tape"]["position_update"] == "plain torch"
     first = models["rope"]["losses"][0]
-    for name in RIVALS:
+    for name in BASELINES:
         losses = models[name]["losses"]
         assert losses[0] == pytest.approx(first, abs=0.3) and losses[-1] < first
     fastest, ratios = record["fastest_rival"], record["ratios_to_fastest_rival"]
-    assert fastest == min(RIVALS, key=lambda name: models[name]["seconds_per_step"])
+    assert fastest == min(BASELINES, key=lambda name: models[name]["seconds_per_step"])
     for name, ratio in ratios.items():
         assert ratio == pytest.approx(sum(a / b for a, b in zip(seconds[name], seconds[fastest])) / 2)
     for name in ENCODINGS:
@@ -67,11 +67,11 @@ def test_tape_rope_and_rivals_alternate_and_learn_the_same_tokens(alternating):
             assert json.load(file)["traceEvents"]
 
 
-def test_a_rival_that_cannot_take_a_step_is_skipped_and_bf16_trains(tmp_path, monkeypatch):
+def test_a_baseline_that_cannot_take_a_step_is_skipped_and_bf16_trains(tmp_path, monkeypatch):
     def step(self):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(Rival, "step", step)
+    monkeypatch.setattr(Baseline, "step", step)
     options = ["--precision=bf16", "--backend=tiled", "--recompute=full"]
     record = measured(tmp_path, *options, against=["transformers"])
     check(record)

@@ -1,4 +1,4 @@
-"""Rivals: models of other libraries that `benchmarks.train_step` compares with, Llama and GPTModel.
+"""Baselines: models of other libraries that `benchmarks.train_step` compares with, Llama and GPTModel.
 
 transformers' Llama uses torch's SDPA, Megatron-core's GPTModel uses Megatron's local layers. Both are RoPE models of
 the same sizes as this project's. torch's fused AdamW trains fp32 weights with gradients clipped to a norm of 1; with
@@ -86,7 +86,7 @@ class Megatron(nn.Module):
         return self.gpt(tokens, self.positions.expand_as(tokens), self.mask, labels=labels).mean()
 
 
-RIVALS = {"transformers": Llama, "megatron": Megatron}
+BASELINES = {"transformers": Llama, "megatron": Megatron}
 
 
 class PlainEngine:
@@ -118,13 +118,13 @@ class PlainEngine:
         return StepResult(total.item(), norm.item(), skipped=False)
 
 
-class Rival(MeasuredModel):
-    """A rival with its optimizer, measured like this project's models; `config` is that of the RoPE model."""
+class Baseline(MeasuredModel):
+    """A baseline with its optimizer, measured like this project's models; `config` is that of the RoPE model."""
 
     def __init__(self, name: str, config: RunConfig, layout: ParallelLayout):
         self.name, self.config, self.layout = name, config, layout
         seed_everything(config.train.seed, layout)
-        self.model = RIVALS[name](config.model, dtype_of(config), layout)
+        self.model = BASELINES[name](config.model, dtype_of(config), layout)
         self.batches = random_batches(config, layout)
         self.engine = PlainEngine(self.model)
 
