@@ -20,6 +20,7 @@ SAMPLES = {
     "perplexity.documents": 2,
     "context_gain.documents": 2,
     "passkey.samples": 1,
+    "passkey.depths": 2,
     "passkey.lengths": "[256]",
     "ruler.samples": 1,
     "ruler.lengths": "[1024]",
