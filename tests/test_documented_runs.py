@@ -111,7 +111,7 @@ def follow(folder, page):
         code = re.sub(FILE, "", code, flags=re.M).strip()
         if SHELL.match(code):
             shell(folder, code)
-        elif re.match(r"from|import", code) and "..." not in code.split():
+        elif re.match(r"from|import", code) and "BUILT_IN" not in code:
             run(folder, code, sys.executable, "-")
 
 
@@ -135,9 +135,6 @@ def repository(tmp_path_factory):
         (programs / name).write_text(f"#!{sys.executable}\n{stand_in}", encoding="utf-8")
         (programs / name).chmod(0o755)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size)[-60:]
-    (folder / "home" / "my-project").mkdir()
-    for path in files:
-        shutil.copy(path, folder / "home" / "my-project")
     texts = [path.read_text(encoding="utf-8") for path in files]
     (folder / "data").mkdir()
     for name in ("held_out.jsonl", "data/held_out.jsonl"):
