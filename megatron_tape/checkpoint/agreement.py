@@ -29,7 +29,7 @@ def on_rank_0(layout: ParallelLayout, path: Path, failure: str, action: Callable
 class Agreement:
     """A context that catches this rank's exception, for `check` to raise it on all ranks.
 
-    Without it, the other ranks would wait in the next collective operation forever.
+    Without this, the other ranks would wait in the next collective operation forever.
     """
 
     def __init__(self, layout: ParallelLayout, check_owner: Callable[[], None] = lambda: None):
@@ -47,9 +47,9 @@ class Agreement:
     def check(self, path: Path, failure: str) -> None:
         """Raise the same error on all ranks if the block failed on any. All ranks call this together after the block.
 
-        Raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError with the first failing rank's
-        message. It starts with `failure`, such as `cannot read a checkpoint`. If the exception is not a UserError,
-        `path` is the subject.
+        Raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError. The message starts with
+        `failure`, such as `cannot read a checkpoint`, followed by the error of the first rank that failed. `path` is
+        the subject of the message unless the error is a UserError.
         """
         failures: list[tuple | None] = [None] * self._layout.world_size
         dist.all_gather_object(failures, None if self._error is None else self._parts(path))

@@ -9,7 +9,7 @@ Readers accept both names, so that one of the two always exists. `step-00000100.
 which the run continued from an earlier one (see `prune`). Names that start with a dot and end in `.partial` are
 leftovers of killed processes.
 
-A checkpoint may be a symbolic link, of which only the link is removed. Files that are not in the manifest are ignored.
+If a checkpoint is a symbolic link, only the link is removed. Files that are not in the manifest are ignored.
 Only one process at a time may call these functions, but several may write files into one staging directory.
 """
 
@@ -74,7 +74,7 @@ class Progress(TypedDict, total=False):
 
 
 class Source(TypedDict):
-    """A reference to the checkpoint that contains the frozen weights that another checkpoint omits."""
+    """A reference to a checkpoint with frozen weights, in the `state.json` of a checkpoint that omits them."""
 
     path: str
     manifest_sha256: str
@@ -126,7 +126,7 @@ def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, File
     sync_directory(staging)
     for name, entry in files.items():
         if problem := _file_problem(staging / name, name, entry, deep=False):
-            fix = "set checkpoint.directory to a file system that all nodes share"
+            fix = "set checkpoint.directory to a directory that all nodes share"
             raise CheckpointError(str(staging), f"is not complete: {problem}", fix)
     root = Path(root)
     final, replaced = root / _name(step), root / f"{_name(step)}.replaced"
@@ -287,7 +287,7 @@ def _name(step: int) -> str:
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
-    """Do the same as `problems`, but raise OtherFormat, and OSError if the disk cannot be read."""
+    """Like `problems`, but raise OtherFormat if another version wrote it, and OSError if the disk fails."""
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
     try:

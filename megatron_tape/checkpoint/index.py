@@ -74,10 +74,10 @@ def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) ->
 
 
 def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> dict[str, int]:
-    """Return the rank, of `ranks` ranks, for each item of `sizes`, so that all ranks have about the same total size.
+    """Distribute items of the given sizes evenly over `ranks` ranks; return the rank of each item.
 
-    Totals differ by at most the largest item. At most `limit` ranks have items; they are spread evenly over all ranks,
-    and therefore over the nodes.
+    The total sizes of two ranks differ by at most the largest item. With `limit`, at most `limit` ranks have items.
+    These ranks are spaced evenly, so that they are spread over the nodes.
     """
     count = min(len(sizes), ranks if limit is None else min(ranks, limit))
     loads = [(0, number) for number in range(count)]
@@ -92,14 +92,14 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
 def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None) -> dict[str, int]:
     """Return the rank, among `ranks` ranks with the same weights, that writes each tensor.
 
-    `sizes` are the bytes of the tensors of these ranks, which are one of the model's `shards` shards (tensor-parallel
-    ranks times pipeline stages). `limit` is `checkpoint.writers`.
+    `sizes` are the sizes of their tensors in bytes. `shards` is the number of shards of the model: the tensor-parallel
+    size times the number of pipeline stages. `limit` is `checkpoint.writers`.
     """
     return balance(sizes, ranks, writer_count(sum(sizes.values()), shards, limit))
 
 
 def writer_count(size: int, shards: int, limit: int | None) -> int:
-    """Return the number of ranks that write one of a model's `shards` shards, which has `size` bytes."""
+    """Return how many ranks write a shard of `size` bytes, for a model with `shards` shards; see `writers`."""
     if limit is None:
         limit = min(MAX_FILES, shards * math.ceil(size / FILE_BYTES))
     return max(1, limit // shards)
@@ -111,8 +111,9 @@ def readers(
     """Return the rank that reads each file, among the `tensor_size` * `replicas` * `stages` ranks of a run.
 
     `sizes` are the files' sizes in bytes, and `saved_size` is the tensor-parallel size with which the checkpoint was
-    saved. If that equals `tensor_size` and there is one pipeline stage, a file is read by a rank that needs its
-    tensors, which sends them to the ranks with the same weights. Otherwise any rank reads it and sends them to all.
+    saved. If that equals `tensor_size` and there is one pipeline stage, each file is read by a rank that needs its
+    tensors. That rank sends them to the ranks with the same weights. Otherwise any rank may read a file; it sends the
+    tensors to all ranks.
     """
     groups: dict[int | None, dict[str, int]] = {}
     for name, size in sizes.items():

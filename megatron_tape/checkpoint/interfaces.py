@@ -1,4 +1,4 @@
-"""Protocols that higher packages implement: the engine whose state is saved, and the right to write checkpoints."""
+"""Protocols that higher packages implement: the engine whose state is saved, and the run's attempt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,9 +24,9 @@ class EngineState(Protocol):
         """Return the size in bytes of each tensor of this rank's shard; `frozen` includes frozen parameters."""
 
     def training_state(self, owner: Callable[[str], int], frozen: bool) -> dict[str, Tensor]:
-        """Return the tensors for which `owner(key)` is this rank, numbered among the ranks with the same weights.
+        """Return the tensors that this rank owns, by key. All ranks call this together.
 
-        `frozen` includes frozen parameters. All ranks call this together.
+        `owner(key)` is the owner's index among the ranks with the same weights. `frozen` includes frozen parameters.
         """
 
     def load_training_state(

@@ -20,7 +20,7 @@ from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import AVERAGE
 
 IMPORTED = "base"
-"""The directory in a run's directory with the checkpoint of the imported Hugging Face model that the run extends."""
+"""Name of a run's subdirectory for the model that the run extends, imported from Hugging Face as a checkpoint."""
 
 
 class NoCheckpoint(CheckpointError):
@@ -62,10 +62,10 @@ def _configured(run: Path) -> Path | None:
 
 
 def resolve_resume(resume: str, root: str | Path) -> str:
-    """Return the setting `checkpoint.resume`, replaced by auto if the run already has checkpoints of its own.
+    """Return `auto` if `resume` is a checkpoint of another run and this run has checkpoints; otherwise `resume`.
 
-    `root` is `checkpoint.directory`. The replacement applies only if `resume` is a checkpoint outside of `root`, from
-    which a run starts once.
+    `resume` is `checkpoint.resume`, and `root` is `checkpoint.directory`. A run starts from a checkpoint outside of
+    `root` only once; after that it continues its own checkpoints.
     """
     elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
     return "auto" if elsewhere and files.list_checkpoints(root) else resume
@@ -108,8 +108,9 @@ def source_record(checkpoint: Path) -> Source:
 def find_source(checkpoint: Path, state: State) -> Path | None:
     """Return the checkpoint with the frozen weights that `checkpoint` omits, or None if it omits none.
 
-    The checkpoint is at the path that `state` records or, if the run's directory was moved, in its directory
-    `IMPORTED`. Raises CheckpointError if it does not exist, or its manifest has changed since `checkpoint` was saved.
+    That checkpoint is at the path in `state["frozen_from"]` or, if the run's directory was moved, in the run's
+    subdirectory `IMPORTED`. Raises CheckpointError if it does not exist, or its manifest has changed since `checkpoint`
+    was saved.
     """
     record = state.get("frozen_from")
     if record is None:

@@ -25,9 +25,9 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
     """Open the checkpoint of `checkpoint.resume`, or return None to start without one. All ranks call this together.
 
     `auto` selects the newest complete checkpoint, and warns about broken ones that it skips. A path outside of the
-    run's directory has the same effect once the run has checkpoints of its own. Raises CheckpointError if the path is
-    not a complete checkpoint, if all checkpoints of the run are broken, or if a file of the selected checkpoint cannot
-    be read.
+    run's directory acts like `auto` once the run has checkpoints of its own. Raises CheckpointError if the path is not
+    a complete checkpoint, if all checkpoints of the run are broken, or if a file of the selected checkpoint cannot be
+    read.
     """
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
@@ -71,7 +71,7 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     """
     with Agreement(layout) as agreement:
         if not path.is_dir():
-            fix = "set checkpoint.directory to a file system that all nodes share"
+            fix = "set checkpoint.directory to a directory that all nodes share"
             raise CheckpointError(str(path), f"does not exist on node {node_name()}", fix)
     agreement.check(path, "cannot read a checkpoint")
     checkpoint, damage = on_rank_0(layout, path, "cannot read a checkpoint", lambda: _records(path))
@@ -93,7 +93,7 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
 
 
 def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Read a checkpoint's manifest, state and index, and compare the file sizes; return as `_open` does."""
+    """Do the same as `_open` without the checksums: read the manifest, state and index, and compare file sizes."""
     if damage := files.problems(path, deep=False):
         return None, damage
     try:

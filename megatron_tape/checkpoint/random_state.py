@@ -64,7 +64,7 @@ def set_random_state(packed: bytes) -> None:
 
 
 def pack_states(states: list[bytes]) -> dict[str, Tensor]:
-    """Return the tensors of the file `RANDOM`: a padded row with the state of each rank, and the states' lengths."""
+    """Return the tensors of the file `RANDOM`: the ranks' states, padded to one length, and their actual lengths."""
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
     for row, state in zip(rows, states, strict=True):

@@ -39,8 +39,8 @@ def check_files(
 ) -> tuple[dict[str, bytearray | mmap.mmap], list[str]]:
     """Compare the checksums of the files `names` with the manifest's `files`.
 
-    Return the contents of tensor files, up to CACHED_BYTES, and a sentence for each damaged file. Tensors of other
-    files are read again later. Raises CheckpointError if a file cannot be read: the cause may be the disk or network.
+    Return the contents of tensor files, up to CACHED_BYTES in total, and a sentence for each damaged file. Raises
+    CheckpointError if a file cannot be read, because of the disk or network.
     """
     free, cached, problems = CACHED_BYTES, {}, []
     for name in names:
@@ -106,7 +106,7 @@ class Checkpoint:
         _ = self.files, self.index
 
     def places(self) -> dict[str, list[tuple[str, Place] | None]]:
-        """Return, for each key, the file and the place in it of each tensor-parallel rank's shard, None if missing."""
+        """Return, for each key, the file and index entry of each tensor-parallel rank's shard, or None if missing."""
         shards_of: dict[str, list[tuple[str, Place] | None]] = {}
         for file, places in self.index.items():
             for key, place in places.items():
@@ -158,7 +158,7 @@ class Reader:
     """
 
     def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], layout: ParallelLayout):
-        """Create a reader for `parameters`, this rank's by name.
+        """Create a reader for this rank's `parameters` by name.
 
         Raises CheckpointError if a tensor in the checkpoint has another shape than its parameter.
         """

@@ -56,9 +56,9 @@ WITHOUT_EFFECT = (
 def check_same_model(path: Path, config: RunConfig) -> None:
     """Raise ConfigError if a run with this configuration cannot continue the checkpoint at `path`.
 
-    The settings of the model must be equal, except CHANGEABLE_MODEL_KEYS, and the optimizer must be the same. If one of
-    the checkpoint and the run extends the context of a model, the other must extend the same model, and both must train
-    the same kinds of parameters.
+    The settings of the model must be equal, except CHANGEABLE_MODEL_KEYS, and the optimizer must be the same. If the
+    checkpoint or the run extends the context of a model, both must extend the same model and train the same kinds of
+    parameters.
     """
     state = read_state(path)
     sections = state["config"]
@@ -195,7 +195,7 @@ def model_differences(
 ) -> list[str]:
     """Return a description of each model setting that differs between `a` and `b`, such as `model.num_layers: ...`.
 
-    `names` are what the descriptions call `a` and `b`. Only keys of both are compared, and keys in `free` may differ.
+    `names` are what the descriptions call `a` and `b`. Keys that are in only one of them or in `free` are skipped.
     A null equals the value that is derived from other settings.
     """
     differing = {key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free}

@@ -54,9 +54,9 @@ class Writer:
 class Save:
     """A save in progress: call `advance` until it returns the checkpoint's directory. All ranks do this together.
 
-    The checkpoint is that of `step` steps, in which the run has trained on or skipped `samples` sequences. `progress`
-    is JSON for `state.json`. The constructor copies the state, so training may continue when it returns. With
-    `in_thread`, a background thread writes the files.
+    `step` is the last completed step, up to which the run has trained on or skipped `samples` sequences. `progress` is
+    JSON for `state.json`. The constructor copies the state, so training may continue when it returns. With `in_thread`,
+    a background thread writes the files.
 
     The constructor and `advance` raise the same error on all ranks: StaleAttempt if a newer attempt owns the run,
     CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and no files of this one remain.
