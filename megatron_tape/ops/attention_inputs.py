@@ -47,7 +47,7 @@ class AttentionInputs(Positions):
         return rotate_groups(q, z), rotate_groups(k, z)
 
     def with_one_value(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `rotated` q and k, and the value: v (T, B, G, D), or [v | z] (T, B, G, 2D) with `average_state`."""
+        """Return q and k as `rotated` does, and v (T, B, G, D) or, with `average_state`, [v | z] (T, B, G, 2D)."""
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
         if self.rotate and rotates_fused(self.q_SBHD):

@@ -78,20 +78,20 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     high = sums_BHT.to(dtype)
     low = (sums_BHT - high).detach().to(dtype)
 
-    def tile(rows: slice, columns: slice, of_query: Tensor, of_key: Tensor, low: Tensor, *rest: Tensor) -> Tensor:
+    def tile(rows: slice, columns: slice, of_query: Tensor, of_key: Tensor, low: Tensor, *of_bias: Tensor) -> Tensor:
         origin, origin_low = (x[..., rows.start, None].detach() for x in (of_query, low))
         gates = ((origin - of_key[..., columns]) + (origin_low - low[..., columns]))[..., None, :]
         if rows.stop - rows.start > NEAR:
             gates = gates + ((of_query[..., rows] - origin) + (low[..., rows] - origin_low))[..., None]
-        return gates if bias is None else gates + bias.tile(rows, columns, *rest)
+        return gates if bias is None else gates + bias.tile(rows, columns, *of_bias)
 
     def score(
-        b: Tensor, h: Tensor, q: Tensor, k: Tensor, of_query: Tensor, of_key: Tensor, low: Tensor, *rest: Tensor
+        b: Tensor, h: Tensor, q: Tensor, k: Tensor, of_query: Tensor, of_key: Tensor, low: Tensor, *of_bias: Tensor
     ) -> Tensor:
         gates = (of_query[b, h, q] - of_key[b, h, k]) + (low[b, h, q] - low[b, h, k])
-        return gates if bias is None else gates + bias.score(b, h, q, k, *rest)
+        return gates if bias is None else gates + bias.score(b, h, q, k, *of_bias)
 
-    def left_out(rows: slice, of_query: Tensor, *rest: Tensor) -> Tensor:
+    def left_out(rows: slice, of_query: Tensor, *_: Tensor) -> Tensor:
         return of_query[..., rows]
 
     of_bias = () if bias is None else bias.tensors

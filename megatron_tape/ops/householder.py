@@ -104,6 +104,6 @@ def scores_through_reflections(q_BHrD: Tensor, tokens: slice, local: Tensor, sol
 
 
 def _blocks(x_BGTE: Tensor) -> Tensor:
-    """Split the tokens into blocks (N, B*G, C, E), of which the last one is padded with zeros; E is any width."""
+    """Split the tokens into blocks (N, B*G, C, E), and pad the last block with zeros; E is any width."""
     x = F.pad(x_BGTE, (0, 0, 0, -x_BGTE.shape[2] % BLOCK)).flatten(0, 1)
     return x.unflatten(1, (-1, BLOCK)).transpose(0, 1)

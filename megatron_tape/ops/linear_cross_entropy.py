@@ -166,7 +166,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor, only: bool) -> Tensor:
-    """Return left @ right, plus `total` unless None, in at least float32 unless this is the `only` product to add."""
+    """Return `total` + left @ right. A new total (None) has at least float32 unless this is the `only` product."""
     if total is None:
         product = left @ right
         return product if only else product.to(_wide(right))

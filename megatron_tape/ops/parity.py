@@ -166,7 +166,7 @@ def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, toke
     if not (shapes.averages and fits_fused(groups, heads)):
         return {}
     mixing = (groups, heads) if shapes.full_mixing else (heads,)
-    states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]
+    states = [draw(tokens, *sizes) for sizes in ((groups, dim), (heads, dim), (P,))]
     matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, groups), (groups, P))]
     fused, plain = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
     return {"position update": Check(fused, plain, [*states, *matrices])}

@@ -88,7 +88,7 @@ def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm, by the series of the inverse tanh for a mantissa between sqrt(1/2) and sqrt(2)."""
+    """Return the natural logarithm: the series of artanh, for a mantissa between sqrt(1/2) and sqrt(2)."""
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> MANTISSA_BITS
     mantissa = (bits - (exponent << MANTISSA_BITS)).view(torch.float32)

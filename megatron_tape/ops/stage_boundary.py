@@ -16,7 +16,7 @@ def pack(hidden_sBC: Tensor, state: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the hidden states (s, B, `hidden_size`) and the state, of `shape` (T, B, ...) and `dtype`, of `packed`."""
+    """Split the result of `pack` into hidden states (s, B, `hidden_size`) and a state of `shape` and `dtype`."""
     return _Unpack.apply(packed, hidden_size, shape, dtype)
 
 

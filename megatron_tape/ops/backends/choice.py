@@ -147,7 +147,7 @@ def takes_wide_value(device: torch.device, head_dim: int, grouped: bool) -> bool
 
 
 def rotates_fused(x: torch.Tensor) -> bool:
-    """Return whether `ops.kernels.triton_rotation` can rotate x, which must be on a GPU and have at most 32 bits."""
+    """Return whether `ops.kernels.triton_rotation` can rotate x: on a GPU with Triton, in fp32, bf16 or fp16."""
     return x.is_cuda and x.dtype.itemsize <= 4 and _rotation_runs(x.device, x.dtype)
 
 

@@ -70,7 +70,7 @@ def _choose_tiles(functions: Any) -> None:
 
 
 class _Tiles:
-    """Wraps a function of version 4 that selects a configuration; overrides it for some widths of (key, value)."""
+    """Replaces a function of version 4 that selects tile sizes: returns `ours` by (key width, value width) first."""
 
     def __init__(self, ours: dict[tuple[int, int], object], theirs: Callable[..., object]):
         self._ours, self._theirs = ours, theirs

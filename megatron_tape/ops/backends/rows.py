@@ -43,7 +43,10 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
 
 
 class _Scoring:
-    """Computes the scores of a block of queries: a `Rescore` of the first `count` tensors, plus a bias of the rest."""
+    """Computes the scores of a block of queries: those of `rescore` plus `bias`.
+
+    The first `count` tensors of a call are those of `rescore`, the remaining ones those of `bias`.
+    """
 
     def __init__(self, rescore: Rescore, bias: Bias | None, count: int, starts_BT: Tensor | None):
         self.takes_scores = rescore.takes_scores

@@ -23,7 +23,7 @@ from megatron_tape.ops.bias import Bias
 QUERIES, KEYS = 128, 256
 """Rows and columns of a tile."""
 LOG2_E = 1 / math.log(2)
-"""Factor of scores for exp(x) = exp2(x LOG2_E): on CPUs, exp2 takes a third of the time of exp."""
+"""log2(e), to compute exp(x) as exp2(x LOG2_E): on CPUs, exp2 takes a third of the time of exp."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
