@@ -41,7 +41,7 @@ class CopePosition(PositionEncoding):
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs. Saved is an fp32 copy of the embeddings, if the run uses a narrower precision."""
+        """Return the costs. In bf16 or fp16, an fp32 copy of the embeddings is saved for the backward pass."""
         elements = (self.settings.cope_max_position + 1) * self.model.head_dim
         products = self.model.num_attention_heads * (elements + self.model.seq_length)
         return Costs(multiply_adds=products, saved=4 * elements if batch.width < 4 else 0)

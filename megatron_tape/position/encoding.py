@@ -142,7 +142,7 @@ class PositionEncoding:
     starts_as: ClassVar[str | None] = None
     """Name of an encoding that this one equals at initialization, so that an extension may replace it with this one."""
     replaces: ClassVar[frozenset[str]] = frozenset()
-    """Names of other encodings that an extension may replace with this one. The model must adapt to the difference."""
+    """Names of encodings that an extension may replace with this one although the model's outputs change."""
     exports_to: ClassVar[str | None] = "code"
     """Export format: `plain`, an architecture of transformers; `tape`, the TAPE architecture; `code`, an architecture
     that runs this encoding's file; None, no export.
@@ -152,8 +152,7 @@ class PositionEncoding:
     extended_by: ClassVar[frozenset[str]] = frozenset()
     """Names of the settings that an extension of the context may change."""
     restarts_in_documents: ClassVar[bool] = False
-    """Whether positions restart in each packed document. Encodings that use more than position differences need
-    this."""
+    """Whether positions restart in each packed document, for encodings that depend on absolute positions."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """Create the encoding of `model`.

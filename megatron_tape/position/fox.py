@@ -43,8 +43,9 @@ class FoxPosition(PositionEncoding):
     def costs(self, layer, batch) -> Costs:
         """Return the costs: the projection, and one addition per head, query and key.
 
-        Saved are the inputs of log-sigmoid, its buffer on a CPU, and the cumulative sums in float64. An all-to-all
-        replaces the gates of this rank's tokens and all heads by those of all tokens and this rank's heads.
+        The inputs of log-sigmoid, its buffer on a CPU, and the cumulative sums in float64 are saved for the backward
+        pass. An all-to-all converts gates of this rank's tokens and all heads to gates of all tokens and this rank's
+        heads.
         """
         heads, model = self.model.num_attention_heads, self.model
         gates = 4 * batch.local_tokens * heads

@@ -60,8 +60,8 @@ class PathPosition(PositionEncoding):
     def costs(self, layer, batch) -> Costs:
         """Return the costs: projections, convolution, each block's closed form, and the loop over blocks of keys.
 
-        Saved are the inputs of w and beta, and the three results of the closed form for each block of keys. The state
-        is a token's position, from which the convolution finds the start of the document.
+        The inputs of w and beta, and the three results of the closed form for each block of keys, are saved for the
+        backward pass. The state is a token's position, from which the convolution finds the start of the document.
         """
         from megatron_tape.ops.householder import BLOCK
 

@@ -84,8 +84,8 @@ class Reposition(RotaryPosition):
     def costs(self, layer, batch) -> Costs:
         """Return the costs: the MLP, and the all-to-alls of positions and their gradients.
 
-        Saved are the gate before and after silu, the content, their product, and the angles, all in fp32. The saved
-        phases are counted with the rotation of queries and keys.
+        The gate before and after silu, the content, their product, and the angles are saved in fp32 for the backward
+        pass. The phases are counted with the rotation of queries and keys.
         """
         base, model, width = super().costs(layer, batch), self.model, self.inner_width
         if not self.predicts(layer):

@@ -113,7 +113,7 @@ class RotaryPosition(PositionEncoding):
         for lower, upper in pairs if isinstance(settings, ScaledSettings) else ():
             low, high = getattr(settings, lower), getattr(settings, upper)
             keys = f"model.position.{lower}", f"model.position.{upper}"
-            refuse(low >= high, keys, f"{low} is not below {keys[1]} {high}", "lower the first or raise the second")
+            refuse(low >= high, keys, f"{low} is not below {keys[1]} {high}", f"set it below {keys[1]}")
         refuse(
             settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1,
             ("model.position.rope_theta", "model.position.rope_scaling_type"),
@@ -132,8 +132,9 @@ class RotaryPosition(PositionEncoding):
     def costs(self, layer, batch) -> Costs:
         """Return the costs. The state holds the phases, which all heads share without learned increments.
 
-        With learned increments, the state has phases for every group. The first layer saves increments and positions in
-        float64, and the phases; an all-to-all exchanges the increments' logits, since cumulative sums need all tokens.
+        With learned increments, the state has phases for every group. For the backward pass, the first layer saves
+        increments and positions in float64, and the phases. An all-to-all exchanges the increments' logits, since
+        cumulative sums need all tokens.
         """
         model = self.model
         every_group = model.query_groups * model.head_dim if layer > 0 else 0
@@ -141,7 +142,7 @@ class RotaryPosition(PositionEncoding):
         if not self.learns_on_entry(layer):
             return Costs(state=state)
         sent = batch.sent_groups(model.query_groups) * batch.width * batch.local_tokens
-        per_group = self.bytes_of_sums + model.head_dim * batch.width
+        per_group = self.position_bytes + model.head_dim * batch.width
         return Costs(
             multiply_adds=model.query_groups * model.hidden_size,
             saved=batch.tokens * batch.groups(model.query_groups) * per_group,
@@ -151,8 +152,8 @@ class RotaryPosition(PositionEncoding):
         )
 
     @property
-    def bytes_of_sums(self) -> int:
-        """Bytes saved per token and group in float64: the position and, with a sigmoid, its result."""
+    def position_bytes(self) -> int:
+        """Bytes per token and group saved in float64: the position and, if learned, the sigmoid of the increment."""
         return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.increments]
 
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":

@@ -20,7 +20,7 @@ class T5Settings(EncodingSettings):
     t5_num_buckets: int = 32
     """t5: number of distance buckets, each with a learned bias per head. Half of them hold one distance each."""
     t5_max_distance: int = 128
-    """t5: distance in tokens from which all distances share the last bucket."""
+    """t5: distances of at least this many tokens share the last bucket."""
 
 
 class T5Position(PositionEncoding):
@@ -38,7 +38,7 @@ class T5Position(PositionEncoding):
         refuse(
             distance <= buckets // 2,
             ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
-            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, although half of the buckets "
+            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, but half of the buckets "
             "hold one distance each",
             "raise model.position.t5_max_distance",
         )

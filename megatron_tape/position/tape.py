@@ -118,10 +118,10 @@ class TapePosition(RotaryPosition):
     def costs(self, layer, batch) -> Costs:
         """Return the costs: averaging the state, token mixing, and the position MLP (gate, forming M, applying M).
 
-        Saved are the gate and its input, the state, and averages received from other ranks. The state costs nothing if
-        it is the tensor that attention saves, that is, unless all groups share it or an all-to-all copies it. With
-        learned increments, the first layer also saves increments and positions in float64, and the phases of one group,
-        or of all groups if an all-to-all follows.
+        Saved for the backward pass: the gate and its input, the state, and averages received from other ranks. The
+        state costs nothing if attention saves the same tensor: it does unless all groups share the state or an
+        all-to-all copies it. With learned increments, the first layer also saves increments and positions in float64,
+        and the phases of one group, or of all groups if an all-to-all follows.
 
         All-to-alls send the state to attention and the averages back. In the first layer, all sequences share the
         phases, which need no gradient. With learned increments, the first layer also sends all logits to every rank,
@@ -138,7 +138,7 @@ class TapePosition(RotaryPosition):
         if self.learns_on_entry(layer):
             products += model.hidden_size
             phases = (1 if batch.head_shards == 1 else groups) * dim * width
-            saved += batch.local_tokens * (self.bytes_of_sums + phases)
+            saved += batch.local_tokens * (self.position_bytes + phases)
             sent += batch.head_shards * (width + 8) * batch.local_tokens
         if self.updates(layer):
             averages = heads * dim * model.seq_length // 2
