@@ -46,7 +46,7 @@ class FusedKernels:
 
 
 def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> str:
-    """Return the name of the backend that `model.attention_backend` means on `device`; see `choice`."""
+    """Return the name of the backend that `model.attention_backend` selects on `device`; see `choice`."""
     return choice(model, dtype, device, shifted_sparse).backend
 
 
@@ -58,7 +58,7 @@ def choice(
     packed: bool = False,
     without: Set[str] = frozenset(),
 ) -> Choice:
-    """Return the backend that `model.attention_backend` means on `device`, with the reason for this choice.
+    """Return the backend that `model.attention_backend` selects on `device`, with the reason for this choice.
 
     `auto` never selects a backend in `without`. See `choose_backend` for the other arguments. Raises ConfigError if a
     named backend cannot run on `device`, or does not support the positional encoding.

@@ -50,9 +50,9 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class NumberedLayers(torch.nn.ModuleList):
-    """A list of layers whose names are their indices in the whole model, independent of pipeline stages.
+    """A ModuleList whose parameter names contain each layer's index in the whole model, not in the model chunk.
 
-    `first` is the index of the first layer. Indexing the list counts from 0.
+    `first` is the index of the chunk's first layer. Indexing the list counts from 0.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module], first: int):

@@ -58,15 +58,15 @@ def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
     initials = {}
     for name, shape in parameter_shapes(model, extension).items():
-        prefix, _, rest = split_layer(name)
+        prefix, _, suffix = split_layer(name)
         kind = kind_of(name)
         if kind == "position":
-            declared = encoding.parameters(int(prefix.split(".")[2]))[rest.removeprefix(POSITION)]
+            declared = encoding.parameters(int(prefix.split(".")[2]))[suffix.removeprefix(POSITION)]
             initials[name] = Initialization(shape, std=declared.std, value=declared.value)
         elif kind == "lora":
-            initials[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[rest].side == "A" else 0.0)
+            initials[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[suffix].side == "A" else 0.0)
         elif kind in (*MATRICES, "embeddings", "output"):
-            scale = (2 * model.num_layers) ** -0.5 if rest in residual else 1.0
+            scale = (2 * model.num_layers) ** -0.5 if suffix in residual else 1.0
             initials[name] = Initialization(shape, std=model.init_std * scale)
         else:
             initials[name] = Initialization(shape, value=1.0 if kind == "norms" else 0.0)
@@ -106,7 +106,7 @@ def initialize_weights(
 def _shard_ranges(
     shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, size: int
 ) -> tuple[list[range], range]:
-    """Return the rows and columns, in a parameter of shape `shape`, of the shard that `model.weights.shard` returns."""
+    """Return the shard of `model.weights.shard` as ranges of rows and of columns of the parameter of `shape`."""
     *leading, width = shape
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return [range(prod(leading))], range(width)
@@ -124,17 +124,17 @@ def _shard_ranges(
 def _fill(
     memory: Tensor, first: int, rows: list[range], columns: range, initial: Initialization, key: philox.Key
 ) -> None:
-    """Fill `memory` with the elements from index `first` on of the flat shard with these rows and columns."""
+    """Fill `memory` with elements of the flattened shard (these rows and columns), starting at index `first`."""
     for chunk, offset in chunks_of(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
         values = initial.block(key, chunk, columns, memory.device).flatten()[max(-offset, 0) : len(memory) - offset]
         memory[max(offset, 0) :][: len(values)].copy_(values)
 
 
 def chunks_of(rows: list[range], width: int, first: int, count: int, size: int) -> Iterator[tuple[range, int]]:
-    """Yield chunks of `rows` that together contain `count` elements from index `first` on.
+    """Yield chunks of a matrix's `rows` that cover `count` of its elements, starting at flat index `first`.
 
-    `rows` have `width` elements each, and are concatenated. A chunk is a range of rows with about `size` elements. It
-    is yielded with the index of its first element minus `first`, which is negative if the chunk starts before `first`.
+    Rows have `width` elements. A chunk is a range of rows with about `size` elements. It is yielded with its offset:
+    the index of its first element minus `first`, which is negative if the chunk starts before `first`.
     """
     step, offset = max(1, size // width), -first
     for block in rows:

@@ -34,21 +34,24 @@ PLAIN = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-"""Hugging Face's names of unfused parameters by Megatron's names, both without the prefix of a layer."""
+"""Maps Megatron's names of unfused parameters to Hugging Face's names, both without the layer prefix."""
 FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
-"""Megatron's names in a layer of the fused projection to queries, keys and values."""
+"""Megatron's names of the fused projection to queries, keys and values, without the layer prefix."""
 
 
 def split_layer(name: str) -> tuple[str, str, str]:
-    """Return a Megatron name's layer prefix, Hugging Face's prefix of the layer (both may be empty), and the rest."""
+    """Split a Megatron name; return Megatron's layer prefix, Hugging Face's layer prefix, and the suffix.
+
+    Both prefixes are empty for parameters outside of the layers.
+    """
     if match := re.fullmatch(r"decoder\.layers\.([0-9]+)\.(.*)", name):
         return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
     return "", "", name
 
 
-def whole_name(prefix: str, rest: str) -> str:
+def whole_name(prefix: str, suffix: str) -> str:
     """Return Hugging Face's name of an unfused parameter, from the last two results of `split_layer`."""
-    return prefix + (f"{rest}.weight" if rest.startswith(POSITION) else PLAIN.get(rest, rest))
+    return prefix + (f"{suffix}.weight" if suffix.startswith(POSITION) else PLAIN.get(suffix, suffix))
 
 
 def kind_of(name: str) -> str:

@@ -61,7 +61,7 @@ def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[
 
 
 def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, ParameterShape]:
-    """Return the shape of every `GPTModel` parameter by name, in layer order, with LoRA if `extension` adds it."""
+    """Return shape and sharding of every `GPTModel` parameter by name, in layer order; includes `extension`'s LoRA."""
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     encoding = encoding_of(model)
     qkv = (H + 2 * G) * D
@@ -93,16 +93,19 @@ def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> 
 
 
 def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the unsharded shape of every `GPTModel` parameter by name; see `cut_shapes`."""
+    """Return the whole shape of every `GPTModel` parameter by name; includes `extension`'s LoRA factors."""
     return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
 
 
-def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
-    """Return whether the parameter with these results of `split_layer` is a vector that exports store as a matrix."""
-    if not rest.startswith(POSITION):
+def is_diagonal(model: ModelConfig, layer: str, suffix: str) -> bool:
+    """Return whether a parameter is a vector that exports store as a matrix.
+
+    `layer` is Megatron's layer prefix, and `suffix` the remaining name, both from `split_layer`.
+    """
+    if not suffix.startswith(POSITION):
         return False
     declared = encoding_of(model).parameters(int(layer.split(".")[2]))
-    return declared[rest.removeprefix(POSITION)].diagonal
+    return declared[suffix.removeprefix(POSITION)].diagonal
 
 
 def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -111,11 +114,11 @@ def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(model).items():
-        layer, prefix, rest = split_layer(name)
-        if match := FUSED.fullmatch(rest):
+        layer, prefix, suffix = split_layer(name)
+        if match := FUSED.fullmatch(suffix):
             shapes |= {f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"}
-        elif rest == "mlp.linear_fc1.weight":
+        elif suffix == "mlp.linear_fc1.weight":
             shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
         else:
-            shapes[whole_name(prefix, rest)] = shape * 2 if is_diagonal(model, layer, rest) else shape
+            shapes[whole_name(prefix, suffix)] = shape * 2 if is_diagonal(model, layer, suffix) else shape
     return shapes

@@ -25,36 +25,36 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     Raises KeyError if `weights` lacks one that is needed, and FileError if a matrix that Megatron stores as a vector is
     not diagonal.
     """
-    layer, prefix, rest = split_layer(name)
-    if match := FUSED.fullmatch(rest):
+    layer, prefix, suffix = split_layer(name)
+    if match := FUSED.fullmatch(suffix):
         qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
         return torch.cat([weight.unflatten(0, (model.query_groups, -1)) for weight in qkv], dim=1).flatten(0, 1)
-    if rest == "mlp.linear_fc1.weight":
+    if suffix == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
-    if match := _LORA.fullmatch(rest):
+    if match := _LORA.fullmatch(suffix):
         return weights[lora_name(prefix, *match.groups())]
-    tensor = weights[whole_name(prefix, rest)]
-    if not is_diagonal(model, layer, rest):
+    tensor = weights[whole_name(prefix, suffix)]
+    if not is_diagonal(model, layer, suffix):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
         problem = "has nonzero elements off its diagonal, which model.position.token_mixing: per_head cannot represent"
-        raise FileError(whole_name(prefix, rest), problem, "set model.position.token_mixing: full")
+        raise FileError(whole_name(prefix, suffix), problem, "set model.position.token_mixing: full")
     return tensor.diag()
 
 
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Return the Hugging Face weights by name that make up the unsharded `GPTModel` parameter `name`."""
-    layer, prefix, rest = split_layer(name)
-    if match := FUSED.fullmatch(rest):
+    layer, prefix, suffix = split_layer(name)
+    if match := FUSED.fullmatch(suffix):
         D, G = model.head_dim, model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
         qkv = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
         return {f"{prefix}self_attn.{p}_proj.{match[1]}": weight.flatten(0, 1) for p, weight in zip("qkv", qkv)}
-    if rest == "mlp.linear_fc1.weight":
+    if suffix == "mlp.linear_fc1.weight":
         return {f"{prefix}mlp.{p}_proj.weight": weight for p, weight in zip(("gate", "up"), tensor.chunk(2))}
-    if match := _LORA.fullmatch(rest):
+    if match := _LORA.fullmatch(suffix):
         return {lora_name(prefix, *match.groups()): tensor}
-    return {whole_name(prefix, rest): tensor.diag() if is_diagonal(model, layer, rest) else tensor}
+    return {whole_name(prefix, suffix): tensor.diag() if is_diagonal(model, layer, suffix) else tensor}
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
