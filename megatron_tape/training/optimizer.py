@@ -19,7 +19,7 @@ def parameter_groups(
     largest: float = math.inf,
     gather_stages: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> list[dict]:
-    """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, whether it updates them (`muon`).
+    """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, by `muon`: whether Muon updates them.
 
     Groups with weight decay come first. Groups of more than `largest` elements are split in the order of the model. All
     pipeline stages have the same groups, because ZeRO runs collective operations over all stages for each group. A

@@ -52,7 +52,7 @@ class StepTimes(Hook):
         self._computed: list[float] = []
         """Computing time of each rank, summed over the compared steps."""
         self._reported: set[int] = set()
-        """The slow ranks that were logged."""
+        """The slow ranks about which a warning was logged."""
 
     def due(self, trainer: Training, step: int) -> bool:
         return False

@@ -295,7 +295,7 @@ class Trainer:
         return writer
 
     def _train(self) -> str | None:
-        """Train to the last step. Return None, or a predicate with the step where a signal stopped the run."""
+        """Train to the last step. Return None or, if a signal stopped the run, a predicate with the step."""
         config, layout, watch = self.config, self.layout, self.watch
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"

@@ -20,7 +20,7 @@ BATCH_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Partitioning:
-    """Where a parameter's elements are in a flat tensor, of which each rank has `per_rank` consecutive elements."""
+    """The position of a parameter in a flat tensor that is split over the ranks, `per_rank` elements each."""
 
     first: int
     """Offset of the parameter's first element."""
