@@ -105,10 +105,7 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
-    """Set `checkpoint.source` to the opened checkpoint with the frozen weights, if `checkpoint` omits them.
-
-    Raises CheckpointError if that checkpoint is not complete.
-    """
+    """Open the checkpoint with the frozen weights as `checkpoint.source`, if `checkpoint` omits them."""
     find = functools.partial(find_source, checkpoint.path, checkpoint.state)
     source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
     if source is None:

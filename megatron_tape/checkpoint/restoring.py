@@ -57,7 +57,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     may_be_new = {
         name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in base_parameters)
     }
-    fix = "choose another model as extension.from"
+    fix = "set extension.from to another model"
     if missing := [name for name in new if name not in may_be_new]:
         raise CheckpointError(str(base.path), f"has no {missing[0]}, which the model of this run requires", fix)
     if extra := sorted(saved.difference(all_names)):

@@ -64,7 +64,7 @@ def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
 def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) -> Tokenizer:
     """Return the tokenizer at `path`, the value of `data.tokenizer`. Raises ConfigError if it differs from `expected`.
 
-    `name` is what the message calls the expected tokenizer, and `fix` what it proposes.
+    In the message, `name` describes the expected tokenizer, and `fix` says what to do.
     """
     try:
         tokenizer = load_tokenizer(path)

@@ -41,10 +41,7 @@ class Writer:
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, step: int, samples: int, progress: dict) -> Path:
-        """Save a checkpoint and return its directory; see `Save` for the arguments and errors.
-
-        All ranks call this together.
-        """
+        """Save a checkpoint as `Save` does, and return its directory. All ranks call this together."""
         save = Save(self, step, samples, progress, in_thread=False)
         while (path := save.advance()) is None:
             pass
