@@ -92,7 +92,7 @@ class _RecordedCall:
 
 
 def _storage_view(x: Tensor) -> tuple:
-    """Return a key of the storage and the view of x; it has no address, since fake tensors have none."""
+    """Return a key that identifies the storage and the view of x, also of fake tensors, which have no address."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
 
 

@@ -70,7 +70,7 @@ def _crop(numbers: Tensor, columns: range) -> Tensor:
 
 
 def _unit(word: Tensor) -> Tensor:
-    """Return 32-bit words as float32 numbers between 2^-33 and 1."""
+    """Convert 32-bit words to float32 numbers between 2^-33 and 1."""
     return word.float().add_(0.5).mul_(2.0**-32)
 
 

@@ -43,10 +43,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
 
 
 class _Scoring:
-    """Computes the scores of a block of queries: those of `rescore` plus `bias`.
-
-    The first `count` tensors of a call are those of `rescore`, the remaining ones those of `bias`.
-    """
+    """Computes the scores of a block: `rescore` with the first `count` tensors, plus `bias` with the others."""
 
     def __init__(self, rescore: Rescore, bias: Bias | None, count: int, starts_BT: Tensor | None):
         self.takes_scores = rescore.takes_scores
@@ -123,7 +120,7 @@ def _gradients(scores: Tensor, sources: tuple[Tensor, ...], dscores: Tensor) -> 
 
 
 def _blocks(S: int, T: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Yield, for each block, the slice of its queries among the S queries and among the T tokens."""
+    """Yield two slices for each block: its queries' indices among the S queries, and among the T tokens."""
     for first in range(0, S, rows):
         last = min(first + rows, S)
         yield slice(first, last), slice(T - S + first, T - S + last)

@@ -364,8 +364,8 @@ _TILES = {
 }
 _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 limits: dict[tuple, int] = {}
-"""Reduced KiB of shared memory for kernels that exceeded that of this process's GPU. The key is a kernel's key in
-`_TILES` and whether heads are wider than 64."""
+"""Key of `_TILES` to use instead of `shared_memory` for kernels whose tiles did not fit on this process's GPU. The key
+here is a kernel's key in `_TILES` and whether heads are wider than 64."""
 
 
 def shared_memory(device: torch.device) -> int:
