@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RepositionSettings(ScaledSettings):
-    """The layers that predict positions, and the size of the MLP that does."""
+    """Settings of the MLP that predicts positions."""
 
     repo_width: int | None = None
     """repo: hidden size of the MLP that predicts a token's positions. Default: hidden_size // 8, as in the paper."""

@@ -173,7 +173,7 @@ class RotaryPosition(PositionEncoding):
         return (tokens * self.tokens.sequence_shards, batch, groups, self.model.head_dim), dtype
 
     def phases(self, positions: "Tensor") -> "Tensor":
-        """Return the phases times the attention factor, (..., D), for real positions (...), in their precision."""
+        """Return the phases times the attention factor, (..., D), in the dtype of the real `positions` (...)."""
         import torch
 
         angles = positions[..., None] * self.constant("frequencies", self.frequencies, positions.device)

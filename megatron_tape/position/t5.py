@@ -38,8 +38,8 @@ class T5Position(PositionEncoding):
         refuse(
             distance <= buckets // 2,
             ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
-            f"{distance} is not above half of model.position.t5_num_buckets {buckets}, but half of the buckets "
-            "hold one distance each",
+            f"{distance} must exceed half of model.position.t5_num_buckets {buckets}, because half of the buckets hold "
+            "one distance each",
             "raise model.position.t5_max_distance",
         )
 
