@@ -33,7 +33,7 @@ class _Failure(NamedTuple):
     inexact: str | None = None
     """The backend or kernel whose results on this rank differ from plain torch, or that raises an error here."""
     replaceable: bool = False
-    """Whether `auto` may try another backend, since this one belongs to another library."""
+    """Whether `auto` may try another backend. True if another library's kernels failed."""
 
 
 @dataclass(frozen=True)

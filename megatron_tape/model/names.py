@@ -40,10 +40,7 @@ FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 
 
 def split_layer(name: str) -> tuple[str, str, str]:
-    """Split a Megatron name; return Megatron's layer prefix, Hugging Face's layer prefix, and the suffix.
-
-    Both prefixes are empty for parameters outside of the layers.
-    """
+    """Split a Megatron name: return Megatron's and Hugging Face's layer prefix (may be empty), and the suffix."""
     if match := re.fullmatch(r"decoder\.layers\.([0-9]+)\.(.*)", name):
         return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
     return "", "", name

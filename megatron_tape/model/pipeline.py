@@ -23,7 +23,7 @@ from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.layers import LayerPosition
 
 TIED = "gpt.embedding.word_embeddings.weight"
-"""The parameter that is also the output layer's weight in models with tied embeddings."""
+"""Name of the embedding weight, which models with tied embeddings also use as the output layer's weight."""
 
 
 class Pipeline(nn.Module):

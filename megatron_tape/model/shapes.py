@@ -98,10 +98,7 @@ def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = Non
 
 
 def is_diagonal(model: ModelConfig, layer: str, suffix: str) -> bool:
-    """Return whether a parameter is a vector that exports store as a matrix.
-
-    `layer` is Megatron's layer prefix, and `suffix` the remaining name, both from `split_layer`.
-    """
+    """Return whether exports store this vector as a matrix; `layer` and `suffix` are results of `split_layer`."""
     if not suffix.startswith(POSITION):
         return False
     declared = encoding_of(model).parameters(int(layer.split(".")[2]))
