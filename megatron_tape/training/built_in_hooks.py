@@ -47,10 +47,7 @@ def _exp(value: float) -> float:
 
 
 class Sample(Hook):
-    """Logs text that continues `logging.sample_prompt`.
-
-    Disabled if the run has no tokenizer, or `logging.sample_tokens` is 0.
-    """
+    """Logs text that continues `logging.sample_prompt`, if the run has a tokenizer and `logging.sample_tokens` > 0."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         settings = trainer.config.logging

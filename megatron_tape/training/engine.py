@@ -343,7 +343,7 @@ class Engine:
         Args:
             owner: maps a key to the rank, among those with the same weights, that returns the tensor. The others send
                 it their shards.
-            frozen: whether to include the weights of frozen parameters. They have the precision of training.
+            frozen: whether to include frozen weights, which are rounded to the precision of training.
 
         Returns:
             The tensors by key: `weight/NAME`, `exp_avg/NAME` and so on. There are no moments before the first update.

@@ -352,10 +352,7 @@ class Trainer:
             )
 
     def _log(self, result: StepResult, rate: float, speed: float, hook_results: list[tuple[str, HookResult]]) -> None:
-        """Run the evaluations that are due, and log their results and the step's metrics.
-
-        `speed` is in tokens per second.
-        """
+        """Run due evaluations; log their results and the step's metrics. `speed` is in tokens per second."""
         flops = speed * flops_per_token(self.config.model, self.config.extension)
         scalars = {
             metrics.LOSS: result.loss,
