@@ -47,7 +47,7 @@ def check(
         level: how thoroughly to check.
         processes: the number of training processes, or None if it is not known yet.
         extends: whether the command is pretrain.extend_context (true) or pretrain.train (false). None skips this check.
-        base: the model to extend, if an earlier run has yet to train it. Otherwise, it is read from extension.from.
+        base: the model to extend, if another run will train it first. None reads the model of extension.from.
     """
     if processes is not None:
         check_processes(config, processes)

@@ -44,7 +44,7 @@ def _validate_checkpoint(config: RunConfig) -> None:
     incompatible(not_multiple, "checkpoint.keep_every checkpoint.interval", fix)
     shards = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     too_few = checkpoint.writers is not None and checkpoint.writers < shards
-    why, fix = f"so the model has {shards} shards, which need a writer each", f"set it to {shards} or more, or null"
+    why, fix = f"so each of the model's {shards} shards needs a writer", f"set it to {shards} or more, or null"
     keys = "checkpoint.writers parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size"
     incompatible(too_few, keys, fix, why)
 
@@ -85,7 +85,7 @@ def _validate_average(config: RunConfig) -> None:
         problem = f"applies only to kind {kind}, but {key}.kind is {average.kind}"
         refuse(is_set and kind != average.kind, f"{key}.{name}", problem, "remove it")
     first = steps - (average.count - 1) * average.every
-    problem = f"is {average.count}, but so many steps, {average.every} apart ({key}.every), exceed train.steps {steps}"
+    problem = f"is {average.count}, which at {key}.every {average.every} covers more steps than train.steps {steps}"
     fix = f"lower {key}.count or {key}.every, or raise train.steps"
     refuse(average.kind == "last" and first < 1, (f"{key}.count", "train.steps"), problem, fix)
 

@@ -9,7 +9,7 @@ from megatron_tape.config.values import Count, PathText
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 BelowMillion = Annotated[int, Field(ge=1, lt=10**6)]
-"""Digits or samples of the addition task. The limit makes the index of a sum, which combines three of them, unique."""
+"""Type of settings of the addition task. Three values are packed into the index of a sum, each in six digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DocumentSettings:
     """Number of tokens that are scored at the end of each window. At short lengths, fewer tokens are scored per window,
     so that every scored token has at least three quarters of the context."""
     windows: Count | None = None
-    """Maximum number of scored tokens per document, divided by stride. Default: 8."""
+    """Maximum number of scored tokens per document, as a multiple of stride. Default: 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class ContextGainSettings(DocumentSettings):
     """Length in tokens of the short context, the baseline for longer contexts. Default: an eighth of the longest
     context."""
     alpha: float = 2.0
-    """A key token's loss is lower by more than this, in nats, with the longest context than with the short one."""
+    """Minimum reduction of a key token's loss, in nats, from the short to the longest context."""
     beta: float = -2.0
-    """A key token's log-probability, in nats, is above this with the longest context."""
+    """Minimum log-probability of a key token, in nats, with the longest context."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class ParsedCommandLine:
 
     @contextmanager
     def add_places_to_errors(self) -> Iterator[None]:
-        """Add to a ConfigError where its subjects were given, unless all are options or defaults."""
+        """Within the context, add to a ConfigError the file and line of its settings, if one is from a recipe."""
         try:
             yield
         except ConfigError as error:

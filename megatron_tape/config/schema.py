@@ -278,9 +278,9 @@ class ExtensionConfig:
     """Parameters to train; all others are frozen. all, or a list of position (the positional encoding), lora (adds LoRA
     layers), embeddings (input), output (the output layer, unless it shares the embedding's matrix) and norms."""
     attention: Literal["full", "shifted_sparse"] = "full"
-    """Attention pattern in training steps; evaluation always uses full attention. shifted_sparse is that of LongLoRA:
-    tokens attend causally within segments of a quarter of the sequence, and for half of the heads, segments are shifted
-    by half their length. With model.attention_backend torch, it is slower than full attention."""
+    """Attention pattern in training steps; evaluation always uses full attention. shifted_sparse is LongLoRA's
+    pattern: tokens attend causally within segments of a quarter of the sequence. For half of the heads, segments are
+    shifted by half their length. With model.attention_backend torch, it is slower than full attention."""
     lora_rank: Count = 8
     """Rank of the LoRA layers."""
     lora_alpha: Positive = 16.0

@@ -112,15 +112,12 @@ def validate_as(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter:
-    # pydantic refuses a configuration for a dataclass itself, but a dataclass inherits that of a tuple around it.
+    # TypeAdapter accepts no config for a dataclass, but applies the config of a tuple to a dataclass inside it.
     return TypeAdapter(tuple[kind], config=_STRICT)
 
 
 def _refusal(error: ValidationError, section: type, values: Any, name: str, fix: str) -> ConfigError:
-    """Return a ConfigError for the first invalid value, or for all missing values if none is invalid.
-
-    The other arguments are those of `build`.
-    """
+    """Return a ConfigError for the first invalid value, or for all missing values if none is invalid (see `build`)."""
     errors = error.errors(include_url=False)
     by_key = [(path_of_error(values, one["loc"][1:], name, one["type"] == "missing"), one) for one in errors]
     invalid = [(key, one) for key, one in by_key if one["type"] != "missing"]
@@ -145,7 +142,7 @@ def _refusal(error: ValidationError, section: type, values: Any, name: str, fix:
     messages = " or ".join(dict.fromkeys(one["msg"] for one in same)).replace(" or Input should be", " or")
     fix = re.sub("^(Input|List|Dictionary|String) ", "it ", messages).partition(" after validation")[0]
     fix = fix.replace("an object", "a mapping").replace("valid array", "list")
-    if first["input"] in (0, -1):  # other programs disable a setting with it
+    if first["input"] in (0, -1):  # values that disable a setting in other programs
         fix += _how_to_disable(next((one for one in settings_of(section, name) if one.key == key), None))
     return ConfigError(key, f"is {format_value(first['input'])}", fix)
 
@@ -159,7 +156,7 @@ def _how_to_disable(setting: Setting | None) -> str:
     if "null disables" in setting.schema["description"]:
         return "; set it to null to disable it"
     interval = setting.key.endswith(".interval")
-    return "; it cannot be disabled; the value of train.steps makes it as rare as possible" if interval else ""
+    return "; it cannot be disabled; to use the longest interval, set it to train.steps" if interval else ""
 
 
 def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:

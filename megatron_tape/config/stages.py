@@ -26,7 +26,7 @@ class Stage:
 
     @contextlib.contextmanager
     def rename_error_subjects(self) -> Iterator[None]:
-        """Within the context, change the subject of errors about `data.prefix` to `data.stages` if that defines it."""
+        """Within the context, rename the subject `data.prefix` of errors to `data.stages` if this is a later stage."""
         try:
             yield
         except ConfigError as error:
@@ -65,7 +65,7 @@ def prefixes_of(stages: list[Stage]) -> list[str]:
 
 
 def stage_at(stages: list[Stage], sample: int) -> int:
-    """Return the number of the stage that contains the training sample with index `sample`."""
+    """Return the `Stage.number` of the stage that contains the training sample with index `sample`."""
     return sum(stage.start <= sample for stage in stages) - 1
 
 

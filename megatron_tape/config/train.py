@@ -157,7 +157,7 @@ class TrainConfig:
         return self.eval_interval is not None and bool(ON_VALIDATION_DATA & set(self.evaluations))
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
-        """Return the number of sequences of the run up to `steps` steps after the first `samples` sequences."""
+        """Return the total number of sequences after the first `samples` sequences and `steps` further steps."""
         while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # only during the warm-up
             steps, samples = steps - 1, samples + size
         return samples + steps * self.global_batch_size

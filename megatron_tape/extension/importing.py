@@ -64,8 +64,8 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
         raise CheckpointError(str(target), f"was not imported from the files that {base.path} has now", fix)
     if state["config"]["model"].get("vocab_size") != config.model.vocab_size:
         problem = (
-            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but the run's is "
-            f"{config.model.vocab_size}"
+            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but the run has "
+            f"model.vocab_size {config.model.vocab_size}"
         )
         raise CheckpointError(str(target), problem, f"set the run's model.vocab_size back, or {fix}")
 
@@ -73,8 +73,8 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
 def import_on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
     """Run `work` on rank 0, and return its result or raise its error on every rank.
 
-    `work` receives a function that it must call after each tensor, so that the watchdog does not take a long import for
-    a hang.
+    `work` receives a function that it must call after each tensor, so that the watchdog does not mistake a long
+    import for a hang.
     """
     status = {"steps": 0, "path": None, "error": None}
 

@@ -176,7 +176,7 @@ def test_help_lists_the_sections_and_refuses_unknown_ones(capsys):
         (["--train.eval_interval=0"], "than or equal to 1; remove it, or set it to null, to disable it"),
         (["--checkpoint.keep_every=0"], "than or equal to 1; remove it, or set it to null, to disable it"),
         (["--train.hang_timeout=0"], "it should be greater than 0; set it to null to disable it"),
-        (["--checkpoint.interval=0"], "; it cannot be disabled; the value of train.steps makes it as rare as possible"),
+        (["--checkpoint.interval=0"], "; it cannot be disabled; to use the longest interval, set it to train.steps"),
         (["--data.tokenizer=\udcff"], "a setting is not UTF-8 text"),
         (["--train.steps"], "--train.steps: expected one argument"),
         (["--train.steps=5.0"], "train.steps is 5.0; it should be a valid integer"),
