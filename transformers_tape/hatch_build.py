@@ -9,7 +9,7 @@ class ModelFiles(BuildHookInterface):
     """Includes modeling code from the surrounding repository."""
 
     def initialize(self, version, build_data):
-        """Add the files of TAPE models, but not those of other encodings, which need a file from each export."""
+        """Add the files of TAPE models. Models with other encodings need code that only their exports contain."""
         files = sorted(Path(self.root, "..", "megatron_tape", "huggingface", "modeling").glob("*_tape.py"))
         if not files:  # such as in an unpacked source distribution
             raise FileNotFoundError(

@@ -112,7 +112,7 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
 
 
 def _is_exported(name: str) -> bool:
-    """Return whether an export includes the file `name`. From other files, transformers would read more tokens."""
+    """Return whether an export includes the file `name`. Other files could add tokens in transformers."""
     return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(CHAT_TEMPLATES)
 
 
@@ -161,9 +161,9 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
 def _of_hugging_face(
     tokenizer: Tokenizer, own: dict[str, Any], context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
-    """Load a tokenizer.json; return the library's tokenizer, the ids of special tokens and tokenizer_config.json.
+    """Return a tokenizer of the `tokenizers` library, the ids of special tokens and a new tokenizer_config.json.
 
-    `own` has the contents of the tokenizer's present tokenizer_config.json.
+    `tokenizer` has a tokenizer.json. `own` has the contents of its tokenizer_config.json; empty if there is none.
     """
     import tokenizers
 

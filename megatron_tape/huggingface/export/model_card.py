@@ -163,10 +163,7 @@ def _was_pretrained_here(state: dict) -> bool:
 
 
 def _training(saved: SavedWeights) -> str:
-    """Return a Markdown table of the run's starting point, trained parameters, settings and final losses.
-
-    Raises CheckpointError if the settings are invalid.
-    """
+    """Return a Markdown table of the run's start, trained parameters, settings and losses. Raises CheckpointError."""
     state, origin = saved.state, saved.state["progress"].get("origin")
     config = state["config"]
     if "train" not in config:

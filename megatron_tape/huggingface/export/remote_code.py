@@ -175,7 +175,7 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
 
 
 def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> list[str]:
-    """Return the import statements that replace the import `node` from this package, and add to `needed`."""
+    """Return the relative imports that replace the import `node`, and add the imported modules to `needed`."""
     if node.level:
         raise _not_exportable(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
     if f"{node.module}.".startswith(f"{_KERNELS}."):

@@ -35,7 +35,7 @@ class SavedWeights:
     state: dict
     model: ModelConfig
     files: list[dict[str, tuple[Path, str]]]
-    """For each tensor-parallel rank, the file of each parameter and its key there, by the parameter's name."""
+    """For each tensor-parallel rank: by parameter name, the file of the shard and its key in the file."""
     source: SavedWeights | None = None
     """The checkpoint with the frozen parameters, if they are not in this one."""
     extension: ExtensionConfig = field(default_factory=ExtensionConfig)

@@ -73,7 +73,7 @@ def export_adapter(
         saved = open_exportable(checkpoint, average)
         if other := [name for name in saved.trained if kind_of(name) not in SUPPORTED_KINDS]:
             supported = "LoRA layers, embeddings, norms and TAPE's matrices"
-            problem = f"trained {other[0]}, but an adapter can contain only {supported}"
+            problem = f"has the trained parameter {other[0]}, but an adapter can contain only {supported}"
             raise CheckpointError(str(saved.path), problem, "omit --adapter to export the whole model")
         base_path = Path(output) / BASE if base is None else Path(base)
         if base is not None and base_path.exists():

@@ -1,8 +1,8 @@
 """Export a checkpoint of this project to a directory that transformers loads without this project.
 
 TAPE models include their modeling code. Models with `rope` become Llama, Mistral, Qwen2 or Qwen3 models. Models with
-another positional encoding include shared modeling code and the encoding's file. Weights are read, unsharded, split as
-in Hugging Face's models, and written one parameter at a time.
+another positional encoding include shared modeling code and the encoding's file. Parameters are converted
+one at a time: their shards are read and joined, and the weight is split as in Hugging Face's models and written.
 """
 
 import dataclasses
@@ -256,9 +256,9 @@ def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: Exp
 
 
 def part_shapes(model: ModelConfig, name: str, shape: tuple[int, ...], rows: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights, by Hugging Face's names, that an unsharded Megatron parameter is exported as.
+    """Return the shapes of the exported weights of a Megatron parameter, by Hugging Face's names.
 
-    The parameter `name` has the shape `shape`. Embeddings and output layer are exported with `rows` rows.
+    The unsharded parameter `name` has the shape `shape`. Embeddings and output layer are exported with `rows` rows.
     """
     parts = from_megatron(name, torch.empty(shape, device="meta"), model)
     shapes = {key: tuple(part.shape) for key, part in parts.items()}

@@ -39,7 +39,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ENCODED: _OURS | {"attention_output_gate": False},
 }
 _THETAS = {"smollm3": 2e6}
-"""Defaults of `rope_theta` other than 10,000."""
+"""Defaults of `rope_theta` by `model_type`, unless 10,000."""
 # Fixed settings of an architecture, which override config.json.
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "use_sliding_window": False},
@@ -83,7 +83,7 @@ _SIZES = (
 
 @contextmanager
 def errors_of_settings(path: Path) -> Iterator[None]:
-    """Convert errors that the settings in the file `path` cause to a FileError about the file."""
+    """Within the context, convert errors in the settings of the file `path` to a FileError about the file."""
     try:
         yield
     except KeyError as error:
@@ -216,7 +216,7 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
     for key, value in changes.tape_settings.items() if kind == "tape" else ():
         if value != settings.get(key):
             problem = f"has {key} {settings.get(key)!r:.100}, which cannot become {value!r}"
-            raise FileError(str(path), problem, f"omit the option for {key}")
+            raise FileError(str(path), problem, f"omit --{key.replace('_', '-')}")
 
 
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
@@ -255,7 +255,7 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return `model.position` for the settings of an export with its own positional encoding. Raises UserError."""
+    """Return `model.position` for an export with an encoding other than TAPE and RoPE. Raises UserError."""
     name, given = settings["position_encoding"], settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
         problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}"
@@ -279,7 +279,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
         raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
     kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     if share != 1.0 and kind != "proportional":
-        fix = f"supported: 1, or another share with the rope_type proportional instead of {kind}"
+        fix = f"with rope_type {kind}, only 1 is supported; with rope_type proportional, any share"
         raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", fix)
     # transformers uses the first of these; the others must be equal.
     default = _THETAS.get(settings["model_type"], 10000.0)
@@ -331,10 +331,7 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
 
 
 def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Return the rotary settings under `key` that are not null, with `rope_type`; empty if there are none.
-
-    Raises UserError for an unsupported setting.
-    """
+    """Return the rotary settings under `key` that are not null, with `rope_type`, or {}. Raises UserError."""
     rope = settings.get(key, {})
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
         problem = f"in {path} is a group of settings, which transformers does not read for {settings['model_type']}"

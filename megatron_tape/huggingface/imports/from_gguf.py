@@ -38,9 +38,9 @@ _FIX = "import the model from its safetensors files"
 
 
 class GgufFile:
-    """A GGUF file, which transformers reads through a link in the empty `directory`, to ignore files next to it.
+    """A GGUF file. Raises FileError if it cannot be imported, or if a required package is missing.
 
-    Raises FileError if a required package is missing, or if the file cannot be imported.
+    transformers reads it through a link in the empty `directory`, so that other files in its directory are ignored.
     """
 
     def __init__(self, path: Path, directory: Path):
@@ -88,12 +88,12 @@ class GgufFile:
         with self._readable():
             config = AutoConfig.from_pretrained(**self._from_pretrained)
             if (layers := config.num_hidden_layers) > len(self._tensors):
-                raise FileError(str(self.path), f"contains {len(self._tensors)} tensors for {layers} layers", _FIX)
+                raise FileError(str(self.path), f"contains only {len(self._tensors)} tensors for {layers} layers", _FIX)
             with torch.device("meta"):
                 parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
         if "rope_freqs.weight" in self._tensors or len(self._tensors) > len(parameters):
             problem = f"contains {len(self._tensors)} tensors, but transformers reads only {len(parameters)}"
-            raise FileError(str(self.path), f"{problem}; others, such as scaled positions, would be lost", _FIX)
+            raise FileError(str(self.path), f"{problem}; the others, such as rope_freqs, would be lost", _FIX)
         return config.to_dict()
 
     def weights(self) -> dict[str, Tensor]:
@@ -121,8 +121,8 @@ class GgufFile:
         kind, split = (self._fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if not (kind == "llama" or (kind == "gpt2" and split in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"))):
             command_line.log(
-                f"the tokenizer in {self.path} is not imported: transformers cannot convert its kind "
-                f"({kind!s:.100}, {split!s:.100}) without changing tokens; put the model's {TOKENIZER_JSON} next to it"
+                f"the tokenizer in {self.path} is not imported: transformers would change tokens of a {kind!s:.100} "
+                f"tokenizer with the pre-tokenizer {split!s:.100}; put the model's {TOKENIZER_JSON} next to the GGUF file"
             )
             return False
         with self._readable("the tokenizer"):
@@ -135,7 +135,7 @@ class GgufFile:
 
     @contextmanager
     def _readable(self, part: str = "") -> Iterator[None]:
-        """Convert any exception that a damaged file causes to a FileError; `part` names what is read from the file."""
+        """Within the context, convert any exception to a FileError; `part` is what is read, for the message."""
         try:
             yield
         except UserError:

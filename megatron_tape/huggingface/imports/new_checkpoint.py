@@ -98,7 +98,7 @@ def write_imported(
         origin: description of the source.
         tokenizer: its files are written to `OUTPUT/tokenizer`.
         unread: prefixes of names to ignore in `weights`.
-        progress: additional entries of the state's `progress` (`identity`, `card`).
+        progress: additional entries of `progress` in the checkpoint's state.json (`identity`, `card`).
     """
     output = Path(output)
     shapes = parameter_shapes(model)
@@ -145,7 +145,9 @@ def advise(output: str | Path) -> None:
         f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
     )
     if not copied:
-        command_line.log(f"{output} has no tokenizer: replace TOKENIZER by the model's; exports need it as --tokenizer")
+        command_line.log(
+            f"{output} has no tokenizer: replace TOKENIZER by the model's; exports need --tokenizer TOKENIZER"
+        )
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
@@ -153,15 +155,15 @@ def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unrea
     check_weights(weights, model, origin, unread)
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in weights and not torch.equal(weights[embedding], weights[head]):
-        raise FileError(origin, f"contains another {head} than {embedding}, but its settings have tie_word_embeddings")
+        raise FileError(origin, f"has tie_word_embeddings in its settings, but {head} differs from {embedding}")
 
 
 def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     """Return the tokenizer in the model directory `source`, for a model with `rows` embedding rows; None if missing.
 
     If the tokenizer cannot be used, print a warning and return None. Older models have their special ids only in
-    config.json; these are added to the tokenizer's generation settings. Raises FileError for a link to a file
-    elsewhere.
+    config.json; these are added to the tokenizer's generation settings. Raises FileError if a tokenizer file is a link
+    to a file outside `source`.
     """
     if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
         return None

@@ -113,7 +113,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         raise FileError(str(first), problem)
     for name in files:
         if not (directory / name).is_file():
-            raise FileError(str(directory), f"is incomplete: {name} is in its index, but missing")
+            raise FileError(str(directory), f"is incomplete: the file {name} is in its index, but missing")
     weights = open_files([directory / name for name in files], allow_pickle)
     if missing := sorted(set(places) - set(weights)):
         problem = f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"

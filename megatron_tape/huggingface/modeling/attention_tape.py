@@ -162,11 +162,11 @@ def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, *
 def attend_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float
 ) -> list[Tensor]:
-    """Compute attention for one block of queries at a time on a CPU, in one pass over values of any size.
+    """Compute attention on a CPU, one block of queries at a time.
 
-    Arguments and averages are those of `attend`, with a mask (B or 1, 1, S or 1, T), boolean (True: attend) or
-    additive. Computes whole rows of scores, except for keys that no query of the block attends to. Half-precision
-    inputs are computed in float32. Does not support gradients.
+    The arguments and the returned averages are those of `attend`. The mask (B or 1, 1, S or 1, T) is boolean (True:
+    attend) or additive. Computes whole rows of scores, except for keys that no query of the block attends to. Uses
+    float32 for half-precision inputs. Does not support gradients.
     """
     (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
     R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)
@@ -212,7 +212,7 @@ def _columns_seen(block: Tensor) -> tuple[int, int]:
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> None:
-    """Apply a boolean or additive mask to scores in place; rows without any key stay finite."""
+    """Apply a boolean or additive mask to scores in place. Scores stay finite in rows that attend to no key."""
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:

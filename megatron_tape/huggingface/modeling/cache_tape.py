@@ -33,11 +33,10 @@ def refuse_paged() -> NoReturn:
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of a dynamic cache with preallocated buffers; DynamicLayer copies all tokens for each new one.
+    """A layer of a dynamic cache that appends in place; DynamicLayer copies all tokens for each new one.
 
-    `keys` and `values` are views of the used part of larger buffers, to which `update` appends in place. If an
-    attribute is no longer the view that `update` set, it allocates a new buffer. Therefore it never changes tensors
-    that crop, reorder_cache or a copy of the cache set.
+    `keys` and `values` are views of the used part of larger buffers. If another method or a copy of the cache has
+    replaced such a view, `update` allocates a new buffer, so it never writes to tensors of others.
     """
 
     # With a layer type, some versions of transformers would use this class instead of DynamicLayer for all models.
@@ -94,7 +93,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_write_in_place(states: Tensor) -> bool:
-    """Return whether `states` can be written in place: neither autograd, torch.compile nor tracing records this."""
+    """Return whether neither autograd, torch.compile nor tracing records operations on `states`."""
     return not (
         torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(states) is not Tensor
     )

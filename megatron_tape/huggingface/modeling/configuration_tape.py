@@ -89,8 +89,8 @@ class TapeConfig(DecoderConfig):
     position_mlp_size: hidden size of the position MLP; default 4 * num_attention_heads.
     gate_input: input of the position MLP's gate: `mlp` (the MLP's output before its residual) or `attention` (the
         attention block's output before its residual).
-    position_state_precision: precision in which the position state accumulates: `fp32`, or `bf16` for the model's dtype
-        (the default, for models without this key).
+    position_state_precision: precision in which the position state accumulates: `fp32`, or `bf16`, which stands for the
+        model's dtype. Default: `bf16`.
     """
 
     model_type = "tape"

@@ -96,7 +96,7 @@ class EncodedPosition(nn.Module):
             self.add_module(name, EncodedParameter(parameter))
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the parameters by name; peft replaces this call if the whole module is trained."""
+        """Return the parameters by name. For `modules_to_save`, peft redirects this call to a copy of the module."""
         return {name: module() for name, module in self.named_children()}
 
 

@@ -147,7 +147,7 @@ class TapeModel(TapePreTrainedModel):
         preallocate(past_key_values, hidden_states)
 
     def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the positions of the new tokens if the caller gives none, (1, S)."""
+        """Return the default positions of the new tokens, (1, S)."""
         return cache_position.unsqueeze(0)
 
     def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
