@@ -106,8 +106,8 @@ def link_optimizer_states(zero: DeepSpeedZeroOptimizer) -> None:
 def vectorize_zero3_collectives(waiting: Waiting) -> None:
     """Make ZeRO 3 split and concatenate the partitions of all ranks in one operation, instead of in loops over ranks.
 
-    With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU. What is sent does
-    not change. The context of `waiting` is entered while a rank waits for a collective.
+    With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU. The
+    communication does not change. The context of `waiting` is entered while a rank waits for a collective.
     """
     stage3.reduce_scatter_coalesced = functools.partial(average_and_scatter, waiting=waiting)
     partition_parameters.AllGatherCoalescedHandle.wait = functools.partialmethod(_wait, waiting=waiting)

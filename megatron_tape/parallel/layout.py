@@ -177,7 +177,7 @@ def initialize_distributed(
         tensor_model_parallel_size: the setting in `parallel`, like the other two sizes. The number of processes must be
             a multiple of the product of the three sizes.
         sequence_parallel: whether to shard tokens outside attention; None enables it if TP > 1.
-        timeout: seconds, plus 10 minutes, after which collectives time out; None disables the timeout.
+        timeout: `train.hang_timeout` in seconds. Collectives time out MARGIN later, or after WITHOUT_LIMIT if None.
 
     Raises:
         ConfigError: if there are more processes on this node than GPUs.

@@ -30,7 +30,7 @@ def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def write_shard(parameter: nn.Parameter, shard: Tensor) -> None:
-    """Set a parameter to the values in `shard`, of which this rank copies only what it stores."""
+    """Set a parameter to the values in `shard`. This rank copies only the elements that it stores."""
     storage, offset = local_storage(parameter)
     storage.copy_(shard.reshape(-1)[offset : offset + len(storage)])
 
@@ -40,9 +40,9 @@ def allocate(
 ) -> None:
     """Replace the model's parameters on torch's meta device by uninitialized ones on `device`.
 
-    The new `Parameter` objects have the attributes of the old ones, to which no other object may refer. `partition` is
-    called for each new parameter before the next one is allocated, so that a ZeRO 3 model never needs the memory of
-    more than one whole shard.
+    The new `Parameter` objects have the attributes of the old ones. No other object may refer to the old ones.
+    `partition` is called for each new parameter before the next one is allocated, so that a ZeRO 3 model never needs
+    the memory of more than one whole shard.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

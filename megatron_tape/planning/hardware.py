@@ -62,7 +62,7 @@ def peak_flops(gpu: str) -> float | None:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this process's cgroup may use: its limit, or the node's memory if lower."""
+    """Return the bytes of memory that this process may use: the lower of its cgroup's limit and the node's memory."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

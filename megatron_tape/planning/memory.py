@@ -91,8 +91,8 @@ def memory_of_stage(plan: Plan) -> Memory:
 def check_host_memory(config: RunConfig, processes: int) -> None:
     """Raise ConfigError if a step on CPUs cannot fit in this process's share of the node's memory.
 
-    CPUs need more than the estimate, since norms and attention keep more there; it is a lower bound without ZeRO's
-    buffers, which may be allocated but never used.
+    The estimate for GPUs without ZeRO's buffers is a lower bound: norms and attention save more tensors on CPUs, and
+    memory of the buffers that is never written is not used.
     """
     needed, sharing = memory(Plan(config, processes, generation=CPU)), local_world_size()
     available = host_memory() // sharing
@@ -145,7 +145,7 @@ def _buckets(plan: Plan) -> tuple[int, int]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the bytes of one checkpoint: fp32 weights (frozen ones if `checkpoint.frozen` is set), optimizer state."""
+    """Return the bytes of the fp32 weights and the optimizer state in one checkpoint (see `checkpoint.frozen`)."""
     stages = plan.of_stages()
     trained = sum(stage.trained_elements for stage in stages)
     frozen = 4 * (sum(stage.elements for stage in stages) - trained) * plan.config.checkpoint.frozen

@@ -72,7 +72,7 @@ class Plan:
         )
         if model.attention_backend != "auto":
             named = frozenset({self.generation})
-            return Row(case.kind, named, model.attention_backend, "as model.attention_backend says")
+            return Row(case.kind, named, model.attention_backend, "as set by model.attention_backend")
         return next(row for row in rows(case) if self._runs(row.backend))
 
     def _runs(self, backend: str) -> bool:
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def pipeline(self) -> str:
-        """The number of stages, such as 4; with several model chunks per stage also their number, such as 4x2."""
+        """The number of stages, such as `4`, or stages x model chunks per stage, such as `4x2`."""
         virtual = self.config.parallel.virtual_pipeline_size
         return f"{self.stages}x{virtual}" if virtual > 1 else str(self.stages)
 

@@ -91,7 +91,7 @@ class Row:
 
 @dataclass
 class Rehearsal:
-    """What a rehearsal measured on one rank. Sizes are in bytes and those of the measured step."""
+    """Measurements of one rank. Sizes are in bytes, and from the measured step only."""
 
     config: RunConfig
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)

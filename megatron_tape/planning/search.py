@@ -46,7 +46,7 @@ Validate = Callable[[RunConfig, int], None]
 
 
 def fits(needed: Memory, gib: float) -> bool:
-    """Return whether a run that needs `needed` fits on GPUs of `gib` GiB, of which HEADROOM stays free."""
+    """Return whether a run with the memory `needed` fits on GPUs of `gib` GiB, if HEADROOM of it stays free."""
     return needed.peak <= (1 - HEADROOM) * gib * GIB
 
 

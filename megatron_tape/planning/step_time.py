@@ -1,7 +1,7 @@
 """Estimated time of a training step, from FLOPs and bytes at assumed rates. Imports no torch.
 
 The estimate assumes that GPUs compute at `EFFICIENCY` of their peak FLOP/s, communicate at full bandwidth, and do not
-overlap the two. In a ring collective over several nodes, the members on a node use their links to other nodes together.
+overlap the two. In a ring collective over several nodes, the ranks on a node share all their links to other nodes.
 The estimate ranks layouts; it does not predict a model's speed.
 """
 

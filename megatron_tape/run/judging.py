@@ -32,10 +32,10 @@ from megatron_tape.run.attempts import (
 logger = logging.getLogger(__name__)
 
 CRASH_LIMIT = 3
-"""A job stops after so many consecutive crashes without a new checkpoint. slurm/common.sh has the same number."""
+"""Number of crashes in a row without a new checkpoint after which a job stops. slurm/common.sh has the same number."""
 IDLE_LIMIT = 10
-"""A job stops after so many consecutive attempts without a new checkpoint, however they ended. This ends jobs that are
-interrupted again and again before their first step."""
+"""Number of attempts in a row without a new checkpoint after which a job stops, even if they did not crash. This ends
+jobs that are interrupted again and again before their first step."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def queue_state(job: str | None) -> str | None:
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
-    """Return the nodes that the next attempt should exclude: those that caused its end, unless all of several did."""
+    """Return the nodes that made the attempt fail, which the next one should exclude; none if all of several did."""
     nodes = attempt.facts.get("nodes", [])
     bad = [node for node in nodes if node in attempt.bad_nodes]
     return [] if len(nodes) > 1 and len(bad) == len(nodes) else bad

@@ -71,8 +71,8 @@ class MetricsWriter:
             resume_step: step that the run continues from.
             tensorboard: whether to write TensorBoard files.
             clock: returns the current time in seconds.
-            staging: directory in which the copy of `metrics.jsonl` without the dropped rows is written. If it is
-                removed, as a newer attempt does, the file is no longer replaced. Ignored on another file system.
+            staging: directory for the copy of `metrics.jsonl` without the dropped rows, which replaces the file. Once
+                a newer attempt has removed it, the file cannot be replaced. Ignored on another file system.
             work: returns the amount of work in the first n steps, such as the number of sequences. The remaining time
                 is estimated in proportion to the remaining work.
             wandb: W&B run that also receives the scalars.

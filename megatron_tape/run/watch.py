@@ -118,7 +118,7 @@ class Watch:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Report that the process makes progress, and begins `stage`, such as `saving`, of `step` (None: the same)."""
+        """Report progress: the process begins `stage`, such as `saving`, in step `step` (None: the previous one)."""
         previous, now = self._facts["stage"], time.monotonic()
         if self._stages is not None:
             self._stages[previous] = self._stages.get(previous, 0.0) + now - self._since

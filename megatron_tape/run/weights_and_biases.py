@@ -47,9 +47,9 @@ class WandbRun:
     """A W&B run. If a call fails, a warning is logged, and later calls do nothing."""
 
     def __init__(self, settings: WandbSettings, directory: str | Path, config: Mapping[str, Any]):
-        """Start the W&B run of the run in `directory`, or continue that of earlier attempts.
+        """Start a W&B run, or continue the one that earlier attempts recorded in `directory`.
 
-        `config` are the settings that W&B shows with the run.
+        `config` has the settings that W&B shows with the run.
         """
         self._run: Any = None
         self._try(self._begin, settings, Path(directory), config)
@@ -79,7 +79,7 @@ class WandbRun:
             self._try(self._run.log, {"step": step, **scalars})
 
     def close(self) -> None:
-        """Finish the W&B run of this attempt."""
+        """Finish the W&B run."""
         if self._run is not None:
             self._try(self._run.finish)
 

@@ -40,7 +40,7 @@ def test_the_planned_backend_depends_on_the_gpu_generation_and_the_run(generatio
     "arguments, said",
     [
         (["--gpu=H100"], "torch_wide, one call of cuDNN on [v | z]"),
-        (["--gpu=H100", "--model.attention_backend=triton"], "triton, as model.attention_backend says"),
+        (["--gpu=H100", "--model.attention_backend=triton"], "triton, as set by model.attention_backend"),
         (["--gpu=A100-80GB"], "triton, "),
     ],
 )
