@@ -22,7 +22,7 @@ _TASK_FILES = (".yaml", ".yml")
 
 @dataclass(kw_only=True)
 class LmEvalSettings:
-    """Settings of tasks of lm-evaluation-harness."""
+    """Scores of tasks of lm-evaluation-harness, such as HellaSwag."""
 
     tasks: list[PathText]
     """Names of tasks, groups or tags as listed by `lm_eval ls tasks`, or paths of YAML files. YAML files may run code

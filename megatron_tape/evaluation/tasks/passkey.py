@@ -42,7 +42,7 @@ MORE_THAN_DIGITS = 3
 
 @dataclass(kw_only=True)
 class PasskeySettings:
-    """Settings of passkey retrieval."""
+    """Accuracy of repeating a number that is hidden in irrelevant text, by context length and depth."""
 
     lengths: list[int] | None = None
     """Context lengths in tokens, including prompt and answer. Default: the training length, half of it and a quarter of

@@ -53,7 +53,7 @@ MODEL_TYPE = "tape"
 
 @dataclass(kw_only=True)
 class PositionSettings:
-    """Settings of the task `positions`."""
+    """Distance of a TAPE model's position states from RoPE, and dependence of the loss on them."""
 
     data: PathText
     """Documents: a file of JSON lines, text or parquet, the prefix of an indexed dataset, or a .bin file of uint16

@@ -39,7 +39,7 @@ _CHECKED = 8192
 
 @dataclass(kw_only=True)
 class RulerSettings:
-    """Settings of RULER's tasks from lm-evaluation-harness."""
+    """Scores of RULER's thirteen long-context tasks by context length, and effective context lengths."""
 
     tasks: list[str] | Literal["offline", "all"] = "offline"
     """A list of tasks, or a name: offline for the six that need no files or downloads (niah_single_1, niah_multikey_2,
@@ -55,8 +55,8 @@ class RulerSettings:
     hotpotqa: PathText | None = None
     """Path of the file hotpot_dev_distractor_v1.json of HotpotQA. Default: it is downloaded."""
     trained_length: Count | None = None
-    """Length in tokens whose score is the threshold of the own effective length. Default: the training length of the
-    model; set it to the length before the extension for an extended model."""
+    """Length in tokens at which the model's score is the threshold of "own effective length". Default: the training
+    length of the model. For an extended model, set it to the length before the extension."""
     seed: int = 0
     """Seed of the samples."""
     batch_size: Count = 1

@@ -58,7 +58,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 @dataclass(kw_only=True)
 class ScrollsSettings:
-    """Settings of SCROLLS."""
+    """Scores of generated answers and summaries on the datasets of SCROLLS, and the loss on their targets."""
 
     data: dict[str, PathText]
     """Paths of the datasets by name, such as {qasper: data/scrolls/qasper.zip}. A path is a zip file from the hub, or a
