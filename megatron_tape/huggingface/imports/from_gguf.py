@@ -122,7 +122,7 @@ class GgufFile:
         if not (kind == "llama" or (kind == "gpt2" and split in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"))):
             command_line.log(
                 f"the tokenizer in {self.path} is not imported: transformers would change tokens of a {kind!s:.100} "
-                f"tokenizer with the pre-tokenizer {split!s:.100}; put the model's {TOKENIZER_JSON} next to the GGUF file"
+                f"tokenizer with the pre-tokenizer {split!s:.100}; put the model's {TOKENIZER_JSON} next to this file"
             )
             return False
         with self._readable("the tokenizer"):

@@ -53,7 +53,7 @@ def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> L
             raise FileError(origin, f"contains {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")
         if not torch.isfinite(tensor).all():
             problem = f"contains NaN or infinity in {name}, so it cannot be trained"
-            raise FileError(origin, problem, "choose an earlier checkpoint of that model")
+            raise FileError(origin, problem, "choose an earlier checkpoint of the model")
         if name not in _VOCABULARY or len(tensor) == rows:
             return tensor
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
