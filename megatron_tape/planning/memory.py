@@ -92,7 +92,7 @@ def check_host_memory(config: RunConfig, processes: int) -> None:
     """Raise ConfigError if a step on CPUs cannot fit in this process's share of the node's memory.
 
     The estimate for GPUs without ZeRO's buffers is a lower bound: norms and attention save more tensors on CPUs, and
-    memory of the buffers that is never written is not used.
+    pages of the buffers that are never written take no memory.
     """
     needed, sharing = memory(Plan(config, processes, generation=CPU)), local_world_size()
     available = host_memory() // sharing
