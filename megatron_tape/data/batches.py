@@ -130,7 +130,7 @@ class Batches:
 
 
 class _InStages(Dataset):
-    """The training samples of a run with stages. Those from `stages[n].start` on are in `datasets[n]`, from index 0."""
+    """The training samples of a run with stages: sample `stages[n].start + i` is sample i of `datasets[n]`."""
 
     def __init__(self, datasets: list[Dataset], stages: list[Stage]):
         self._datasets, self._stages = datasets, stages
@@ -141,7 +141,7 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """Collated samples, or the UserError that one raises: `DataLoader` would turn it into another type of error."""
+    """A dataset of micro-batches. A UserError is returned, not raised, because `DataLoader` would change its type."""
 
     def __init__(self, samples: Dataset):
         self._samples = samples
@@ -244,8 +244,11 @@ def build_batches(
         logger.info("building the index of %s training sequences", f"{samples.stop:,}")
     started = time.monotonic()
     stages, plans, cache = stages_of(config), [], config.data.resolved_cache_directory
-    problem = f"starts its last stage after {stages[-1].start:,} sequences, but this run ends after {samples.stop:,}"
-    fix = "raise the share of that stage or train.steps; the batch size has changed since the run started"
+    problem = (
+        f"starts its last stage after {stages[-1].start:,} sequences, but this run ends after {samples.stop:,}, "
+        "because its batch size has changed"
+    )
+    fix = "raise the share of that stage, or train.steps"
     refuse(stages[-1].start >= samples.stop, ("data.stages", "train.steps"), problem, fix)
     for stage in stages:
         with stage.rename_error_subjects():

@@ -35,7 +35,7 @@ is read once."""
 
 _EXAMPLES, _KEYS_SHOWN = 3, 10
 _EMPTY = "empty text"
-LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot hold"
+LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot encode"
 
 
 @dataclass

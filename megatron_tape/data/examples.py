@@ -35,7 +35,7 @@ class Example:
 
 
 def read_examples(path: str, split: str) -> Iterator[Example]:
-    """Yield the examples of a file of JSON lines, or those of `split` in a zip of SCROLLS from the Hugging Face Hub.
+    """Yield the examples of a JSON-lines file, or of the split `split` of a SCROLLS zip from the Hugging Face Hub.
 
     Each line has `input`, either `output` or `target`, and optionally `id`. Blank lines are skipped. Raises FileError
     with the file and the line.
@@ -81,7 +81,7 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_example(place: str, line: bytes) -> Example:
-    """Parse a JSON line as an example. Raises FileError about `place`, its file and line, if it is invalid."""
+    """Parse a JSON line as an example. Raises FileError with `place`, its file and line, if it is invalid."""
     fix = "repair or remove it"
     try:
         record = parse_json(line)

@@ -40,7 +40,7 @@ _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
 _LOADING = Lock()
-"""Held while the header of an array is parsed. Megatron loads arrays in several threads, in which Python 3.11 may raise
+"""Lock for parsing the header of an array. Megatron loads arrays in several threads, and Python 3.11 may raise
 SystemError if they parse headers at the same time."""
 _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """`errno` of errors that a retry does not fix: the cache has no space, no permissions or no directory for the index."""
@@ -56,8 +56,8 @@ def cached(
 ) -> dict[str, np.ndarray]:
     """Return the arrays `names` of an index, mapped into memory. If `directory` lacks them, `make` computes them.
 
-    `key` is everything that the arrays depend on, for `digest_of`. A file is named by this digest, `kind` (such as
-    "Mixed") and the array's name.
+    `key` must contain everything that the arrays depend on. A file is named by the digest of `key`, `kind` (such
+    as "Mixed"), and the array's name.
     """
     paths = {name: Path(directory, f"{digest_of(key)}-{kind}-{name}.npy") for name in names}
     if not any(path.exists() for path in paths.values()):
@@ -144,9 +144,9 @@ def _finish(future: Future, staging: list[Path], directory: Path, build: Callabl
 
 
 def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
-    """Build the index in a temporary directory, which is appended to `staging`, and rename it to `directory`.
+    """Build the index in a temporary directory and rename it to `directory`, or only check an existing `directory`.
 
-    If `directory` exists, only check its arrays.
+    The temporary directory's path is appended to `staging`.
     """
     cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
@@ -187,11 +187,11 @@ def _bytes_in(directories: list[Path]) -> int:
 
 
 def _refusal(error: BaseException, cache: str) -> Exception:
-    """Return the error to raise on all ranks: a ConfigError for permanent errors; the launcher retries after others."""
+    """Return the error to raise on all ranks: a ConfigError if a retry cannot help."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     if isinstance(cause, OSError) and cause.errno in _PERMANENT:
         problem = f"is {cache}, where the index of the data cannot be stored ({cause.strerror})"
-        return ConfigError("data.cache_directory", problem, "free space there, make it writable, or choose another")
+        return ConfigError("data.cache_directory", problem, "free space there, make it writable, or choose another one")
     if isinstance(error, UserError):
         return error
     lacks_memory = isinstance(cause, MemoryError)

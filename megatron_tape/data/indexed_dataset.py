@@ -10,8 +10,8 @@
     int8[n]  sequence modes, in multimodal datasets only
 
 Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so document indices are 0..n.
-Datasets that are appended as a whole keep their documents. `P.origin`, if it exists, records how the dataset was made
-(see `data.origins`). Megatron-core does not read it.
+A dataset that is appended as a whole keeps its document indices. `P.origin`, if it exists, records how the dataset was
+made (see `data.origins`). Megatron-core does not read it.
 """
 
 import contextlib
@@ -172,7 +172,7 @@ class IndexedDatasetWriter:
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:
-        """Yield blocks of the document indices: 0..n after `add`, or those of the appended datasets, shifted."""
+        """Yield blocks of the document indices: 0..n, or those of the appended datasets plus their offsets."""
         if not self._datasets:
             for start in range(0, self.documents + 1, BLOCK):
                 yield np.arange(start, min(start + BLOCK, self.documents + 1))
@@ -262,7 +262,7 @@ class IndexedDatasetReader:
         return lengths
 
     def wrong_size(self) -> str | None:
-        """Return a sentence if the token file has another size than the index implies, or None.
+        """Return a sentence if the size of the token file differs from the one that the index implies, otherwise None.
 
         Reads only the last entries of the index.
         """
@@ -271,7 +271,7 @@ class IndexedDatasetReader:
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if expected == self.bin_size:
             return None
-        return f"{self.bin_path} has {self.bin_size} bytes, but its index describes {expected}"
+        return f"{self.bin_path} has {self.bin_size} bytes, but its index describes {expected} bytes"
 
     def problems(self, vocab_size: int | None = None) -> Iterator[str]:
         """Yield a sentence for each kind of damage. With `vocab_size`, also check that all ids are below it.
@@ -290,7 +290,7 @@ class IndexedDatasetReader:
                 misplaced = start + int(wrong[0]) if len(wrong) else None
             offset += int(sizes.sum())
         if offset != self.bin_size:
-            yield f"{self.bin_path} has {self.bin_size} bytes, but its index describes {offset}"
+            yield f"{self.bin_path} has {self.bin_size} bytes, but its index describes {offset} bytes"
         if misplaced is not None:
             pointer = self.pointers[misplaced]
             yield f"the pointer of sequence {misplaced} is {pointer}, but the previous sequence does not end there"

@@ -60,7 +60,7 @@ def _check_prefixes(config: RunConfig) -> None:
 
 
 def _how_to_provide(path: str, fix: str) -> str:
-    """Return `fix`, for data that is missing, with what a user must know about a relative path and the demo's data."""
+    """Return `fix`, or how to make the demo's data; if `path` is relative, also name the current directory."""
     if path.startswith("runs/demo/data/stdlib"):
         fix = "run `make demo` in a clone of the repository to make the demo's data, and start this command there"
     return fix if os.path.isabs(path) else f"{fix} (the path is relative to the current directory, {os.getcwd()})"
@@ -77,7 +77,7 @@ def check_writable(key: str, directory: str | None, existing_is_enough: bool = F
         if existing is None or (existing_is_enough and existing == Path(directory) and existing.is_dir()):
             return
         usable = existing.is_dir() and os.access(existing, os.W_OK)
-    refuse(not usable, key, f"is {directory}, but {existing} is not a writable directory", "choose another")
+    refuse(not usable, key, f"is {directory}, but {existing} is not a writable directory", "choose another one")
 
 
 @contextmanager
@@ -95,8 +95,8 @@ def convert_path_errors(key: str, path: str | None) -> Iterator[None]:
 def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> None:
     """Raise ConfigError if a dataset or an examples file cannot be used by the run.
 
-    A dataset must be undamaged and large enough for each split, and made with the run's tokenizer: `data.tokenizer`, or
-    that of a checkpoint (`saved`). With `data.reset_attention_mask`, documents must end in its end-of-document token.
+    A dataset must be undamaged, large enough for each split, and made with the run's tokenizer: `data.tokenizer`, or
+    that of a checkpoint (`saved`). With `data.reset_attention_mask`, documents must end in the end-of-document token.
     """
     raise_file_limit()
     tokenizer = load_run_tokenizer(config)
@@ -114,15 +114,15 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
     for prefix in blend(config.data.prefix)[0]:
         try:
             dataset = IndexedDatasetReader(prefix)
-            problem = dataset.wrong_size()
+            problem, fix = dataset.wrong_size(), "preprocess the dataset again"
         except (ValueError, OSError) as error:
-            problem = str(error)
-        refuse(problem is not None, "data.prefix", f"contains {prefix}, which is incomplete or damaged: {problem}")
+            problem, fix = str(error), ""  # a FileError ends in its own fix
+        refuse(problem is not None, "data.prefix", f"contains {prefix}, which is incomplete or damaged: {problem}", fix)
         refuse(len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents", "remove it")
         number = None
         if config.data.reset_attention_mask:
             problem = f"is {config.data.tokenizer}, which has no end-of-document token to separate documents"
-            fix = "choose another, or set data.reset_attention_mask to false"
+            fix = "choose another tokenizer, or set data.reset_attention_mask to false"
             refuse(tokenizer.eod is None, ("data.tokenizer", "data.reset_attention_mask"), problem, fix)
             number = _without_end(dataset, tokenizer.eod)
         refuse(
@@ -205,8 +205,8 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
 def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
     """Return the indices of the datasets with at least one sequence in a split, and the problems of the others.
 
-    `split` is training or validation. A problem continues a sentence about data.split. Raises ConfigError if all
-    datasets are too small, FileError if one cannot be read.
+    `split` is training or validation. A message shows a problem after "data.split", as in "data.split is 9,1,0, so
+    ...". Raises ConfigError if all datasets are too small, FileError if one cannot be read.
     """
     prefixes, seq_length = blend(config.data.prefix)[0], config.model.seq_length
     train, validation, _ = split_shares(config.data.split)
@@ -238,7 +238,8 @@ def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
         if path is None:
             continue
         try:
-            problem = None if sum(1 for _ in read_examples(path, "")) else "contains no examples"
+            count, fix = sum(1 for _ in read_examples(path, "")), "choose another file"
+            problem = None if count else "contains no examples"
         except FileError as error:
-            problem = f"cannot be used: {error}"
-        refuse(problem is not None, f"data.examples.{name}", f"is {path}, which {problem}", "choose another file")
+            problem, fix = f"cannot be used: {error}", ""
+        refuse(problem is not None, f"data.examples.{name}", f"is {path}, which {problem}", fix)

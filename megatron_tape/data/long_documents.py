@@ -36,7 +36,7 @@ class DocumentPools:
     """The training documents in two pools. A run draws `data.long_documents.share` of its tokens from the pool `long`.
 
     Within each pool, datasets have the weights of `data.prefix` or, by default, weights proportional to their tokens in
-    the pool. Parts with less than one sequence are excluded. `others` is empty if the share is 1.
+    the pool. A dataset with less than one sequence in a pool is not part of it. `others` is empty if the share is 1.
     """
 
     long: list[DatasetPart]

@@ -77,8 +77,7 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
         except ConfigError as error:
             plan[0] = error
         except (OSError, ValueError) as error:
-            problem = f"contains datasets that can no longer be read ({error})"
-            plan[0] = ConfigError("data.prefix", problem, "check their files")
+            plan[0] = ConfigError("data.prefix", f"contains a dataset that can no longer be read: {error}")
     dist.broadcast_object_list(plan, src=0)
     if isinstance(plan[0], ConfigError):
         raise plan[0]
@@ -137,7 +136,7 @@ class DatasetSettings(GPTDatasetConfig):
 class AllDocuments(GPTDataset):
     """A `GPTDataset` whose length is the requested number of samples until its index is loaded.
 
-    Megatron would read the lengths of all documents to return the larger number of samples in its whole epochs.
+    Megatron's `__len__` would read the lengths of all documents to return the number of samples in whole epochs.
     """
 
     @staticmethod
@@ -208,8 +207,8 @@ def mix_with_long_documents(
 ) -> Mixed:
     """Return `size` training samples, of which long documents provide the fraction `data.long_documents.share`.
 
-    All ranks pass the same `pools`. `build` is that of `open_split`; without it, rank 0 logs the number of epochs over
-    the long and the other documents of each dataset.
+    All ranks pass the same `pools`. `build` is an argument of `open_split`. If it is false, rank 0 logs the number of
+    epochs over the long and the other documents of each dataset.
     """
     minimum, share = config.data.long_documents.minimum, config.data.long_documents.share
     cache, seq_length = settings.path_to_cache, config.model.seq_length
@@ -239,7 +238,7 @@ def mix_with_long_documents(
 def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, opened: dict) -> list[Dataset]:
     """Return one dataset per split of `plan`; that of the training split has `size` samples.
 
-    `cache` is the directory of the index, `build` that of `open_split`, and `opened` that of `DatasetSettings`.
+    `cache` is the directory of the index. `build` is passed to `open_split`, and `opened` to `DatasetSettings`.
     """
     settings = DatasetSettings(
         random_seed=config.train.seed,
@@ -275,12 +274,12 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
 
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:
-    """Divide D documents into windows of S tokens and their last label. Return arrays (D,), int64, by name.
+    """Divide D documents into windows of S tokens. Return arrays (D,), int64, by name.
 
     `documents` (D,) are indices into `lengths` (N,), the numbers of tokens of all documents of a dataset. The windows
-    of a document are consecutive from its start, and the last label of a whole window belongs to the same document.
-    `ends_of_whole` is the cumulative number of whole windows, up to and including those of each document. `left` is the
-    number of tokens after the whole windows; a single one, which is the last label, is not counted.
+    of a document are consecutive from its start. A window is whole if its document also contains its last label, the
+    next token. `ends_of_whole` is the cumulative number of whole windows, including those of each document. `left` is
+    the number of tokens after a document's whole windows; 0 if the only one is the last label.
     """
     lengths = lengths[documents].astype(np.int64)
     whole = np.maximum(lengths - 1, 0) // seq_length

@@ -32,7 +32,7 @@ class NoTextColumn(UnreadableFile):
 
 @dataclass(frozen=True)
 class TooLarge:
-    """Replaces a document of more than `limit` bytes."""
+    """Takes the place of a document of more than `limit` bytes."""
 
     limit: int
 
@@ -61,7 +61,7 @@ class Chunk:
         return len(self.payload) == 1 and isinstance(self.payload[0], TooLarge)
 
     def place(self, number: int) -> str:
-        """Return the file and the line or row `number`, for messages."""
+        """Return where line or row `number` is, for messages, such as `corpus.jsonl:12`."""
         if self.unit == "line":
             return f"{self.path}:{number}"
         return f"{self.path} row {number}" if self.unit == "row" else self.path

@@ -23,13 +23,13 @@ class SampleSource(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return sample `index` >= 0: `tokens` and `labels` (S,), int64, and `loss_mask` (S,), bool.
 
-        The mask selects the labels that enter the loss. `padded_sample` returns all three for a sequence.
+        The mask selects the labels that enter the loss. `padded_sample` makes a sample from token ids.
         """
         raise NotImplementedError
 
 
 def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Return the sample of a sequence of token ids (N,), N <= S + 1; `in_loss` (N,), bool, selects those in the loss.
+    """Return a sample of the token ids (N,), N <= S + 1; `in_loss` (N,), bool, selects the ids that enter the loss.
 
     The first token is never predicted. The sequence is padded with zeros to S + 1 tokens. The padding does not enter
     the loss, and because of causal attention, the sequence does not attend to it.

@@ -13,7 +13,7 @@ from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record
 
 _CONTEXTS = ("", ""), ("a", "b"), ("a ", " b"), (" ", ""), ("", " "), ("(", ")"), ('"', '",'), ("1", "2"), ("\n", "\n")
-"""Texts before and after a special token, between which it must not be encoded as such."""
+"""Texts before and after a special token, for the check that text does not encode to a special token."""
 _TOKENS_AT_ONCE = 64
 CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 
@@ -21,8 +21,8 @@ CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 class SpecialTokens:
     """The special tokens named in the settings files next to the tokenizer file `path`.
 
-    `files` are the files' contents by name. `token_to_id`, an argument of several methods, returns the id that the
-    tokenizer itself gives a token, or None. Raises FileError if a settings file is malformed.
+    `files` are the files' contents by name. `token_to_id`, an argument of several methods, returns the tokenizer's id
+    of a token, or None. Raises FileError if a settings file is malformed.
     """
 
     def __init__(self, files: Mapping[str, bytes], path: Path):
@@ -44,7 +44,7 @@ class SpecialTokens:
         return self._settings.get(CONFIG, {})
 
     def added(self) -> dict[str, tuple[int, bool]]:
-        """Return the added tokens: the id of each, and whether it is special. Raises FileError for an invalid one."""
+        """Return the id of each added token, and whether it is special. Raises FileError for an invalid token."""
         tokens = [(token, index, False) for token, index in self._settings.get("added_tokens.json", {}).items()]
         decoder = self.config.get("added_tokens_decoder")
         for key, token in decoder.items() if isinstance(decoder, dict) else ():
@@ -77,9 +77,9 @@ class SpecialTokens:
         return {token for token in tokens if isinstance(token, str) and token}
 
     def existing(self, token_to_id: Callable[[str], int | None]) -> tuple[dict[str, Any], list[str]]:
-        """Return the settings that name special tokens, without tokens that the tokenizer lacks, and a list of those.
+        """Return the settings that name special tokens, and a list of the named tokens that the tokenizer lacks.
 
-        `tokenizer_config.json` has priority over `special_tokens_map.json`.
+        The settings omit these tokens. `tokenizer_config.json` has priority over `special_tokens_map.json`.
         """
         missing: list[str] = []
 
@@ -100,18 +100,18 @@ class SpecialTokens:
         return settings, list(dict.fromkeys(missing))
 
     def _naming(self) -> list[tuple[str, Any]]:
-        """Return the settings that name special tokens, first those of tokenizer_config.json."""
+        """Return the settings that name special tokens as pairs (key, value), those of tokenizer_config.json first."""
         pairs = (pair for name in (CONFIG, MAP) for pair in self._settings.get(name, {}).items())
         return [(key, value) for key, value in pairs if names_tokens(key)]
 
     def id_of(
         self, key: str, token_to_id: Callable[[str], int | None], default: Sequence[str] | int | None
     ) -> int | None:
-        """Return the id of the token that the setting `key`, such as eos_token, names; None if it is null.
+        """Return the id of the token that the setting `key`, such as eos_token, names; None if the setting is null.
 
-        If no file has this setting, `default` replaces it: an id, or common names of which at most one may exist.
-        Raises FileError if the token does not exist, if the files name different tokens, or if several of the common
-        names exist.
+        If no file has this setting, `default` is used: an id, None, or a list of tokens, at most one of which may exist
+        in the tokenizer. Raises FileError if the named token does not exist, if the files name different tokens, or if
+        several tokens of `default` exist.
         """
         naming = [(name, self._settings[name][key]) for name in (CONFIG, MAP) if key in self._settings.get(name, {})]
         if len({str(_content(value)) for _, value in naming}) > 1:
@@ -139,14 +139,14 @@ class SpecialTokens:
 
 
 def names_tokens(key: str) -> bool:
-    """Return whether the value of a setting is special tokens. `add_bos_token`, for example, is a switch."""
+    """Return whether the setting `key` names special tokens, unlike switches such as `add_bos_token`."""
     return key.endswith(("_token", "_special_tokens")) and not key.startswith("add_")
 
 
 def specials_in_text(
     encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special: Mapping[str, int]
 ) -> list[str]:
-    """Return those of `special` (ids by token) that, as part of a text, encode to a special id."""
+    """Return the tokens of `special` (ids by token) that, when they occur in a text, are encoded as special tokens."""
     tokens, ids, found = list(special), set(special.values()), []
     for start in range(0, len(tokens), _TOKENS_AT_ONCE):
         some = tokens[start : start + _TOKENS_AT_ONCE]
@@ -159,7 +159,7 @@ def specials_in_text(
 
 
 def refuse_specials_in_text(path: Path, special: Mapping[str, int], tokens: list[str], why: str) -> None:
-    """Raise FileError unless `tokens`, the special tokens that text encodes to, is empty. `why` is the reason."""
+    """Raise FileError if `tokens`, the result of `specials_in_text`, is not empty. `why` is the reason, in brackets."""
     if tokens:
         token = tokens[0]
         problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"

@@ -175,9 +175,10 @@ def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
 
 
 def difference(one: TokenizerRecord, other: TokenizerRecord, name: str, with_eod: bool = True) -> str | None:
-    """Return how `one` differs from `other`, as the predicate of a sentence that calls `other` `name`; None if equal.
+    """Return how the tokenizer `one` differs from `other`, or None if they are equal.
 
-    The end-of-document tokens are compared only if `with_eod` is true.
+    The result is a predicate, such as "encodes text in another way than NAME", where `name` describes `other`. The
+    end-of-document tokens are compared only if `with_eod` is true.
     """
     digests = ({record["digest"], record.get("same_as")} - {None} for record in (one, other))
     if set.isdisjoint(*digests):
@@ -270,7 +271,7 @@ class _HuggingFace:
             self._prepare(files[TOKENIZER_JSON])
             self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size > _MOST_IDS:  # the library would list all ids below the largest
-            raise FileError(str(path), f"has the id {self.vocab_size - 1:,}", f"use one with ids below {_MOST_IDS:,}")
+            raise FileError(str(path), f"has the id {self.vocab_size - 1:,}", f"use ids below {_MOST_IDS:,}")
         if settings["model"].get("dropout"):
             _refuse_random(path, "model.dropout")
         self.names = SpecialTokens(files, path)

@@ -133,7 +133,8 @@ def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(prepro
 def test_inspection_names_the_tokenizer_and_refuses_another(preprocess, tmp_path, tokenizers):
     prefix = preprocess("out", "own", "--append-eod")
     record = tokenizer_record(load_tokenizer(tokenizers["own"]))
-    assert f"64 ids, digest {record['digest'][:12]}; documents end in 63" in run_here("inspect_dataset", prefix).stdout
+    line = f"64 ids, digest {record['digest'][:12]}; documents end in token 63"
+    assert line in run_here("inspect_dataset", prefix).stdout
     assert run_here("inspect_dataset", prefix, "--tokenizer", tokenizers["own"]).returncode == 0
     done = run_here("inspect_dataset", prefix, "--tokenizer", tokenizers["other"])
     assert done.returncode == 2 and "encodes text in another way" in done.stderr

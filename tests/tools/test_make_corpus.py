@@ -62,7 +62,7 @@ def test_too_large_documents_and_files_that_are_not_text_are_skipped(tmp_path, r
     report = run_tool("make_corpus", "folders", root, *options).stderr
     assert read_texts(tmp_path / "out.jsonl") == ["# a/0.md\n" + "é" * 5]
     assert "skipped 1: more than 130 bytes in one document (b)" in report
-    assert "skipped 1: a lone surrogate, which UTF-8 cannot hold (d)" in report
+    assert "skipped 1: a lone surrogate, which UTF-8 cannot encode (d)" in report
     write_lines(tmp_path / "a.jsonl", ["one", "a" * 130, "two", "three"])
     options += ["--overwrite", "--max-documents", 2]
     report = run_tool("make_corpus", "hub", "json", "--data-files", tmp_path / "a.jsonl", *options).stderr

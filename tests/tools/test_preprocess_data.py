@@ -90,7 +90,7 @@ BAD_LINES = {
     "no key 'text'": b'{"body": "a"}',
     "the value of 'text' is not a string": b'{"text": 1}',
     "invalid UTF-8": b'{"text": "\xff"}',
-    "a lone surrogate, which UTF-8 cannot hold": b'{"text": "\\ud800"}',
+    "a lone surrogate, which UTF-8 cannot encode": b'{"text": "\\ud800"}',
     "empty text": b'{"text": ""}',
 }
 
