@@ -2,8 +2,8 @@
 
     python tools/build_index.py --config pretrain/recipes/tape_demo.yaml [--section.key value ...]
 
-Pass the same settings as for the run. It then finds the index in data.cache_directory, and its GPUs need not wait for
-it. The index depends on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of
+Pass the same settings as for the run. The run then finds the index in data.cache_directory, so its GPUs need not wait.
+The index depends on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of
 sequences of the run.
 """
 

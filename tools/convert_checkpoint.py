@@ -25,7 +25,7 @@ def main() -> None:
 def to_hf(output: str, base: str | None, adapter: bool, results: list[str], **model) -> None:
     """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft."""
     if adapter and results:
-        raise UserError("--results", "are shown in the card of a full model only", "remove --results or --adapter")
+        raise UserError("--results", "cannot be combined with --adapter", "remove one of them")
     if base is not None and not adapter:
         raise UserError("--base", "requires --adapter", "add --adapter, or remove --base")
     if adapter:
@@ -64,7 +64,7 @@ def factor(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 

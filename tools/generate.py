@@ -67,13 +67,13 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
     ids = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False)
     length, count = ids["input_ids"].shape[1], arguments.max_new_tokens
     if length == 0:
-        raise UserError("--prompt", "has no tokens with this tokenizer", "give some text to continue")
+        raise UserError("--prompt", "encodes to no tokens with the model's tokenizer", "give some text to continue")
     if context is not None and length >= context:
         problem = f"has {length} tokens, but the model was trained on contexts of {context}"
         raise UserError("--prompt", problem, "shorten it")
     if context is not None and length + count > context:
         count = context - length
-        command_line.log(f"the model's context of {context} tokens leaves room for {count}")
+        command_line.log(f"the model's context of {context} tokens leaves room for {count} new tokens")
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
     transformers.set_seed(arguments.seed)
@@ -90,7 +90,7 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add(

@@ -56,7 +56,7 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
 def describe_tokenizer(origin: Origin) -> str:
     """Return a line about the tokenizer recorded in a dataset's origin: its size, digest, and end of documents."""
     tokenizer = origin["tokenizer"]
-    ends = f"documents end in {tokenizer['eod']}" if origin["append_eod"] else "no token ends documents"
+    ends = f"documents end in token {tokenizer['eod']}" if origin["append_eod"] else "no token ends documents"
     return f"{tokenizer['vocab_size']:,} ids, digest {tokenizer['digest'][:12]}; {ends}"
 
 
@@ -92,10 +92,10 @@ def whole_number_or_0(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    add("prefix", metavar="P", help="the dataset P.bin and P.idx")
+    add("prefix", metavar="P", help="prefix of the dataset's files, P.bin and P.idx")
     add("--tokenizer", help="tokenizer to show documents as text; check that the dataset was made with it")
     add(
         "--documents",

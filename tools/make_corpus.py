@@ -163,10 +163,7 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def _library_errors(name: str, action: str, fix: str) -> Iterator[None]:
-    """Within the context, convert any error of `datasets`, mostly caused by the user or the network, into a FileError.
-
-    `action` is a participle: the dataset `name` "cannot be opened".
-    """
+    """Within the context, convert errors of `datasets` into FileError: `name` cannot be `action`, such as "opened"."""
     try:
         yield
     except (UserError, MemoryError):
@@ -177,7 +174,7 @@ def _library_errors(name: str, action: str, fix: str) -> Iterator[None]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     sources = result.add_subparsers(dest="source", required=True)
     stdlib = sources.add_parser("stdlib", help="the Python standard library's source code")
@@ -187,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     directory.add_argument(
         "--suffixes", **suffixes, help="use files whose names end in one of these (default: .py .md)"
     )
-    shuffle = "shuffle the documents with this seed, so that data.split holds out every kind (default: sort by path)"
+    shuffle = "shuffle the documents with this seed, so that all splits are alike (default: sort by path)"
     for source in (stdlib, directory):
         source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
     hub = sources.add_parser("hub", help="a dataset of the Hugging Face Hub, or local files in its formats")

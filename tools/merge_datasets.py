@@ -74,7 +74,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
     what = "prefixes of datasets with the same tokenizer, in order, or quoted patterns"

@@ -106,13 +106,13 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
         )
     except (RuntimeError, OSError, ValueError) as error:  # ValueError for numbers that it cannot hold
         problem = f"is {vocab_size}, which SentencePiece refuses: {' '.join(str(error).split())}"
-        raise ConfigError("--vocab-size", problem, "choose another") from error
+        raise ConfigError("--vocab-size", problem, "choose another size") from error
     return model.getvalue()
 
 
 @contextlib.contextmanager
 def default_signal_handlers() -> Iterator[None]:
-    """Within the context, let signals end the process at once: SentencePiece returns to Python only after training."""
+    """Let signals end the process at once in the context, since SentencePiece returns to Python only after training."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -122,7 +122,7 @@ def default_signal_handlers() -> Iterator[None]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
     add("--input", nargs="+", required=True, metavar="GLOB", help="files, or quoted patterns (** matches any depth)")

@@ -149,7 +149,7 @@ def _own_directory(partial: Path, path: Path) -> int:
 def open_to_append(path: str | Path, buffering: int = -1) -> IO[bytes]:
     """Open a file to append bytes to it, and create it if it does not exist.
 
-    `buffering` is that of `open`. Raises FileError if the path is a link or not a regular file.
+    `buffering` is passed to `open`. Raises FileError if the path is a link or not a regular file.
     """
     return os.fdopen(_create_or_open(path, os.O_WRONLY | os.O_APPEND)[1], "ab", buffering)
 
@@ -184,10 +184,7 @@ _KINDS = {stat.S_IFREG: "regular file", stat.S_IFDIR: "directory"}
 
 
 def _lock(descriptor: int, partial: Path, path: Path) -> bool:
-    """Lock an open file or directory, and return whether it is still at `partial`.
-
-    Raises FileError if another process holds the lock.
-    """
+    """Lock an open file or directory; return whether it is still at `partial`. Raises FileError if it is locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -150,7 +150,7 @@ def check_shape(value: Any, shape: Any, path: str = "") -> None:
 def path_of_error(value: Any, loc: tuple[int | str, ...], path: str, missing: bool) -> str:
     """Return the path, such as `files[3].bytes`, of the item of `value` that a pydantic error is about.
 
-    `path` is that of `value` itself. `loc` is the error's location; names of union types in it are skipped. `missing`
+    `path` is the path of `value`. `loc` is the error's location; names of union types in it are skipped. `missing`
     means that the last part of `loc` is a key that does not exist.
     """
     for index, part in enumerate(loc):

@@ -42,13 +42,13 @@ def write_safetensors(
 ) -> tuple[FileDigest, dict[str, Place]]:
     """Write a safetensors file and sync it to disk. Return its digest, and each tensor's offset and shape by name.
 
-    The file is not written atomically: write it into a directory that is (`atomic_directory`).
+    The file is not written atomically, so write it within `atomic_directory`.
 
     Args:
         path: the file, which is replaced if it exists.
         announced: tensors by name, which define the dtypes and shapes in the file; they may be on the meta device.
-        tensors: the tensors to write, in the same order, on any device and of any dtype. They may be created one at a
-            time. Default: those of `announced`.
+        tensors: the tensors to write, in the order of `announced`, on any device and of any dtype. They may be created
+            one at a time. Default: those of `announced`.
         metadata: strings for the header.
 
     Raises:

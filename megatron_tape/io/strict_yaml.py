@@ -92,7 +92,7 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         loader = _Loader(content.decode())
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(path, "must hold sections such as model: and data:, each with keys", "add them")
+            raise ConfigError(path, "must contain sections such as model: and data:, each with keys", "add them")
         places = {key: f"{path}:{node.start_mark.line + 1}" for key, node in _keys(root)}
         for key, _ in root.value:
             if "." in key.value:

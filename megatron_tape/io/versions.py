@@ -53,7 +53,7 @@ def node_name() -> str:
 
 
 def commit(source: Path = ROOT) -> str | None:
-    """Return the commit of this project's directory, `source`, or None if it is not in this project's repository."""
+    """Return the git commit of the directory `source`, or None if it is not in this project's repository."""
     git = ["git", "-C", str(source)]
     # The package may be installed in an environment inside another repository.
     if not _output([*git, "ls-files", "megatron_tape/__init__.py"]):

@@ -242,7 +242,7 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"\nmodel: {num_layers: \xff}", ":2 is not UTF-8 text"),
         (b"model: {1: 2}", ":1: model.1 is an unknown key"),
         (b"? [a]\n: 3", ":1 cannot be read: "),
-        (b"- 3", " must hold sections such as model: and data:"),
+        (b"- 3", " must contain sections such as model: and data:"),
     ],
 )
 def test_an_error_in_one_of_two_recipes_names_file_and_line(tmp_path, capsys, content, words):
