@@ -4,8 +4,8 @@
 
 A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both encodings rotate
 queries and keys; TAPE also averages its position state and computes the state's gradient. Repetitions alternate between
-candidates, and medians are reported. A candidate that cannot run, or is less exact than plain torch allows, is not
-timed but listed with the reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's fastest one.
+candidates, and medians are reported. A candidate that cannot run, or has more than twice the error of plain torch,
+is not timed but listed with the reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's.
 
 TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and five backward, TAPE
 three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked but not timed.
@@ -98,8 +98,8 @@ def attend(encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tens
 def candidates(dim: int, dtype: torch.dtype, flex: bool = False) -> tuple[list[str], dict[str, str]]:
     """Return the names of the candidates that can run, and the reason for each backend that cannot.
 
-    FlexAttention, which compiles for a minute, is included only with `flex`. The backends fla, which is for forget
-    gates, and naive, the reference, are never included, and tiled, which is for CPUs, not on a GPU.
+    FlexAttention, which takes a minute to compile, is included only with `flex`. Three backends are left out: fla,
+    which is for forget gates; naive, which is the reference; and, on a GPU, tiled, which is for CPUs.
     """
     device, found, rejected = device_here(), [], {}
     for backend in BACKENDS:
@@ -195,7 +195,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tokens = 65536 if torch.cuda.is_available() else 2048
     add("--tokens", type=whole_number, default=tokens, help="tokens per batch (default here: %(default)s)")
     add("--repetitions", type=whole_number, default=10, help="maximum number of timed runs (default: %(default)s)")
-    add("--minutes", type=float, default=8.0, help="start no check or shape after this time (default: %(default)s)")
+    minutes = "start no check or shape after this many minutes (default: %(default)s)"
+    add("--minutes", type=float, default=8.0, help=minutes)
     add_time_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.toy:

@@ -43,7 +43,7 @@ class Llama(nn.Module):
 
 
 class Megatron(nn.Module):
-    """Megatron-core's GPTModel with local layers. `forward` is that of `Llama`."""
+    """Megatron-core's GPTModel with local layers. `forward` has the arguments and the result of `Llama.forward`."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -119,7 +119,7 @@ class PlainEngine:
 
 
 class Baseline(MeasuredModel):
-    """A baseline with its optimizer, measured like this project's models; `config` is that of the RoPE model."""
+    """A baseline with its optimizer, measured like this project's models. `config` is the RoPE model's."""
 
     def __init__(self, name: str, config: RunConfig, layout: ParallelLayout):
         self.name, self.config, self.layout = name, config, layout

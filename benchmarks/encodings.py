@@ -219,7 +219,7 @@ def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Pre
 
 
 def random_model(model: ModelConfig) -> PreTrainedModel:
-    """Return a model as exported to transformers, with random weights; only the encoding's depend on the encoding."""
+    """Return a transformers model with random weights. Only those of the encoding depend on the encoding."""
     encoding = encoding_of(model)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)

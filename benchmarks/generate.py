@@ -8,7 +8,7 @@ the time to launch kernels counts.
 
 A parity check comes first, with models of the same widths but at most `PARITY_LAYERS` layers; no figure appears if it
 fails. With TAPE's matrices at zero, TAPE and Llama must have the same logits. With random matrices, sdpa and eager
-attention must have the same logits. Both models must generate the same tokens with either cache as without one.
+attention must have the same logits. Both models must generate the same tokens with each type of cache as without one.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def randomize(model: PreTrainedModel) -> None:
 
 
 def check_parity(arguments: argparse.Namespace) -> None:
-    """Run the parity check of the module's docstring, and exit with a message if it fails."""
+    """Run the parity check described at the top of this file, and exit with a message if it fails."""
     # In float64, where rounding does not change which token is sampled.
     models = build(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
     llama, tape = (models[name].double() for name in ("llama", "tape"))
@@ -92,7 +92,7 @@ def check_parity(arguments: argparse.Namespace) -> None:
         uncached = tokens(use_cache=False)
         for kind in CACHES:
             if not torch.equal(tokens(cache_implementation=kind), uncached):
-                sys.exit(f"error: {name} generates other tokens with a {kind} cache, so nothing is measured")
+                sys.exit(f"error: {name} generates other tokens with a {kind} cache than without; nothing is measured")
 
 
 def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:

@@ -47,7 +47,7 @@ NOT_BEGUN = ("skipped", "not run")
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the trial."""
+    """A check or benchmark of the trial, which runs in its own process."""
 
     name: str
     purpose: str
@@ -165,7 +165,7 @@ def end(program: subprocess.Popen) -> None:
 
 
 def problems(record: dict) -> Iterator[tuple[str, str]]:
-    """Yield where a problem occurred and what it is, for failed stages and for results that are wrong."""
+    """Yield a pair of place and problem for every failed stage and every wrong result."""
     stages = record["stages"]
     if all(stage["status"] in NOT_BEGUN for stage in stages.values()):
         yield "nothing ran", next(iter(stages.values()))["reason"]
@@ -293,7 +293,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--wheels", type=Path, metavar="DIR", help="folder of wheels, written by benchmarks.wheels")
     add("--stage", nargs="+", choices=names, default=names, metavar="NAME", help="stages to run (default: all)")
     add("--also", nargs="+", choices=("flex", "megatron"), default=[],
-        help="also time FlexAttention, or Megatron-core's GPTModel")  # fmt: skip
+        help="also time FlexAttention (flex) or Megatron-core's GPTModel (megatron)")  # fmt: skip
     add("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
     add("--commit", help="commit of this code, if git cannot determine it")
     options = parser.parse_args(argv)

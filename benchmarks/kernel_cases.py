@@ -90,7 +90,8 @@ def compile_case(case: Case) -> dict:
 def check_case(case: Case) -> dict:
     """Compare outputs and gradients with float64.
 
-    Return `worst`, the largest ratio of error to allowed error (None if not finite), and what is `inexact`.
+    Return `worst`, the largest ratio of an error to its allowed error (None if an error is not finite), and `inexact`,
+    up to three descriptions of errors above the allowed ones.
     """
     found = list(deviations(*case.check(), case.dtype))
     inexact = [str(deviation) for deviation in found if not deviation.exact]

@@ -123,8 +123,8 @@ class Step:
 class MeasuredModel:
     """A model with its optimizer, and the micro-batches that every step trains on.
 
-    After initialization, noise is added to the encoding's parameters. `first_losses` are the token losses before that,
-    `plain_losses` the same with naive attention.
+    `first_losses` are the token losses at initialization, and `plain_losses` are those with naive attention.
+    Afterwards, noise is added to the encoding's parameters.
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
@@ -192,10 +192,10 @@ class MeasuredModel:
         return {**self.peaks(state), "estimated_peak": estimated.peak}
 
     def peaks(self, state: int) -> dict[str, int]:
-        """Return the measured peaks in bytes: on a GPU those of torch's allocator since the last reset.
+        """Return the measured peaks of memory in bytes.
 
-        On a CPU, return `state`, the bytes of weights, gradients and optimizer state, plus the saved activations. The
-        process's resident size would include other models.
+        On a GPU, they are the peaks of torch's allocator since the last reset. On a CPU, the peak is `state` (the bytes
+        of weights, gradients and optimizer state) plus the saved activations.
         """
         if self.layout.device.type == "cuda":
             return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

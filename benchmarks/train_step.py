@@ -185,7 +185,7 @@ class Comparison:
             self.record.write(self.result)
 
     def _ratio(self, name: str, other: str) -> float:
-        """Return the ratio of two models' step times; on a CPU, where steps alternate, the median over paired steps."""
+        """Return the ratio of two models' step times. On a CPU, it is the median over pairs of alternating steps."""
         ours, others = (self.result["models"][each] for each in (name, other))
         if self.on_gpu:
             return ours["seconds_per_step"] / others["seconds_per_step"]
@@ -252,7 +252,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
-    """Parse the command line; return the options and the shape with the options' sizes."""
+    """Parse the command line. Return the options, and the shape that they describe."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.train_step", description=__doc__)
     add = parser.add_argument

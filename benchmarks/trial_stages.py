@@ -32,7 +32,7 @@ TRAINED_TOY = [_RUN.format("tape bf16 ZeRO 2"), _GRADIENT.format("gradients of t
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
-    """Measure the GPU's matmul rate and copy bandwidth. Like every record, this one contains all versions."""
+    """Measure the GPU's matmul rate and copy bandwidth, and record the C compiler's version."""
     import torch
 
     from benchmarks.timing import copy_bandwidth, device_here, matmul_peak
@@ -82,7 +82,7 @@ def attention(record: Record, options: argparse.Namespace) -> None:
 
 
 def _crashed(record: Path) -> set[str]:
-    """Return the backends that crashed or hung in the stage `correctness`, whose record this is."""
+    """Return the backends that crashed or hung, from the record of the stage `correctness`."""
     if not record.exists():
         return set()
     cases = json.loads(record.read_text(encoding="utf-8")).get("cases", [])
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("stage", choices=STAGES, metavar="NAME", help=", ".join(STAGES))
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit in seconds (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
-    also = "also time FlexAttention, or Megatron-core's GPTModel"
+    also = "also time FlexAttention (flex) or Megatron-core's GPTModel (megatron)"
     parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help=also)
     add_record_arguments(parser)
     options = parser.parse_args(argv)

@@ -96,7 +96,7 @@ def installed_commands() -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    """Escape a text for a cell of a Markdown table, and make links of the pages in docs/ that it names."""
+    """Escape text for a cell of a Markdown table, and turn paths of pages in docs/ into links."""
     escaped = html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
     return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", escaped)
 
@@ -131,7 +131,7 @@ def _setting_tables(settings: Iterable[Setting], level: int) -> Iterator[str]:
 
 
 def _encodings_note(setting: Setting) -> str:
-    """Return a sentence that lists the encodings with this setting of `model.position`; "" for other settings."""
+    """Return a sentence that lists the encodings with this setting; "" if it is not in `model.position`."""
     if not setting.key.startswith("model.position."):
         return ""
     field = setting.key.rpartition(".")[2]
@@ -246,7 +246,7 @@ GENERATED = {
 
 
 def anchors_of_settings() -> set[str]:
-    """Return the settings' keys that are anchors of the page of settings."""
+    """Return the anchors of the settings page: the key of every setting."""
     return set(re.findall(r'<a id="([^"]+)"', settings_page()))
 
 
@@ -261,7 +261,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links between files of the repository, which work in a clone, work in the site. A hook of mkdocs."""
+    """Rewrite links between files of the repository so that they work in the site. mkdocs calls this hook per page."""
     path = page.file.src_uri
     sources = {copy: source for source, copy in COPIED.items()}
     folder = Path(sources.get(path, f"docs/{path}")).parent
