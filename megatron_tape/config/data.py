@@ -55,7 +55,7 @@ class LongDocumentSettings:
     """Draw a fixed fraction of the training tokens from long documents. Where possible, a sequence starts at the
     beginning of a long document. Requires reset_attention_mask. Validation data is not affected. The weights of
     data.prefix apply among the long documents and, separately, among all other documents. A dataset with less than one
-    sequence of either group is excluded from that group."""
+    sequence of a group is excluded from this group."""
 
     minimum: Count
     """Number of tokens from which a document is long."""

@@ -93,7 +93,7 @@ def _has_rank_0_address() -> bool:
 
 
 def check_master_address() -> None:
-    """Raise NodeError if this node cannot resolve MASTER_ADDR. torch would retry until its timeout."""
+    """Raise NodeError if this node cannot resolve MASTER_ADDR, instead of waiting for torch's timeout."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     for number in range(TRIES):
         time.sleep(number)
