@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--log", default="", help="path of the job's output, to be recorded")
     add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
     add = verbs.add_parser("check", help="validate settings before a job is submitted").add_argument
-    add("--module", help="module that each process runs (default: unknown)")
+    add("--module", help="module that each process will run (default: skip the check that the recipe is for it)")
     add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
     add = verbs.add_parser("chain", help="validate a run, its extension and the evaluation").add_argument
     add("--scratch", default="", help="as for begin")
@@ -211,7 +211,7 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
 
 
 def _refuse_crash_loop(run: Path, job_attempts: list, step: int, job: str) -> None:
-    """Raise ConfigError if a job is in a crash loop; print how its last attempt ended if `decide` has not."""
+    """Raise ConfigError if a job is in a crash loop. Otherwise, print how an attempt without a verdict ended."""
     last = job_attempts[-1]
     if loop := crash_loop(job_attempts, step, job):
         raise ConfigError("logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}")

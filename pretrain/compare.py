@@ -114,7 +114,7 @@ def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -
 def _locked(plan: Plan, alone: bool) -> Iterator[int]:
     """Lock the output directory against other comparisons, and yield the file descriptor that holds the lock.
 
-    Without `alone`, the lock is shared, by the tasks of a job array. Runs inherit the descriptor: if this process is
+    If `alone` is false, the tasks of a job array share the lock. Runs inherit the descriptor: if this process is
     killed, the directory stays locked until its runs have ended.
     """
     plan.output.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def plot_training(axes: Axes, directory: Path) -> None:
-    """Plot the validation loss of both models over the training steps."""
+    """Plot the validation loss of TAPE and RoPE over the training steps."""
     for name, style in MODELS.items():
         rows = [
             json.loads(line) for line in (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -184,7 +184,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
 
 
 def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
-    """Return the problems in the facts of all ranks, which rank 0 gathers here.
+    """Gather the facts that all ranks wrote to `store` on rank 0, and return the problems that they show.
 
     `imported` is the monotonic time at which rank 0 had imported torch, when the timeout for the other ranks begins.
     """
@@ -224,7 +224,7 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
 
 
 def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
-    """Return a problem if other nodes cannot connect to the gloo ranks of some nodes."""
+    """Return a problem that names the nodes whose gloo ranks other nodes cannot connect to, or an empty list."""
     unreachable = tuple(unreachable_nodes({node: facts["gloo"] for node, facts in by_node.items()}))
     if not unreachable or len({facts["host"] for facts in by_node.values()}) == 1:
         return []

@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None) -> int:
     """Train a model and return the exit status. Invalid arguments are reported before torch is imported.
 
-    `trains` selects the trained parameters, all if it is None; see `training.trainer.Trainer`.
+    `trains` selects the parameters to train (default: all); see `training.trainer.Trainer`.
     """
     with exit_on_user_error():
         config = parse_run_config(argv)

@@ -26,8 +26,7 @@ _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.
 class Programs:
     """Starts programs, each on one of `gpus` (as in CUDA_VISIBLE_DEVICES) or, without GPUs, with one CPU thread.
 
-    A program inherits the file descriptor `lock`. It is sent SIGTERM, after which it saves and ends, if this process is
-    killed.
+    A program inherits the file descriptor `lock`. If this process is killed, the program is sent SIGTERM.
     """
 
     def __init__(self, gpus: list[str], lock: int):
@@ -75,7 +74,7 @@ class _Active:
     started: float = field(default_factory=time.monotonic)
 
     def end(self, how: str) -> None:
-        """Call the method `terminate` or `kill` of the process, unless it was the last one called."""
+        """Call the process's method `how` (`terminate` or `kill`), but not twice in a row."""
         if self.ended_by != how:
             getattr(self.process, how)()
             self.ended_by = how
@@ -86,7 +85,7 @@ class Jobs:
 
     `start(module, arguments, log, slot)` starts a stage. `finish(run, seconds)` is called when all stages of a run have
     succeeded. A failed run does not stop the others; `failed` maps its name to the reason. `pause` is the number of
-    seconds between two looks at the processes.
+    seconds between two checks of the processes.
     """
 
     def __init__(
