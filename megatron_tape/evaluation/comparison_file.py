@@ -147,7 +147,7 @@ def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[
 
 
 def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = False) -> list[str]:
-    """Describe how `config` differs from `saved`. With `of_variants`, the positional encoding may differ."""
+    """Describe how `config` differs from `saved`, ignoring the positional encoding if `of_variants`."""
     free = {"attention_backend", *(["position_encoding"] if of_variants else [])}
     now = json.loads(json.dumps(config_dict(config)))
     found = model_differences(saved.get("model", {}), now.pop("model"), free, ("was", "is now"))

@@ -126,7 +126,7 @@ def encoding_of(config: Mapping[str, Any]) -> str | None:
 
 
 def shade(color: str, number: int) -> str:
-    """Return shade `number` of a color: 0 is the color itself, then the shades of `BLENDS` follow and repeat."""
+    """Return a shade of `color`: 0 is the color itself, and larger numbers cycle through `BLENDS`."""
     gray, fraction = BLENDS[number % len(BLENDS)]
     channels = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round((1 - fraction) * channel + fraction * 255 * gray):02x}" for channel in channels)
@@ -216,8 +216,10 @@ def curve(
     low: Sequence[float | None] | None = None,
     high: Sequence[float | None] | None = None,
 ) -> None:
-    """Draw the values `y` at `x`, with error bars from `low` to `high`. None in `y` is a gap, and elsewhere no error
-    bar."""
+    """Draw the curve of `y` over `x` with error bars from `low` to `high`.
+
+    None in `y` leaves a gap; None in `low` or `high` omits the error bar.
+    """
     values = np.array(_numbers(y))
     axes.plot(x, values, **style)
     if low is not None and high is not None:
@@ -226,7 +228,7 @@ def curve(
 
 
 def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
-    """Format the x axis for lengths in tokens: logarithmic, with ticks at about ten of the lengths at most."""
+    """Format the x axis for lengths in tokens: logarithmic, with ticks at no more than ten of the `lengths`."""
     from matplotlib.ticker import NullLocator
 
     shown = sorted(set(lengths))

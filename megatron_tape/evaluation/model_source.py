@@ -91,7 +91,7 @@ class Source:
     def check_code(self, trust_remote_code: bool) -> None:
         """Raise ConfigError if transformers would run foreign Python files, unless `trust_remote_code`."""
         foreign = self.runs_foreign_code and not trust_remote_code
-        problem = f"{self.given} contains Python code, which would run to load it"
+        problem = f"{self.given} contains Python code, which transformers would run"
         refuse(foreign, "--model", problem, "read the code, and pass --trust-remote-code if you trust it")
 
     def export(self, directory: Path, dtype: str) -> None:

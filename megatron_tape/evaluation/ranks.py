@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the processes of an evaluation. A single process needs no process group."""
+    """The rank of this process, and the number of processes of an evaluation. One process needs no process group."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def join(cls) -> Ranks:
-        """Connect the processes that torchrun or Slurm has started; return the rank of this one and their number."""
+        """Connect the processes that torchrun or Slurm has started; return the `Ranks` of this process."""
         ranks = cls(*rank_and_size())
         if ranks.count > 1:
             with ranks.rank_0_reports():

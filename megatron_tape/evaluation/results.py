@@ -112,7 +112,7 @@ class TaskResult:
     hardware: str
     versions: dict[str, str]
     identity: str = ""
-    """Digest of everything that the values depend on."""
+    """Digest of everything that the results depend on."""
     parts_before: Whole = 0
     """Number of units finished before an interruption; their time is not in `seconds`."""
 

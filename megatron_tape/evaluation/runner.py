@@ -40,7 +40,7 @@ from megatron_tape.text import counted
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """A task to run, and everything that its values depend on in addition to its settings."""
+    """A task to run, with digests of the model and the data that its results depend on."""
 
     task: str
     model_digest: str
@@ -48,7 +48,7 @@ class TaskPlan:
     data: dict[str, str]
     """SHA-256 of the files that the task reads, by path."""
     identity: str
-    """Digest of everything that the values depend on."""
+    """Digest of everything that the results depend on."""
 
     def parts(self, output: Path) -> Path:
         """Return the directory for the values of finished units."""

@@ -114,8 +114,7 @@ def _panels(
 
 
 def by_group(results: Results, keep: Callable[[Score], bool], name: str, title: str) -> list[Picture]:
-    """Return a picture of the scores selected by `keep`, with a row for each group and metric; an empty list without
-    any."""
+    """Return a picture of the scores that `keep` selects, a row per group and metric; no picture without scores."""
     by_row: dict[str, dict[str, Score]] = {}
     for label, result in results.items():
         for score in filter(keep, result.scores):

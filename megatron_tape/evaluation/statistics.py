@@ -13,7 +13,7 @@ import numpy as np
 Interval = tuple[float | None, float | None]
 """Low and high end of a confidence interval; None if the data does not determine them."""
 TAIL = 2.5
-"""Percentage of resampled values below a 95 % interval, and also above it."""
+"""Percentage of resampled values on each side of a 95 % interval."""
 NORMAL_QUANTILE = 1.959963984540054
 """Half the width of a 95 % interval in standard errors."""
 
@@ -92,7 +92,7 @@ def paired_t(differences: Sequence[float]) -> PairedTest:
 
 
 def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
-    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979). Ignores p = None."""
+    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979); None is kept."""
     known = sorted((test.p, index) for index, test in enumerate(tests) if test.p is not None)
     corrected, largest = list(tests), 0.0
     for rank, (p, index) in enumerate(known):

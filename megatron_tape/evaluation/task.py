@@ -115,7 +115,7 @@ class HuggingFaceModel(LanguageModel, Protocol):
     device: Any
 
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
-        """Generate at most `count` tokens greedily after `prompt`; return their text, and whether an end token came."""
+        """Generate at most `count` tokens greedily after `prompt`; return the text, and whether an end token came."""
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         """Return this model as an `HFLM` of lm-evaluation-harness; `max_length` is its context length in tokens."""

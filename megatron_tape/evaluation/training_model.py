@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingModel:
-    """An `evaluation.task.LanguageModel` in training. Data-parallel ranks may evaluate different texts.
+    """The model in training as an `evaluation.task.LanguageModel`. Data-parallel ranks may evaluate different texts.
 
     Under ZeRO 3, all ranks have to take part in every forward pass. Before a pass, the ranks agree whether any of them
     still has work. A rank that has none takes part with a dummy input (`join_other_ranks`).

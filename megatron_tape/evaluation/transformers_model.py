@@ -38,9 +38,8 @@ class HFModel:
     ):
         """Wrap a `PreTrainedModel` and its tokenizer, which may be None.
 
-        `chunk` is the number of tokens per forward pass. If `saved_tokenizer`, the one of the training, is given, it
-        encodes and decodes texts instead of `tokenizer`, whose transformers implementation may split some texts
-        differently.
+        `chunk` is the number of tokens per forward pass. `saved_tokenizer` is the tokenizer of the training. If given,
+        it encodes and decodes texts, since `tokenizer` may split some texts differently.
         """
         self.info, self.model, self.tokenizer, self.chunk = info, model.eval(), tokenizer, chunk
         self._saved_tokenizer = saved_tokenizer
@@ -241,13 +240,13 @@ def _copy_code(directory: Path) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return the device of this rank for --device `auto`, `cpu` or `cuda`. Raises ConfigError if it has no GPU."""
+    """Return the device for --device `auto`, `cpu` or `cuda`. Raises ConfigError if this rank needs a missing GPU."""
     count, rank = torch.cuda.device_count(), local_rank()
     if name == "auto":
         name = "cuda" if count else "cpu"
     if name == "cpu":
         return "cpu"
     if rank >= count:
-        problem = f"is cuda, but this machine has {counted(count, 'GPU')}, none of them for local rank {rank}"
+        problem = f"selects cuda, but this machine has {counted(count, 'GPU')}, none of them for local rank {rank}"
         raise ConfigError("--device", problem, "start one process per GPU, or set --device cpu")
     return f"cuda:{rank}"

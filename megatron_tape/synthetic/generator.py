@@ -12,7 +12,7 @@ TRAINING, VALIDATION, EVALUATION = range(3)
 
 
 def sample_random(seed: int, purpose: int, index: int) -> np.random.Generator:
-    """Return the random numbers of sample `index` (from 0); `purpose` is TRAINING, VALIDATION or EVALUATION."""
+    """Return the random generator of sample `index` (from 0); `purpose` is TRAINING, VALIDATION or EVALUATION."""
     return np.random.Generator(np.random.Philox(counter=[0, 0, index, 0], key=[seed, purpose]))
 
 

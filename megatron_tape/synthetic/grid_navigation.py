@@ -60,7 +60,7 @@ class GridNavigation(Generator):
         return self.objects
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a map and a walk over it; the contents of revisited cells are the answers."""
+        """Draw a map and a walk over it."""
         actions, cells = self.walk(random)
         contents = random.integers(self.objects, size=self.width**self.dimensions)
         contents[random.random(len(contents)) < self.blank_probability] = self.blank
@@ -81,7 +81,7 @@ class GridNavigation(Generator):
 
 
 def visited_before(cells: np.ndarray) -> np.ndarray:
-    """Return a mask (T,) of the cell indices (T,) of a walk that occur earlier in it."""
+    """Return a mask (T,): whether each of the `cells` (T,) that a walk enters was entered before."""
     visited = np.ones(len(cells), dtype=bool)
     visited[np.unique(cells, return_index=True)[1]] = False
     return visited

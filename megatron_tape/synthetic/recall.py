@@ -39,7 +39,7 @@ class Recall(Generator):
     def check(self) -> None:
         refuse(self.tokens_per_pair < 4, "tokens_per_pair", f"is {self.tokens_per_pair}", "set it to at least 4")
         least = self.tokens_per_pair
-        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least}, tokens_per_pair")
+        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least} (tokens_per_pair)")
         shortest, fix = self.shortest, f"set it to a number from {least} (tokens_per_pair) to {self.tokens} (tokens)"
         refuse(shortest is not None and not least <= shortest <= self.tokens, "shortest", f"is {shortest}", fix)
         pairs = self.tokens // self.tokens_per_pair
@@ -60,7 +60,7 @@ class Recall(Generator):
         return 2 * self.keys
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence of one of the lengths; the values in the queries are the answers."""
+        """Draw a sequence of one of the lengths."""
         length = self.tokens
         if self.shortest is not None:
             doublings = (self.tokens // self.shortest).bit_length()

@@ -49,7 +49,7 @@ class SelectiveCopy(Generator):
         return self.symbols + 1
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence; the tokens of the copy are the answers."""
+        """Draw symbols, blanks and the copy."""
         symbols = random.integers(self.symbols, size=self.copied)
         source = np.full(self.copied + self.blanks, self.blank)
         source[np.sort(random.permutation(len(source))[: self.copied])] = symbols

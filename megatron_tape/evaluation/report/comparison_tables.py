@@ -19,7 +19,7 @@ from megatron_tape.huggingface.export import markdown as markdown_text
 from megatron_tape.text import counted
 
 ByMetric = dict[Score, list[VariantResult]]
-"""Results of a task: those of all variants for each metric (see `Score.subject`)."""
+"""Results of one task: for each metric (see `Score.subject`), the results of all variants."""
 SIGNIFICANT = 0.05
 """Differences with a smaller p value are bold."""
 _SMALLEST_P = 0.0001
@@ -40,7 +40,7 @@ def task_title(task: str) -> str:
 
 
 def metrics_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
-    """Return a table for each metric, with a row for each variant. It has a summary if all runs have the same value."""
+    """Return a table for each metric, with a row for each variant; `summary` is set if all runs have the same value."""
     made: list[Table] = []
     for metric, results in by_metric.items():
         numbers = _values(results)
@@ -131,7 +131,7 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
 
 
 def _outcome(comparison: Comparison) -> str:
-    """Return a sentence about the tests of the first metric that ranks variants."""
+    """Return a sentence about the significance of differences in the first metric whose `better` is not `neither`."""
     baseline = comparison.baseline
     tasks = by_task(comparison)
     ranking = [metric for by_metric in tasks.values() for metric in by_metric if metric.better != "neither"]

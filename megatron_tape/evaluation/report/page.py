@@ -181,8 +181,7 @@ def _leaders(results: Mapping[str, Results]) -> str:
 
 
 def training_warnings(runs: Mapping[str, Run]) -> list[str]:
-    """Return a warning for each setting of length, data or tokenizer in which runs differ: it makes losses
-    incomparable."""
+    """Return a warning for each setting that differs between runs and makes their losses incomparable."""
     warnings = []
     data = ("prefix", "stages", "generator", "examples", "loss_on", "tokenizer")
     for section, key in (("model", "seq_length"), *(("data", key) for key in data)):

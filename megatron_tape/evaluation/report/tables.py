@@ -40,7 +40,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     summary: str = ""
-    """A sentence that replaces the table in Markdown if all values are equal. The page folds the table behind it."""
+    """A sentence if all values are equal. It replaces the table in Markdown; the page collapses the table under it."""
 
     @property
     def are_numbers(self) -> list[bool]:

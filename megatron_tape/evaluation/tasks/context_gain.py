@@ -29,7 +29,7 @@ DECIMALS = 5
 class ContextGain(DocumentTask):
     """The gain from longer contexts, on all scored tokens and on key tokens.
 
-    The value of a unit contains the `losses` of a document's scored tokens with a context length.
+    The value of a unit contains the `losses` of a document's scored tokens at one context length.
     """
 
     name = "context_gain"

@@ -40,7 +40,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a unit: windows of one document with one context length."""
+    """The work of a unit: windows of one document at one context length."""
 
     document: Document
     length: int

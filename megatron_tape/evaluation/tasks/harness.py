@@ -143,7 +143,7 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
 
 
 def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> dict[str, Any]:
-    """Return the fields of an outcome that are about documents. `samples` contain each document once per filter."""
+    """Return the fields `documents` to `truncated` of an outcome. `samples` has one item per document and filter."""
     first: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[int, Any]] = {}
     for sample in samples:

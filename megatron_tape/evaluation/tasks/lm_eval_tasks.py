@@ -44,7 +44,7 @@ class LmEval(Task):
     """The scores of tasks of lm-evaluation-harness, with intervals.
 
     A unit is a name in `tasks`. Its value contains `max_length`, and the `outcomes` of all tasks and groups with that
-    name (see `harness.run`), without `responses` and numbers that are not finite.
+    name (see `harness.run`), without `responses` and without infinite numbers or NaN.
     """
 
     name = "lm_eval"
@@ -129,7 +129,7 @@ class LmEval(Task):
 
 
 def _without_responses(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome without `responses` and numbers that are not finite; `not_finite` lists metrics left out."""
+    """Drop `responses` and infinite or NaN metrics from an outcome; list the names of these metrics in `not_finite`."""
     kept = {key: value for key, value in outcome.items() if key != "responses"}
     finite = {key: metric for key, metric in outcome["metrics"].items() if math.isfinite(metric["value"])}
     values = {

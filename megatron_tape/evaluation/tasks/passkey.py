@@ -167,7 +167,7 @@ class Passkey(Task):
         return ExactPrompts(lambda text: _count(model, text), length - self._room)
 
     def _sorted_into_depths(self, lengths: list[int]) -> dict[str, list[Hidden]]:
-        """Return the prompts of form landmark by unit key: length, and index of a range of depths that has any."""
+        """Return the prompts of form landmark by unit key, `LENGTH/RANGE`: ranges of depths are counted from 0."""
         found: dict[str, list[Hidden]] = {}
         count, first = self.settings.depths * self.settings.samples, self.settings.seed
         for length in lengths:

@@ -91,10 +91,10 @@ def with_phases(
 ) -> Iterator[None]:
     """Within the context, make some layers read RoPE's phases instead of their position states.
 
-    These layers compute hidden states with the phases, but still return the position state that they compute from their
-    real one, so that other layers are not affected directly. If `on_maps` is given, hidden states do not change either.
-    Instead, on_maps(l, map, map_with_phases) is called with the attention maps (B, H, N, N) with the real state and
-    with the phases, which are None if the attention implementation returns none.
+    These layers compute hidden states with the phases. They still compute their output position state from the real
+    one, so that later layers are not affected directly. With `on_maps`, outputs do not change: the function
+    on_maps(l, map, map_with_phases) only receives the attention maps (B, H, N, N) with the real state and with the
+    phases. Both are None if the attention implementation returns no maps.
     """
     layers, phases = layers_of(model), None
 

@@ -231,7 +231,7 @@ def _triangle(attention: Tensor) -> list[list[float]]:
 
 
 def _heat_maps(values: dict[str, list[list[float]]], column: str, bar: str, high: float) -> tuple[Any, str]:
-    """Return a figure of the matrices (layers, columns) of each model, and a description of their maxima."""
+    """Return a figure with a heat map of each model's matrix (layers, columns), and a sentence on the maxima."""
     figure, panels = model_panels(values)
     maxima = []
     for axes, (label, matrix) in zip(panels, values.items()):
@@ -286,8 +286,8 @@ def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
 
 def _changes(results: dict[str, TaskResult]) -> Picture:
     changes = {label: result.details["maps"]["change"] for label, result in results.items()}
-    figure, maxima = _heat_maps(changes, "head", "fraction of attention that moves", high=1.0)
-    text = "Heat map by layer and head of the fraction of attention that moves if RoPE's phases replace the state. "
+    figure, maxima = _heat_maps(changes, "head", "fraction of attention moved to other tokens", high=1.0)
+    text = "Heat map by layer and head: the fraction of attention moved if RoPE's phases replace the state. "
     return Picture("positions-attention", f"{text}{maxima}.", figure)
 
 

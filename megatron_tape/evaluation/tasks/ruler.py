@@ -34,7 +34,7 @@ THRESHOLD = 0.856
 
 
 _CHECKED = 8192
-"""Maximum length up to which samples are made for a check before any task runs; longer ones are never too short."""
+"""Lengths up to this one are checked by making samples before any task runs. Greater lengths always have samples."""
 
 
 @dataclass(kw_only=True)
@@ -198,7 +198,7 @@ class Ruler(Task):
         return "mean of the 6 offline tasks" if chosen == set(OFFLINE) else f"mean of {len(chosen)} chosen tasks"
 
     def _effective(self, lengths: list[int], curve: list[float], info: ModelInfo) -> tuple[list[Score], list[str]]:
-        """Return both effective lengths and the area under the curve as scores, and notes that explain them."""
+        """Return the effective length, the own effective length and the area under the curve as scores, with notes."""
         name = self._mean_name()
         found = [Score("effective length", _longest(lengths, curve, THRESHOLD), "higher", group=name, unit="tokens")]
         meaning = f"The effective length is the longest with a {name} of at least {THRESHOLD}, or 0"
@@ -219,7 +219,7 @@ class Ruler(Task):
             steps = [math.log2(after / before) for before, after in zip(lengths, lengths[1:])]
             area = sum(step * (a + b) / 2 for step, a, b in zip(steps, curve, curve[1:])) / sum(steps)
             found.append(Score("area under the curve", area, "higher", group=name))
-            notes.append("The area is that under the scores over the logarithm of the length, divided by the range.")
+            notes.append("The area under the curve is the mean score over the logarithm of the length.")
         if name != "mean of all 13 tasks":
             notes.append(
                 f"The threshold of {THRESHOLD} from RULER's paper applies to the mean of all 13 tasks; other means are "

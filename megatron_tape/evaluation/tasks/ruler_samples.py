@@ -199,8 +199,7 @@ def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Cal
 def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measure: _Measure) -> None:
     """Raise TooShort if the smallest samples of vt or cwe do not fit.
 
-    The harness draws a sample that is too long again with fewer words. At `incremental` words, it repeats this forever,
-    in a `while True` with a bare `except`.
+    If a sample is too long, the harness draws it again with fewer words; at `incremental` words, it does so forever.
     """
     defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     arguments = {**defaults, **options}

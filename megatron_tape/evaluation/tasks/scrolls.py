@@ -3,7 +3,7 @@
 The TAPE paper fine-tunes a model on each dataset before the evaluation (docs/evaluation/scrolls.md). Models that were
 not fine-tuned can be compared by the loss on the targets.
 
-The score of an example is F1, exact match or ROUGE without stemming, in percent, for the reference with the maximum.
+The score of an example is F1, exact match or ROUGE without stemming, in percent, and the highest over the references.
 The score of a dataset is the mean over its examples; for ROUGE, the geometric mean of the means of ROUGE-1, -2 and -L.
 """
 
@@ -87,7 +87,7 @@ class ScrollsSettings:
 
 @dataclass
 class _Example:
-    """An input with all its targets."""
+    """An input of a dataset, with its reference outputs."""
 
     dataset: str
     input: str
@@ -254,7 +254,7 @@ def score(metric: str, prediction: str, references: Sequence[str]) -> list[float
 
 
 def combine(means: np.ndarray) -> np.ndarray:
-    """Return the score of a dataset (...), the geometric mean of the means (..., P) of its P `PARTS`."""
+    """Return the scores (...) of datasets: geometric means over the P `PARTS` of `means` (..., P)."""
     return means.prod(axis=-1) ** (1.0 / means.shape[-1])
 
 

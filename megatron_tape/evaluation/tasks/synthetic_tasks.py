@@ -28,7 +28,7 @@ from megatron_tape.synthetic import EVALUATION, Generator, sample_random
 
 SEQUENCES_PER_UNIT = 100
 MOST = 10**6
-"""Limit above the numbers of digits and samples (see the settings), so that every sum has a different sample index."""
+"""More than the numbers of digits and samples can be: the factor that makes the sample index of every sum unique."""
 
 
 def correct_answers(
@@ -153,7 +153,7 @@ class Variants(SyntheticTask):
     """Base class of tasks with variants: accuracy with the generator settings of training, and with others."""
 
     def generators(self) -> dict[str, Generator]:
-        """Return the generator of each variant, by name. The first variant is that of training."""
+        """Return the generators by name of the variant. The first one has the settings of the training."""
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
@@ -191,7 +191,7 @@ class Variants(SyntheticTask):
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         """Return the fractions of correct answers and of sequences with only correct answers, by variant.
 
-        The answers of a sequence depend on each other, so the interval of the first resamples whole sequences.
+        The answers of a sequence depend on each other, so the interval of the accuracy resamples whole sequences.
         """
         scores, blanks = [], {}
         for name in self.generators():

@@ -67,7 +67,7 @@ def find_sources(data: dict[str, str] | str, split: str | None, section: str) ->
         validation = split_shares(split)[1]
     except ConfigError as error:
         raise ConfigError(key, error.problem, error.fix) from None
-    refuse(validation == 0, key, f"is {split!r}, which has no validation documents", "raise the second number")
+    refuse(validation == 0, key, f"is {split!r}, which has no validation documents", "raise its second number")
     others = [source.path for source in sources if source.kind != "indexed"]
     refuse(bool(others), key, f"is {split!r}, but {others and others[0]} is not an indexed dataset", "remove split")
     return [replace(source, split=split) for source in sources]
@@ -96,8 +96,8 @@ def check_sources(
 ) -> None:
     """Raise UserError, with file and line, if documents that `long_documents` would read are invalid.
 
-    Texts are not tokenized. A text file is refused if its longest document has fewer bytes than `minimum` tokens have
-    at least. `key` is the setting in error messages.
+    Texts are not tokenized: a text file is refused if its longest document has too few bytes for `minimum` tokens.
+    `key` is the setting in error messages.
     """
     tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
