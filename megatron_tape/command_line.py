@@ -110,11 +110,12 @@ def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str =
 
 
 def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> int:
-    """Run a program's `main`, report its error, if any, as one sentence on stderr, and return the exit status.
+    """Run a program's `main`, report its error, if any, as one sentence on stderr, and return the exit status:
 
-    The status is the one that `main` returns (None means 0), EXIT_REFUSED after a ValueError, `unavailable` after an
-    OSError, 128 + N after signal N, and 1 after a broken pipe, if memory runs out or if Rust code panics. Other errors
-    are raised. The message after a signal ends with `interrupted`.
+    - the value that `main` returns, or 0 for None;
+    - EXIT_REFUSED after a ValueError, and `unavailable` after an OSError;
+    - 128 + N after signal N, with a message that ends with `interrupted`;
+    - 1 after a broken pipe, an out-of-memory error or a panic of Rust code. Other errors are raised.
     """
     try:
         return main() or 0
