@@ -97,7 +97,7 @@ def plot_extension(axes: Axes, directory: Path) -> None:
 
 
 def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions (P,) and the loss of held-out text at each (P,), for the newest evaluated step of a run."""
+    """Return positions (P,) and the losses (P,) of held-out text at them, for the newest evaluated step of a run."""
     newest = max((run / "evaluation").glob("step-*"))
     (losses,) = read_results(newest).tasks["perplexity"].details["loss_by_position"].values()
     return np.array(losses["tokens_before"]), np.array(losses["loss"])
