@@ -87,7 +87,7 @@ class ScrollsSettings:
 
 @dataclass
 class _Example:
-    """An input of a dataset, with its reference outputs."""
+    """An input of a dataset, and its targets (the reference answers)."""
 
     dataset: str
     input: str
