@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.errors import ConfigError
 from megatron_tape.model.names import MATRICES
 from megatron_tape.ops.backends import BACKENDS, unsupported_heads
 from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
@@ -73,7 +74,11 @@ class Plan:
         if model.attention_backend != "auto":
             named = frozenset({self.generation})
             return Row(case.kind, named, model.attention_backend, "as set by model.attention_backend")
-        return next(row for row in rows(case) if self._runs(row.backend))
+        for row in rows(case):
+            if self._runs(row.backend):
+                return row
+        problem = f"is {model.num_attention_heads}, which gives heads of {model.head_dim} elements"
+        raise ConfigError("model.num_attention_heads", f"{problem}; no attention backend supports them", "raise it")
 
     def _runs(self, backend: str) -> bool:
         """Return whether a backend has kernels for the run's precision and head dimension."""
