@@ -57,9 +57,9 @@ class ContextGainSettings(DocumentSettings):
     """Length in tokens of the short context, the baseline for longer contexts. Default: an eighth of the longest
     context."""
     alpha: float = 2.0
-    """Minimum reduction of a key token's loss, in nats, from the short to the longest context."""
+    """The loss of a key token falls by more than this, in nats, from the short to the longest context."""
     beta: float = -2.0
-    """Minimum log-probability of a key token, in nats, with the longest context."""
+    """The log-probability of a key token with the longest context is above this, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
