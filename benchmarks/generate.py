@@ -136,7 +136,7 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
 def measure(arguments: argparse.Namespace, record: Record) -> None:
     """Check parity, then measure at every length; print and record each result at once."""
     check_parity(arguments)
-    print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
+    print("parity checked: TAPE with zero update matrices equals Llama; a cache does not change the tokens", flush=True)
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
     result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}, "lengths": {}}

@@ -90,10 +90,10 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
 
 
 def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None) -> dict[str, int]:
-    """Return the rank, among `ranks` ranks with the same weights, that writes each tensor.
+    """Return which of the `ranks` ranks that hold the same shard of the model writes each of its tensors.
 
-    `sizes` are the sizes of their tensors in bytes. `shards` is the number of shards of the model: the tensor-parallel
-    size times the number of pipeline stages. `limit` is `checkpoint.writers`.
+    `sizes` are the tensors' sizes in bytes. `shards` is the number of shards: the tensor-parallel size times the number
+    of pipeline stages. `limit` is `checkpoint.writers`.
     """
     return balance(sizes, ranks, writer_count(sum(sizes.values()), shards, limit))
 

@@ -51,7 +51,7 @@ class Writer:
 class Save:
     """A save in progress: call `advance` until it returns the checkpoint's directory. All ranks do this together.
 
-    `step` is the last completed step, up to which the run has trained on or skipped `samples` sequences. `progress` is
+    `step` is the last completed step; by then the run has trained on or skipped `samples` sequences. `progress` is
     JSON for `state.json`. The constructor copies the state, so training may continue when it returns. With `in_thread`,
     a background thread writes the files.
 

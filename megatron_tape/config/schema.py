@@ -111,8 +111,9 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "muon"] = "adamw"
     """Optimizer. muon updates the matrices of attention and the MLP with orthogonalized Nesterov momentum (0.95), and
-    uses AdamW for embeddings, the output layer, norms, biases and the positional encoding. Its updates are scaled so
-    that the learning rate and weight decay of AdamW can be reused. It does not support ZeRO 3."""
+    uses AdamW for embeddings, the output layer, norms, biases and the positional encoding. It stores one moment per
+    matrix, AdamW two. Its updates are scaled so that the learning rate and weight decay of AdamW can be reused. It does
+    not support ZeRO 3."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0

@@ -117,7 +117,12 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
             problem, fix = dataset.wrong_size(), "preprocess the dataset again"
         except (ValueError, OSError) as error:
             problem, fix = str(error), ""  # a FileError ends in its own fix
-        refuse(problem is not None, "data.prefix", f"contains {prefix}, which is incomplete or damaged: {problem}", fix)
+        refuse(
+            problem is not None,
+            "data.prefix",
+            f"contains {prefix}, which is missing, incomplete or damaged: {problem}",
+            fix,
+        )
         refuse(len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents", "remove it")
         number = None
         if config.data.reset_attention_mask:

@@ -200,7 +200,7 @@ def _read_files(main: Path) -> dict[str, bytes]:
     except FileError:
         raise
     except ValueError as error:
-        raise FileError(str(main), f"or a file next to it cannot be used: {error}", _GIVE) from None
+        raise FileError(str(main), f"cannot be used as a tokenizer: {error}", f"repair that file, or {_GIVE}") from None
     return files
 
 

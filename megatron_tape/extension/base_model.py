@@ -89,8 +89,8 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
     extension = values.get("extension", {})
     given = build(ExtensionConfig, extension, "extension").from_
     if base is not None:
-        problem = f"is {given}, but the chain extends the model that it pretrains"
-        refuse(given not in (None, str(base.path)), KEY, problem, "remove it, or set it to null")
+        problem = f"is {given}, but run_all.sh extends the model that its pretraining job makes"
+        refuse(given not in (None, str(base.path)), KEY, problem, f"remove {KEY}, or set it to null")
         given = str(base.path)
     model = values.get("model", {})
     if not isinstance(model, dict) or not isinstance(position := model.get("position", {}), dict):
@@ -158,7 +158,7 @@ def find_base(given: str, run: str | None = None) -> Base:
         problem = f"is {given}, which cannot be extended: {error.subject} {error.problem}"
         raise ConfigError(KEY, problem, error.fix) from None
     except (ValueError, FileNotFoundError, PermissionError) as error:
-        raise ConfigError(KEY, f"is {given}, which cannot be extended: {error}") from None
+        raise ConfigError(KEY, f"is {given}, which cannot be extended: {error}", "repair it, or give another") from None
 
 
 def _imported_by(run: Path, source: Path) -> Base | None:

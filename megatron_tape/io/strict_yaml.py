@@ -106,7 +106,9 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8") from None
     except RecursionError:
-        raise ConfigError(path, "is nested too deeply for a recipe", "correct it") from None
+        raise ConfigError(
+            path, "is nested too deeply to be read", "write sections with keys, as the recipes in pretrain/recipes"
+        ) from None
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: more digits than Python converts

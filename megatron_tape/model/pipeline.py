@@ -118,7 +118,7 @@ class Pipeline(nn.Module):
         return sum(losses, torch.zeros((), device=tokens.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **settings) -> Tensor:
-        """Return the result of `LanguageModel.forward` in the last stage, elsewhere an empty tensor of that shape."""
+        """Return the result of `LanguageModel.forward` in the last stage; elsewhere, an uninitialized tensor."""
         shape = [tokens.shape[1] // self.tokens.sequence_shards, len(tokens), self._config.hidden_size]
         for chunk in self.model_chunks:
             chunk.set_input_tensor([self._communicator.recv_forward(shape, chunk.is_first)])

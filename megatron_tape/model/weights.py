@@ -37,8 +37,9 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     if not is_diagonal(model, layer, suffix):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
-        problem = "has nonzero elements off its diagonal, which model.position.token_mixing: per_head cannot represent"
-        raise FileError(whole_name(prefix, suffix), problem, "set model.position.token_mixing: full")
+        problem = "has nonzero elements off its diagonal, which token_mixing per_head cannot represent"
+        fix = "set model.position.token_mixing to full; to import a model, pass --token-mixing full"
+        raise FileError(f"tensor {whole_name(prefix, suffix)}", problem, fix)
     return tensor.diag()
 
 

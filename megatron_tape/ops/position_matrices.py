@@ -15,10 +15,10 @@ def outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
 def matrix_gradients(
     dM: Tensor, d_mixing: Tensor, g: Tensor, outer: Tensor, gate: Tensor, up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the gate (N, P), of A, and of W_up (P, G) and W_down (G, P).
+    """Return the gradients of `gate` (N, P), the mixing matrix A, W_up (`up`, P, G) and W_down (`down`, G, P).
 
-    `dM` is the gradient of M (N, G*G), and `d_mixing` that of A, which is returned unchanged. `g` is silu(gate), and
-    `outer` is `outer_products(up, down)`.
+    `dM` is the gradient of M = silu(gate) @ outer, (N, G*G). `d_mixing` is already A's gradient and is passed through.
+    `g` is silu(gate), and `outer` is `outer_products(up, down)`.
     """
     G = len(down)
     d_outer = (g.T @ dM).view(-1, G, G)

@@ -243,7 +243,10 @@ class PositionEncoding:
         return None
 
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the state that enters the first layer. Positions (S, 1) are shared by all B sequences."""
+        """Return the state that enters the first layer, or None if the encoding has none.
+
+        `positions_SB` is (S, B), or (S, 1) if all sequences have the same positions.
+        """
         return None
 
     def sent_state(

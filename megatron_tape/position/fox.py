@@ -41,11 +41,11 @@ class FoxPosition(PositionEncoding):
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs: the projection, and one addition per head, query and key.
+        """Return the costs of the gates: their projection, and one addition per head, query and key.
 
-        The inputs of log-sigmoid, its buffer on a CPU, and the cumulative sums in float64 are saved for the backward
-        pass. An all-to-all converts gates of this rank's tokens and all heads to gates of all tokens and this rank's
-        heads.
+        The backward pass needs the inputs of log-sigmoid (on a CPU also a buffer of the same size) and the cumulative
+        sums in float64. Each rank computes the gates of all heads for its own tokens; an all-to-all then gives it the
+        gates of its own heads for all tokens.
         """
         heads, model = self.model.num_attention_heads, self.model
         gates = 4 * batch.local_tokens * heads

@@ -130,11 +130,10 @@ class RotaryPosition(PositionEncoding):
         return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs. The state holds the phases, which all heads share without learned increments.
+        """Return the costs. Without learned increments, the state is one set of phases for all heads.
 
-        With learned increments, the state has phases for every group. For the backward pass, the first layer saves
-        increments and positions in float64, and the phases. An all-to-all exchanges the increments' logits, since
-        cumulative sums need all tokens.
+        With learned increments, every group has its own phases. The first layer then saves positions and phases for the
+        backward pass. Cumulative sums need all tokens, so an all-to-all exchanges the logits of the increments.
         """
         model = self.model
         every_group = model.query_groups * model.head_dim if layer > 0 else 0

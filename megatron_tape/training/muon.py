@@ -55,7 +55,7 @@ def is_matrix(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """This rank's tensor-parallel shard of a parameter, which starts at offset `first` in the flat parameter group."""
+    """A matrix that Muon updates: this rank's tensor-parallel shard, at offset `first` of the flat parameter group."""
 
     name: str
     parameter: Parameter

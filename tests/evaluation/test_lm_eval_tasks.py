@@ -127,7 +127,7 @@ def test_an_unknown_task_is_refused(folder, monkeypatch):
 
     # The harness's whole list takes long to read.
     monkeypatch.setattr(harness, "index", lambda include, defaults, read=harness.index: read(include, False))
-    with pytest.raises(ConfigError, match="next_wrd, which lm_eval does not have"):
+    with pytest.raises(ConfigError, match="next_wrd, which is not a task of lm_eval"):
         LmEval(settings(folder, tasks=["next_wrd"])).check(info())
 
 

@@ -479,7 +479,10 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
     assert capfd.readouterr().out == "first\nruns/extend\n"
     for wrong, part in (
         ("--model.num_layers=9", "model.num_layers: checkpoint 3, configuration 9"),
-        ("--extension.from=elsewhere", "the chain extends the model that it pretrains; remove it"),
+        (
+            "--extension.from=elsewhere",
+            "run_all.sh extends the model that its pretraining job makes; remove extension.from",
+        ),
         ("--logging.directory=first", "for both pretraining and extension"),
     ):
         assert part in refused(capfd, attempt.main, ["chain", "--", *first, *second, wrong])

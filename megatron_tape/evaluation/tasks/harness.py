@@ -48,7 +48,9 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
         unknown = [name for name in names if name not in known and not name.endswith((".yaml", ".yml"))]
         if not unknown:
             return manager
-    raise ConfigError("lm_eval.tasks", f"has {unknown[0]}, which lm_eval does not have", "lm_eval ls tasks lists all")
+    raise ConfigError(
+        "lm_eval.tasks", f"has {unknown[0]}, which is not a task of lm_eval", "list all with lm_eval ls tasks"
+    )
 
 
 @lru_cache(maxsize=4)

@@ -118,7 +118,7 @@ class Scrolls(Task):
     def _length(self, info: ModelInfo) -> int:
         length = self.settings.length or info.trained_length
         problem = f"is null, but the configuration of {info.label} does not contain the training length"
-        refuse(length is None, self.key("length"), problem, "set it, such as to 1024")
+        refuse(length is None, self.key("length"), problem, "set it, for example to 1024")
         return length
 
     def _files(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ _BACKWARD = {
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of each value, (S, B, H, D)."""
+    """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
     (S, B, H, D), G = x.q_SBHD.shape, x.k_TBGD.shape[2]
     version = flash_attn_version(x.q_SBHD.device)
     functions = importlib.import_module(FLASH_ATTN[version])

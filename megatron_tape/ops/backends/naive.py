@@ -8,7 +8,7 @@ from megatron_tape.ops.packing import causal_mask
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of each value, (S, B, H, D)."""
+    """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
     # Kernels are compared with this backend, so it uses none.
     q, k = x.rotated(fused=False)
     k_BGTD = k.permute(1, 2, 0, 3)

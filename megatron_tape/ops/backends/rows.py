@@ -20,7 +20,7 @@ from megatron_tape.ops.rescore import Rescore
 
 
 def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
-    """Return the weighted average of each value, (S, B, H, D), computed in blocks of `rows` queries.
+    """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D), in blocks of `rows` queries.
 
     bf16 and fp16 inputs are computed in fp32.
     """

@@ -21,7 +21,7 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of each value, (S, B, H, D)."""
+    """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
     return attend_to(x, *x.rotated(), *x.values())
 
 

@@ -12,7 +12,7 @@ from megatron_tape.ops.backends import sdpa
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of each value, (S, B, H, D)."""
+    """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
     if sdpa.needs_mask(x) or len(x.q_SBHD) == 1:
         # cuDNN has no kernel for a single key, and its kernels with masks are avoided (see `sdpa._without_cudnn`). For
         # a single query, concatenating the cached values and states would take longer than attention.

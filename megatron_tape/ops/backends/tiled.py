@@ -27,7 +27,7 @@ LOG2_E = 1 / math.log(2)
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of each value, (S, B, H, D). bf16 and fp16 inputs are computed in fp32."""
+    """Return the averages over keys of v and, if averaged, z, each (S, B, H, D). bf16 and fp16 are computed in fp32."""
     if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
     q, k = x.rotated()

@@ -8,7 +8,7 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of each value, (S, B, H, D)."""
+    """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
     from megatron_tape.ops.kernels.triton_attention import attention
 
     bounds = None if x.packing is None else x.packing.bounds_2BT
