@@ -206,8 +206,9 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown key. It suggests one of the `known` keys, or what to do instead.
 
-    The suggestion is the counterpart of another training stack's setting, a similar key of the same section, or the
-    same key in another section, in this order.
+    The suggestion is the counterpart of another training stack's setting, a similar key of the same section, or a key
+    with the same last part, in this order. The last part alone does not connect nested sections of two top-level
+    sections, such as `data.generator` and `logging.wandb`. Without a suggestion, the keys of the section are listed.
     """
     known = list(dict.fromkeys(known))
     if key in known:
@@ -221,10 +222,14 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[other_name])
     close = [other for other in OTHER_NAMES.get(other_name, ()) if other in known]
     close = close or [names[other] for other in difflib.get_close_matches(name, names, n=1)]
-    close = close or [other for other in known if other.rpartition(".")[2] == name][:1]
+    for other in known:
+        related = not section or other.split(".")[0] == key.split(".")[0] or other.count(".") == key.count(".") == 1
+        if related and other.rpartition(".")[2] == name:
+            close = close or [other]
     if not section or not (names or "[" in key):  # The section is missing or misspelled.
         close = close or difflib.get_close_matches(key, known, n=1)
-    fix = f"did you mean {' or '.join(close)}?" if close else "correct or remove it"
+    fix = f"choose from the keys of {section}: {', '.join(names)}" if section and names else "correct or remove it"
+    fix = f"did you mean {' or '.join(close)}?" if close else fix
     return ConfigError(key, "is an unknown key", fix)
 
 
