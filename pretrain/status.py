@@ -2,16 +2,17 @@
 
     python -m pretrain.status RUN [RUN ...] [--json]
 
-RUN is the directory of a run (logging.directory). One run is shown in several lines, several runs in a table. The exit
-status is 0 if every run is in progress, waiting in the queue, interrupted by hand or finished; 1 if a run is stuck,
-failed or gone, or its job has ended before the run was finished; 2 if a RUN is not the directory of a run or cannot be
-read.
+RUN is the directory of a run (logging.directory), or a directory that directly contains runs. One run is shown in
+several lines, several runs in a table. Files are skipped if a run is among the arguments. The exit status is 0 if every
+run is in progress, waiting in the queue, interrupted by hand or finished; 1 if a run is stuck, failed or gone, or its
+job has ended before the run was finished; 2 if a RUN contains no run or cannot be read.
 """
 
 import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import sys
 import time
@@ -25,7 +26,7 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import newest_complete, read_manifest
 from megatron_tape.errors import EXIT_REFUSED, FileError, UserError
 from megatron_tape.io.records import read_yaml
-from megatron_tape.run.attempts import FINISHED, INTERRUPTED, Spike
+from megatron_tape.run.attempts import FINISHED, INTERRUPTED, Spike, attempt_numbers
 from megatron_tape.run.goodput import KEPT, seconds_by_kind, shares
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
 from megatron_tape.run.metrics import LOSS, TOKENS_PER_SECOND, VALIDATION_LOSS, last_rows
@@ -114,13 +115,16 @@ class RunStatus:
 def main(argv: list[str] | None = None) -> int:
     """Print the status of runs; return the exit status that --help describes."""
     parser = command_line.Parser(prog="python -m pretrain.status", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the run's directory")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, or of several runs")
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
     options = parser.parse_args(argv)
     if hasattr(sys.stdout, "reconfigure"):  # a record may contain characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     statuses, problems = [], []
-    for run in dict.fromkeys(map(Path, options.runs)):
+    runs = list(dict.fromkeys(run for path in options.runs for run in find_runs(Path(path))))
+    if any(map(_is_run, runs)):
+        runs = [run for run in runs if not os.path.isfile(run)]
+    for run in runs:
         try:
             statuses.append(read_status(run))
         except OSError as error:
@@ -129,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
             problems.append(error)
     if options.json:
         lines = [json.dumps([dataclasses.asdict(status) for status in statuses], indent=2, allow_nan=False)]
-    elif len(options.runs) == 1:
+    elif len(runs) == 1:
         lines = [line for status in statuses for line in screen(status)]
     else:
         lines = table(statuses) if statuses else []
@@ -142,12 +146,27 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(status.well for status in statuses) else 1
 
 
+def find_runs(path: Path) -> list[Path]:
+    """Return the runs directly below a directory; only `path` if it is a run itself or contains none."""
+    below = []
+    with contextlib.suppress(OSError):  # read_status reports it
+        below = [] if _is_run(path) else sorted(path.iterdir())
+    return [run for run in below if _is_run(run)] or [path]
+
+
+def _is_run(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(attempt_numbers(path))
+    return False
+
+
 def read_status(run: Path) -> RunStatus:
     """Return the status of the run in a directory. Raises OSError or UserError if its records cannot be read."""
     attempts = read_attempts(run)
     if not attempts:
         in_queue = ", or wait for its job to start (squeue --me)" if shutil.which("squeue") else ""
-        raise FileError(str(run), "contains no attempts", f"give the logging.directory of a run{in_queue}")
+        problem = "contains no attempts" if run.is_dir() else "is not a directory" if run.exists() else "does not exist"
+        raise FileError(str(run), problem, f"give the logging.directory of a run{in_queue}")
     last, now = attempts[-1], time.time()
     state = judge(last, queue_state(last.facts.get("job")), now)
     rows = last_rows(run / "metrics.jsonl", Row, TAIL_BYTES)

@@ -118,6 +118,21 @@ def test_several_runs_get_one_line_each_and_a_problem_exits_with_2(run, tmp_path
     assert len(found.out.splitlines()) == 2 and "contains no attempts" in found.err
 
 
+def test_a_directory_of_runs_shows_its_runs_and_files_are_skipped(run, tmp_path_factory, capsys):
+    runs = tmp_path_factory.mktemp("runs")
+    for name in ("b", "a"):
+        Attempt.claim(runs / name, runs / name / "checkpoints", {"job": None}).record_end(0, "failed", "boom")
+    (runs / "notes.txt").write_text("notes")
+    for arguments in ([runs], sorted(runs.iterdir()), [runs / "a", runs]):
+        assert status.main(list(map(str, arguments))) == 1
+        found = capsys.readouterr()
+        assert [line.split()[0] for line in found.out.splitlines()] == ["run", str(runs / "a"), str(runs / "b")]
+        assert found.err == ""
+    assert status.main([str(runs / "notes.txt"), str(runs / "c")]) == 2
+    file, missing = capsys.readouterr().err.splitlines()
+    assert "notes.txt is not a directory; give" in file and "c does not exist; give" in missing
+
+
 def test_json_output_equals_the_screen(run, capsys):
     assert status.main([str(run), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
