@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 from megatron_tape.errors import ConfigError
 
@@ -114,8 +116,11 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: more digits than Python converts
         mark = getattr(error, "problem_mark", None)
         problem = str(error) if mark is None else str(getattr(error, "problem", error))
-        place = path if mark is None else f"{path}:{mark.line + 1}"
-        raise ConfigError(place, f"cannot be read: {' '.join(problem.split())}") from None
+        place, fix = path if mark is None else f"{path}:{mark.line + 1}", ""
+        if isinstance(error, (ParserError, ScannerError)):
+            fix = "check the indentation, colons, quotes and brackets of this line and the one before"
+            problem = "it is not valid YAML" if "<" in problem else problem  # names such as <block end>
+        raise ConfigError(place, f"cannot be read: {' '.join(problem.split())}", fix) from None
 
 
 def _keys(node: yaml.MappingNode, name: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
