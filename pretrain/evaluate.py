@@ -140,7 +140,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
         refuse(name not in TASKS, name, "is not a task", choices)
     values = {name: parsed.values.get(name) or {} for name in names}
     with parsed.add_places_to_errors():
-        fix = "give --TASK.setting value, or --config FILE.yaml"
+        fix = "give --{key} VALUE, or --config FILE.yaml"
         settings = build(sections, values, fix=fix)
         tasks = [TASKS[name](getattr(settings, name)) for name in names]
         for task in tasks if not options.trust_remote_code else ():

@@ -94,7 +94,8 @@ def build(section: type[Section], values: Mapping[str, Any], name: str = "", fix
     """Build the dataclass `section` from its settings by key; a nested section is a mapping.
 
     Error messages contain the section's own key `name` ("" for all settings of a run) and, for a missing setting,
-    `fix`. Raises ConfigError if a key is unknown, a required setting is missing or a value is invalid.
+    `fix`, in which {key} is replaced by the setting's key. Raises ConfigError if a key is unknown, a required setting
+    is missing or a value is invalid.
     """
     try:
         return validate_as(section, values)
@@ -124,7 +125,7 @@ def _refusal(error: ValidationError, section: type, values: Any, name: str, fix:
     if not invalid:
         missing = tuple(key for key, _ in by_key)
         others = f", as must {', '.join(missing[1:])}" if missing[1:] else ""
-        return ConfigError(missing, f"must be set{others}", fix)
+        return ConfigError(missing, f"must be set{others}", fix.replace("{key}", missing[0]))
     # A value of a union has an error for each member of the union. Report those with the longest path.
     key = max((key for key, _ in invalid if key.startswith(invalid[0][0])), key=len)
     same = [one for other, one in invalid if other == key]
@@ -133,7 +134,7 @@ def _refusal(error: ValidationError, section: type, values: Any, name: str, fix:
     if first["type"] == "unexpected_keyword_argument":
         return unknown_key(key, (setting.key for setting in settings_of(section, name)))
     if first["type"] == "union_tag_not_found":
-        return ConfigError(f"{key}.task", "must be set", fix)
+        return ConfigError(f"{key}.task", "must be set", fix.replace("{key}", f"{key}.task"))
     if first["type"] == "union_tag_invalid":
         tags = first["ctx"]["expected_tags"].replace("'", "")
         return ConfigError(f"{key}.task", f"is {format_value(first['input']['task'])}", f"choose one of {tags}")

@@ -169,6 +169,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["--model", "{llama}"], "TASK is missing"),
         (["passkey", "--model", "{llama}"], "save the model's tokenizer into that directory"),
         (["toys", "--model", "{llama}"], "toys is not a task"),
+        (["perplexity", "--model", "{llama}"], "perplexity.data must be set; give --perplexity.data VALUE, or"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
         (["toy", "--model", "{tmp}"], "has no checkpoint"),
         (["selective_copy", "--model", "{text}"], "{text} was trained on text; give a model that"),
