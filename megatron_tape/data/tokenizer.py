@@ -212,8 +212,10 @@ class _SentencePiece:
 
         if not files[TOKENIZER_MODEL]:  # the library would load an empty file
             raise FileError(str(path), "is not a SentencePiece model (it is empty)", _GIVE)
-        with library_errors(path, "is not a SentencePiece model", _GIVE):
+        try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=files[TOKENIZER_MODEL])
+        except RuntimeError as error:  # its message quotes the library's source code
+            raise FileError(str(path), "is not a SentencePiece model", _GIVE) from error
         self._path, self.files, self.names = path, files, SpecialTokens(files, path)
         kwargs = self.names.config.get("sp_model_kwargs")
         if isinstance(kwargs, dict) and kwargs.get("enable_sampling"):

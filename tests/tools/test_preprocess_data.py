@@ -276,7 +276,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         "has no documents": [tmp_path / "empty.jsonl"],
         "argument --workers: 0 is below 1": [corpus, "--workers", 0],
         "--workers is 100,000; use at most 1,024": [corpus, "--workers", 100_000],
-        "is not a SentencePiece model": [corpus, "--tokenizer", corpus],
+        "is not a SentencePiece model; give": [corpus, "--tokenizer", corpus],
         "does not exist; give": [corpus, "--tokenizer", "none.model"],
         "has no end-of-document token": [corpus, "--append-eod", "--tokenizer", tmp_path / "tokenizer.json"],
         "a directory; add a name for the dataset, such as folder/NAME": [corpus, "--output-prefix", "folder/"],
