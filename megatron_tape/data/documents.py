@@ -120,16 +120,18 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
     return texts, numbers, problems
 
 
-def check_text_key(path: str, text_key: str) -> None:
+def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None:
     """Raise FileError if the first line of a JSON file lacks the key `text_key`, or a parquet file such a column.
 
-    The message lists the existing keys. Files that can be read only once, such as pipes, are not checked.
+    The message lists the existing keys, and names `option`, which sets the key. Files that can be read only once, such
+    as pipes, are not checked.
     """
+    fix = f"choose another text key with {option}"
     if not os.path.isfile(path):
         return
     first = next(iter(read_chunks([path], text_key, 1 << 16)), None)
     if isinstance(first, NoTextColumn):
-        raise first
+        raise FileError(first.subject, first.problem, fix)
     if not isinstance(first, Chunk) or not isinstance(first.payload, bytes):
         return
     lines = enumerate(_split_lines(first.payload), start=first.first)
@@ -139,28 +141,31 @@ def check_text_key(path: str, text_key: str) -> None:
         record = parse_json(line)
     if isinstance(record, dict) and text_key not in record:
         problem = f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}"
-        raise FileError(first.place(number), problem, "choose another text key (--text-key, or text_key of a task)")
+        raise FileError(first.place(number), problem, fix)
 
 
 def read_texts(
-    paths: list[str], text_key: str, keep_empty: bool = False, document_bytes: int = DOCUMENT_BYTES
+    paths: list[str],
+    text_key: str,
+    keep_empty: bool = False,
+    document_bytes: int = DOCUMENT_BYTES,
+    option: str = "--text-key",
 ) -> Iterator[tuple[str, int]]:
     """Yield the text of each document and the number of input bytes read so far.
 
-    Raises FileError at the first bad document.
+    Raises FileError at the first bad document; the message names `option`, which sets `text_key`.
 
     A text is bad if it has more than `document_bytes`, or if it is empty and `keep_empty` is false.
     """
     for path in paths:
-        check_text_key(path, text_key)
+        check_text_key(path, text_key, option)
     for chunk in read_chunks(paths, text_key, 1 << 18, document_bytes):
         if isinstance(chunk, UnreadableFile):
             raise chunk
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
         if bad := problems.first():
-            raise FileError(
-                bad[0], f"cannot be used: {bad[1]}", "repair, split or remove it, or choose another text key"
-            )
+            fix = f"repair, split or remove it, or choose another text key with {option}"
+            raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
         for text in texts:
             yield text, chunk.position
 

@@ -265,10 +265,9 @@ def _check_column(path: str, schema: Any, text_key: str) -> None:
     """Raise NoTextColumn unless a parquet file has one column of strings with this name."""
     import pyarrow
 
-    names, fix = schema.names, "choose another text key (--text-key, or text_key of a task)"
-    if text_key not in names:
-        raise NoTextColumn(path, f"has no column {text_key!r}, only {names[:10]}", fix)
+    if text_key not in schema.names:
+        raise NoTextColumn(path, f"has no column {text_key!r}, only {schema.names[:10]}")
     column = schema.field(text_key).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
     if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise NoTextColumn(path, f"has a column {text_key!r} of type {column} instead of string", fix)
+        raise NoTextColumn(path, f"has a column {text_key!r} of type {column} instead of string")

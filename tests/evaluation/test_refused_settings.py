@@ -85,7 +85,7 @@ def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
     "task, settings, subject, said",
     [
         ("perplexity", {"data": "bad.jsonl"}, "bad.jsonl:2", "the value of 'text' is not a string"),
-        ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "no key 'body'"),
+        ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "with --perplexity.text_key"),
         ("perplexity", {"data": "ids.bin", "lengths": [16]}, "ids.bin", "token 2 of document 0 is 300"),
         ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "no document of the 101 tokens"),
         ("perplexity", {"lengths": [100]}, "texts.jsonl", "the longest has 33 bytes"),
@@ -97,7 +97,7 @@ def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
 )
 def test_invalid_data_is_rejected_with_its_file(task, settings, subject, said):
     error = refused(task, settings)
-    assert error.subject == subject and said in error.problem
+    assert error.subject == subject and said in f"{error.problem}; {error.fix}"
 
 
 @pytest.mark.parametrize("task", ["perplexity", "passkey", "ruler", "scrolls"])

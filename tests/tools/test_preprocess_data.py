@@ -109,7 +109,7 @@ def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_re
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(compress(b'\n{"title": "t", "body": "a"}\n{"text": "b"}\n'))
     error = preprocess(path, code=2).stderr
-    fix = "choose another text key (--text-key, or text_key of a task)"
+    fix = "choose another text key with --text-key"
     assert error == f"error: {path}:2 has no key 'text', only ['title', 'body']; {fix}\n"
     assert "skipped 1: no key 'text'" in preprocess(path, "--on-error", "skip").stderr
 
@@ -200,7 +200,7 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     for row, reason in ((2, "invalid UTF-8"), (3, "no text (null)"), (4, "empty text")):
         assert f"skipped 1: {reason} ({tmp_path}/a.parquet row {row})" in report
     error = preprocess(tmp_path / "a.parquet", "--text-key", "body", "--overwrite", code=2).stderr
-    fix = "choose another text key (--text-key, or text_key of a task)"
+    fix = "choose another text key with --text-key"
     assert error == f"error: {tmp_path}/a.parquet has no column 'body', only ['text']; {fix}\n"
 
 

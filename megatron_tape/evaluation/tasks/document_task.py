@@ -76,8 +76,7 @@ class DocumentTask(Task):
         return max(self.lengths(info)) + 1
 
     def check(self, info: ModelInfo) -> None:
-        text_key, key = self.settings.text_key, self.key("data")
-        check_sources(self.sources, info, text_key, self.needed(info), self.most_documents, key)
+        check_sources(self.sources, info, self.settings.text_key, self.needed(info), self.most_documents)
 
     def inputs(self) -> list[Path]:
         return [file for source in self.sources for file in source.files]

@@ -90,7 +90,7 @@ class PositionPictures(Task):
         refuse(model_type != MODEL_TYPE, self.name, problem, "remove the task, or evaluate a TAPE model")
         length = self._length(info)
         refuse(length < 2, self.key("length"), f"is {length}", "set it to at least 2")
-        check_sources(self._sources(), info, settings.text_key, length, settings.documents, self.key("data"))
+        check_sources(self._sources(), info, settings.text_key, length, settings.documents)
 
     def inputs(self) -> list[Path]:
         return [file for source in self._sources() for file in source.files]

@@ -35,6 +35,8 @@ class Source:
     name: str
     path: str
     kind: Literal["text", "indexed", "raw"]
+    section: str
+    """The section of the task's settings."""
     split: str | None = None
     """Fractions for training, validation and test; only validation documents are used. None means all documents."""
 
@@ -59,7 +61,7 @@ def find_sources(data: dict[str, str] | str, split: str | None, section: str) ->
     key = f"{section}.data"
     named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
     refuse(not named, key, "is empty", "give a path, or {NAME: path}")
-    sources = [_find_source(name, path, key) for name, path in named.items()]
+    sources = [_find_source(name, path, section) for name, path in named.items()]
     if split is None:
         return sources
     key = f"{section}.split"
@@ -73,11 +75,11 @@ def find_sources(data: dict[str, str] | str, split: str | None, section: str) ->
     return [replace(source, split=split) for source in sources]
 
 
-def _find_source(name: str, path: str, key: str) -> Source:
-    fix = "give {NAME: path} with a name that has no slash"
+def _find_source(name: str, path: str, section: str) -> Source:
+    key, fix = f"{section}.data", "give {NAME: path} with a name that has no slash"
     refuse(not name or "/" in name, key, f"has the name {format_value(name)}", fix)
     if Path(f"{path}.idx").is_file():
-        return Source(name, path, "indexed")
+        return Source(name, path, "indexed", section)
     missing = not Path(path).is_file()
     refuse(missing, key, f"is {format_value(path)}, but there is no such file or indexed dataset", "correct the path")
     prefix = path.removesuffix(".bin")
@@ -88,16 +90,13 @@ def _find_source(name: str, path: str, key: str) -> Source:
     )
     is_raw = path.endswith(".bin")
     refuse(not is_raw and not is_text_file(path), key, f"is {path}, whose format is unknown", f"give {formats}")
-    return Source(name, path, "raw" if is_raw else "text")
+    return Source(name, path, "raw" if is_raw else "text", section)
 
 
-def check_sources(
-    sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None, key: str
-) -> None:
+def check_sources(sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None) -> None:
     """Raise UserError, with file and line, if documents that `long_documents` would read are invalid.
 
     Texts are not tokenized: a text file is refused if its longest document has too few bytes for `minimum` tokens.
-    `key` is the setting in error messages.
     """
     tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
@@ -108,10 +107,10 @@ def check_sources(
         command_line.log(f"warning: {info.label} has no tokenizer that can be compared with that of {tokenized[0]}")
     for source in sources:
         if source.kind == "text":
+            key = f"{source.section}.data"
             problem = f"is the text file {source.path}, but {info.label} has no tokenizer"
             refuse(not info.has_tokenizer, key, problem, "give token ids, as an indexed dataset or a .bin")
-            texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
-            longest = max((len(text.encode()) for text, _ in texts), default=0)
+            longest = max((len(text.encode()) for text in _texts(source, text_key)), default=0)
             refuse(not longest, key, f"is {source.path}, which contains no text", "give another file")
             # A tokenizer may add a token before the text.
             if longest + 1 < minimum:
@@ -129,8 +128,7 @@ def long_documents(
     `most` = None returns all. Raises UserError if no document is long enough, or if the data is invalid.
     """
     if source.kind == "text":
-        texts = read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES)
-        documents = (np.asarray(model.encode(text), np.int64) for text, _ in texts)
+        documents = (np.asarray(model.encode(text), np.int64) for text in _texts(source, text_key))
     else:
         documents = _token_documents(source)
     return _long_documents(source, documents, minimum, most, model.info.vocab_size)
@@ -153,6 +151,12 @@ def _long_documents(
         problem = f"has no document of the {minimum:,} tokens that {_NEED}: the longest of {short:,} has {longest:,}"
         raise FileError(source.path, problem, _LONGER)
     return found, short
+
+
+def _texts(source: Source, text_key: str) -> Iterator[str]:
+    option = f"--{source.section}.text_key"
+    for text, _ in read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES, option=option):
+        yield text
 
 
 def _token_documents(source: Source) -> Iterator[np.ndarray]:
