@@ -104,8 +104,8 @@ def _warn_of_encoding(model: ModelConfig) -> None:
     encoding = model.position_encoding
     if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
         _warn(
-            f"{encoding} must {described(slower)} in attention, but the estimate counts RoPE's attention; steps take "
-            "longer than assumed"
+            f"the step time assumes RoPE's attention; with {encoding}, steps take longer, because attention must "
+            f"{described(slower)}"
         )
 
 
@@ -150,7 +150,7 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
     try:
         time = step_time(plan, hardware)
     except ConfigError as error:
-        yield "step time", f"not assumed: {error}"
+        yield "step time", f"not estimated: {error}"
         return
     overheads = {"communication": time.communication, "waiting for other stages": time.bubble}
     shares = "".join(f", {value / time.total:.0%} {name}" for name, value in overheads.items() if value)

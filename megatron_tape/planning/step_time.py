@@ -45,7 +45,7 @@ class StepTime(NamedTuple):
 
 def step_time(plan: Plan, hardware: Hardware) -> StepTime:
     """Return the estimated step time of the slowest pipeline stage. Raises ConfigError for runs in fp32."""
-    refuse(plan.width != 2, "train.precision", "is fp32", "step times can be estimated only for bf16; set it to bf16")
+    refuse(plan.width != 2, "train.precision", "is fp32, but step times can be estimated only for bf16")
     stages = plan.of_stages()
     # Inner stages differ only in their number of layers.
     stages = stages if plan.config.parallel.pipeline_layers else [*stages[:2], *stages[2:][-1:]]

@@ -154,7 +154,7 @@ def test_a_step_time_is_marked_as_assumed_and_has_two_digits(run):
 @pytest.mark.parametrize(
     "option, said",
     [
-        ("--train.precision=fp32", r"^step time +not assumed: train.precision is "),
+        ("--train.precision=fp32", r"^step time +not estimated: train.precision is "),
         ("--gpu=H200", " s on H200 at"),
     ],
 )

@@ -8,8 +8,8 @@ GATE, SCORES, REFLECTIONS = "gate", "scores", "reflections"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
     AVERAGE: "average a position state along with the values",
-    POINTWISE: "add a bias that is computed pair by pair to the scores",
-    BIAS: "add a bias that is computed tile by tile to the scores",
+    POINTWISE: "add a bias, computed pair by pair, to the scores",
+    BIAS: "add a bias, computed tile by tile, to the scores",
     GATE: "lower the scores of keys with forget gates",
     SCORES: "compute scores that depend on all keys of a query",
     REFLECTIONS: "apply the reflections of all tokens between a key and a query",
