@@ -29,6 +29,8 @@ MOST_MARKS = 10_000
 """Maximum number of phase changes to store before they are summed."""
 WINDOW = 10
 """Minimum number of steps over which ranks are compared."""
+CPU_RANKS = 3
+"""Minimum number of ranks for warnings in runs on CPUs. Two processes that share a CPU often differ by chance."""
 SLOW = 1.3
 """A rank is slow if its computing time exceeds this multiple of the median rank's."""
 
@@ -38,7 +40,8 @@ class StepTimes(Hook):
 
     `seconds/PHASE` are rank 0's times. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
     the forward and backward times of the median rank and of the slowest one, `slowest_rank` names the latter and its
-    node, and `seconds/data_slowest` is the longest wait for data. Rank 0 warns once about each slow rank.
+    node, and `seconds/data_slowest` is the longest wait for data. Rank 0 warns once about each slow rank, but
+    not on CPUs with fewer than `CPU_RANKS` ranks.
     """
 
     def __init__(self) -> None:
@@ -87,7 +90,8 @@ class StepTimes(Hook):
         metrics.scalars["seconds/compute_slowest"] = computing[slowest]
         metrics.scalars["seconds/data_slowest"] = max(waiting)
         metrics.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
-        if self._warm and layout.rank == 0:
+        warns = layout.device.type == "cuda" or layout.world_size >= CPU_RANKS
+        if self._warm and layout.rank == 0 and warns:
             self._report_slow(steps, computing)
         self._warm = True
 
