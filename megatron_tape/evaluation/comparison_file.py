@@ -123,7 +123,7 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
     other = read_comparison(path)
     if other.runs and (different := differences(other, comparison, base)):
         problem = f"contains runs with other settings ({first_of(different)})"
-        raise FileError(str(path), problem, "restore these settings, or choose another --output")
+        raise FileError(str(path), problem, "change these settings back, or choose another --output")
     known = {run.name for run in comparison.runs}
     comparison.runs.extend(run for run in other.runs if run.name not in known)
 

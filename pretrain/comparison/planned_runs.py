@@ -335,5 +335,5 @@ def _check_start(directory: Path, config: RunConfig) -> None:
     saved = read_yaml(directory / SETTINGS, comparison_file.Settings)
     if changed := comparison_file.changed_settings(saved, config):
         problem = f"contains a run with other settings ({comparison_file.first_of(changed)})"
-        raise FileError(str(directory), problem, "restore these settings, or choose another --output")
+        raise FileError(str(directory), problem, "change these settings back, or choose another --output")
     check_start(config)

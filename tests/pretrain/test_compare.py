@@ -330,7 +330,7 @@ def test_results_of_other_settings_are_not_mixed(compared, recipe, capsys, chang
     assert status_of(lambda: compare.main(arguments(recipe, output, *change))) == 2
     printed = capsys.readouterr().err
     assert reported in printed and printed.count("\n") == 1
-    assert "restore these settings, or choose another --output" in printed
+    assert "change these settings back, or choose another --output" in printed
     assert (output / "comparison.json").read_bytes() == before
     assert plan_of(recipe, output, "--logging.interval", "2").left == []
 
