@@ -4,12 +4,14 @@ import runpy
 from collections.abc import Callable
 
 from megatron_tape.command_line import Parser
+from pretrain import exit_on_ctrl_c
 
 
 def _script(command: str, module: str) -> Callable[[], None]:
     """Return a function that runs a module as `python -m` does, with the command's name in its --help."""
 
     def run() -> None:
+        exit_on_ctrl_c()
         Parser.command = command
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -64,23 +64,23 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     if attempt is not None:
         watch.attach(attempt, rank)
     try:
-        first_of_node = local_rank() == 0  # one rank per node checks the node's files
-        level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
-        check(config, level, size, extends)
-    except UserError as error:
-        print_error(error)
-        if is_rank_0:
-            watch.record_end(REFUSED, str(error))
-        return EXIT_REFUSED
-    except (OSError, MemoryError) as error:
-        message = describe_fatal_error(error)
-        if message is None and isinstance(error, OSError):
-            message = f"an input file cannot be read: {error.strerror or error} ({error.filename})"
-        watch.record_end(FAILED, message)
-        print(f"error (rank {rank}): {message}", file=sys.stderr)
-        return 1
-    load_libraries(config, is_rank_0)
-    try:
+        try:
+            first_of_node = local_rank() == 0  # one rank per node checks the node's files
+            level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
+            check(config, level, size, extends)
+        except UserError as error:
+            print_error(error)
+            if is_rank_0:
+                watch.record_end(REFUSED, str(error))
+            return EXIT_REFUSED
+        except (OSError, MemoryError) as error:
+            message = describe_fatal_error(error)
+            if message is None and isinstance(error, OSError):
+                message = f"an input file cannot be read: {error.strerror or error} ({error.filename})"
+            watch.record_end(FAILED, message)
+            print(f"error (rank {rank}): {message}", file=sys.stderr)
+            return 1
+        load_libraries(config, is_rank_0)
         from megatron_tape.evaluation.training_model import task_hooks
         from megatron_tape.parallel.layout import deterministic_kernels
         from megatron_tape.training.trainer import Trainer

@@ -49,6 +49,21 @@ def test_a_closed_pipe_ends_the_tool_silently(tmp_path):
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+PROGRAMS = [
+    ["-m", "pretrain.train"],
+    ["-m", "pretrain.evaluate"],
+    ["-c", "from pretrain.console_scripts import *; status()"],
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_during_the_imports_ends_with_one_sentence(program, tmp_path):
+    (tmp_path / "yaml.py").write_text("raise KeyboardInterrupt")
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, *program], env=os.environ | path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "error: ended by Ctrl-C\n")
+
+
 @pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"])
 def test_characters_that_stdout_cannot_encode_are_escaped(shared):
     main = "main = lambda: print('na\xefve', chr(0x4F60), chr(0xDCE9))"

@@ -112,6 +112,12 @@ def test_the_first_ctrl_c_saves_and_is_logged_and_the_second_ends_at_once(run, u
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_during_the_checks_ends_with_one_sentence(run, monkeypatch, capfd):
+    interrupt_at(monkeypatch, train, "check", 1, signal.SIGINT)
+    assert run() == 130
+    assert capfd.readouterr().err.startswith("interrupted; the same command continues")
+
+
 def interrupted_without_reader(given):
     """Train with Ctrl-C in the third step, after the reader of stdout and stderr has ended, as `| tee log` does."""
     original, calls = Engine.train_step, []
