@@ -88,8 +88,8 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         find_base = None
         if extends:
             from megatron_tape.extension.importing import base_of_run as find_base
-        if watch.stop is not None:
-            # A launcher stops the other ranks when rank 0 refuses a run. They would wait for rank 0 in `Trainer.run`.
+        if watch.stop == signal.SIGTERM.name:
+            # torchrun stops the other ranks so when rank 0 refuses a run. `Trainer` would wait for rank 0.
             reason = f"{watch.stop} stopped the run before it began"
             if is_rank_0:
                 watch.record_end(INTERRUPTED, reason)

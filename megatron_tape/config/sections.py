@@ -152,9 +152,10 @@ def _how_to_disable(setting: Setting | None) -> str:
     """Return how to disable a setting, as the end of a sentence; empty if it is neither optional nor an interval."""
     if setting is None:
         return ""
-    if setting.default is None and "isabled by" in setting.schema["description"]:
+    description = setting.schema.get("description", "")
+    if setting.default is None and "isabled by" in description:
         return "; remove it, or set it to null, to disable it"
-    if "null disables" in setting.schema["description"]:
+    if "null disables" in description:
         return "; set it to null to disable it"
     interval = setting.key.endswith(".interval")
     return "; it cannot be disabled; to use the longest interval, set it to train.steps" if interval else ""

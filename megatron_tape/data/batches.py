@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.index_cache import build_on_rank_0, digest_of
 from megatron_tape.data.indexed_dataset import raise_file_limit
 from megatron_tape.data.long_documents import log_epochs
-from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all
+from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all, training_epochs
 from megatron_tape.data.samples import ExampleSamples, SampleSource, sample_source
 from megatron_tape.errors import ConfigError, UserError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
@@ -269,6 +270,12 @@ def build_batches(
     build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), on_progress)
     (first, *validation), *later = open_all(directory, build=False)
     if is_rank_0:
+        epochs: Counter = Counter()
+        for stage, plan, size in zip(stages, plans, sizes):
+            epochs.update(training_epochs(stage.config, plan, size))
+        if epochs:
+            prefix, most = max(epochs.items(), key=lambda item: item[1])
+            log_epochs(most, prefix if len(epochs) == 1 else f"{prefix}, the most repeated of {len(epochs)} datasets")
         logger.info("index ready after %.1f s", time.monotonic() - started)
         for stage in stages[max(1, stage_at(stages, consumed)) :]:
             after = bisect.bisect_left(range(remaining), stage.start, key=lambda n: train.samples_after(n, consumed))

@@ -123,7 +123,9 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
             f"contains {prefix}, which is missing, incomplete or damaged: {problem}",
             fix,
         )
-        refuse(len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents", "remove it")
+        refuse(
+            len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents", "remove it, or give another"
+        )
         number = None
         if config.data.reset_attention_mask:
             problem = f"is {config.data.tokenizer}, which has no end-of-document token to separate documents"

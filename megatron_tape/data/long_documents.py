@@ -4,6 +4,7 @@ Here, a document is a sequence of the indexed dataset, the unit that Megatron-co
 """
 
 import logging
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +80,10 @@ def find_pools(config: RunConfig) -> DocumentPools:
 def epochs_by_dataset(parts: list[DatasetPart], tokens: int) -> dict[str, float]:
     """Return the epochs over each part of a pool, by prefix, for a run that draws `tokens` tokens from the pool."""
     total = sum(part.weight for part in parts)
-    return {part.prefix: tokens * part.weight / total / part.tokens for part in parts}
+    epochs: defaultdict[str, float] = defaultdict(float)
+    for part in parts:  # a blend may contain a prefix twice
+        epochs[part.prefix] += tokens * part.weight / total / part.tokens
+    return epochs
 
 
 def log_epochs(times: float, data: str) -> None:

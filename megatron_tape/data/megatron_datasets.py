@@ -263,14 +263,17 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
         samples = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
         split_settings = replace(settings, blend=split_blend)  # type: ignore[call-arg]
         datasets.append(open_split(AllDocuments, split_settings, i, samples, build))
-        if i == 0 and not build and dist.get_rank() == 0:
-            prefixes, weights = split_blend
-            tokens = [int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes]
-            parts = map(DatasetPart, prefixes, weights or tokens, tokens)
-            epochs = epochs_by_dataset(list(parts), size * config.model.seq_length)
-            prefix, most = max(epochs.items(), key=lambda item: item[1])
-            log_epochs(most, prefix if len(epochs) == 1 else f"{prefix}, the most repeated of {len(epochs)} datasets")
     return datasets
+
+
+def training_epochs(config: RunConfig, plan: Plan, size: int) -> dict[str, float]:
+    """Return the epochs over each dataset, by prefix, for `size` samples; empty with `data.long_documents`."""
+    if plan.splits[0] is None:
+        return {}
+    prefixes, weights = plan.splits[0]
+    tokens = [int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes]
+    parts = map(DatasetPart, prefixes, weights or tokens, tokens)
+    return epochs_by_dataset(list(parts), size * config.model.seq_length)
 
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:

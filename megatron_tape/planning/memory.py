@@ -6,7 +6,7 @@ per cent more, which are not included.
 """
 
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import refuse
@@ -92,16 +92,18 @@ def check_host_memory(config: RunConfig, processes: int) -> None:
     """Raise ConfigError if a step on CPUs cannot fit in this process's share of the node's memory.
 
     The estimate for GPUs without ZeRO's buffers is a lower bound: norms and attention save more tensors on CPUs, and
-    pages of the buffers that are never written take no memory.
+    pages of the buffers that are never written take no memory. Of several pipeline stages, that with the lowest counts.
     """
-    needed, sharing = memory(Plan(config, processes, generation=CPU)), local_world_size()
+    stages = map(memory_of_stage, Plan(config, processes, generation=CPU).of_stages())
+    least, needed = min(((stage.peak - stage.buffers, stage) for stage in stages), key=itemgetter(0))
+    state, sharing = needed.weights + needed.gradients + needed.optimizer, local_world_size()
     available = host_memory() // sharing
-    least, state = needed.peak - needed.buffers, needed.weights + needed.gradients + needed.optimizer
     key, fix = "train.micro_batch_size", "lower it"
     if state > available:
         key, fix = "model.hidden_size", "lower it or model.num_layers, or train on a node with more memory"
     elif config.train.micro_batch_size == 1:
-        key, fix = "model.seq_length", "lower it, or set train.recompute to full"
+        recompute = "" if config.train.recompute == "full" else ", or set train.recompute to full"
+        key, fix = "model.seq_length", f"lower it{recompute}"
     problem = f"is {attrgetter(key)(config)}, with which a step needs at least {byte_size(least)} per process, "
     problem += f"but {byte_size(available)} are available to each of {counted(sharing, 'process', 'processes')} here"
     refuse(least > available, key, problem, fix)

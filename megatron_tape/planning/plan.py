@@ -77,8 +77,11 @@ class Plan:
         for row in rows(case):
             if self._runs(row.backend):
                 return row
-        problem = f"is {model.num_attention_heads}, which gives heads of {model.head_dim} elements"
-        raise ConfigError("model.num_attention_heads", f"{problem}; no attention backend supports them", "raise it")
+        problem = "is {}, which gives heads of {} elements; no attention backend supports them"
+        if model.kv_channels is not None:
+            raise ConfigError("model.kv_channels", problem.format(model.kv_channels, model.head_dim), "lower it")
+        problem = problem.format(model.num_attention_heads, model.head_dim)
+        raise ConfigError("model.num_attention_heads", problem, "raise it")
 
     def _runs(self, backend: str) -> bool:
         """Return whether a backend has kernels for the run's precision and head dimension."""

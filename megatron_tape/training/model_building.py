@@ -70,8 +70,9 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
     stage, train = config.deepspeed.zero_stage, config.train
     logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
-    has_bf16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    if train.precision == "bf16" and layout.device.type == "cpu" and not has_bf16:
+    if train.precision != "bf16" or layout.device.type != "cpu":
+        return
+    if not any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
         problem = "this CPU has no bf16 instructions, so fp32 is faster"
         logger.warning("warning: train.precision is bf16, but %s: --train.precision fp32", problem)
 

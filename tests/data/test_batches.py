@@ -130,6 +130,11 @@ def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(
     stages = [StageSettings(prefix=f"{folder}/b", share=0.28), StageSettings(prefix=mix, share=0.1)]
     built = build(f"{folder}/a", stages=stages)
     assert [said.partition(",")[0] for said in caplog.messages[-2:]] == ["from step 25 on", "from step 37 on"]
+    sizes = {name: int(training_lengths(f"{folder}/{name}", "900,100,0").sum()) for name in "ab"}
+    times = {"a": 16 * (96 + 16 / 3) / sizes["a"], "b": 16 * (48 + 16 * 2 / 3) / sizes["b"]}
+    name = max(times, key=times.__getitem__)
+    expected = f"trains {times[name]:.2f} epochs on {folder}/{name}, the most repeated of 2 datasets"
+    assert sum("epochs" in said for said in caplog.messages) == 1 and expected in caplog.text
     tokens = tokens_of(built.train, 160)
     first = StageSettings(prefix=f"{folder}/a", share=0.5)
     for seed, start, end, item in ((1234, 0, 96, first), (1235, 96, 144, stages[0]), (1236, 144, 160, stages[1])):

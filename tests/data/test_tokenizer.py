@@ -278,7 +278,11 @@ def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, token
     [
         ({"eos_token": "<|eot_id|>"}, None, "names '<|eot_id|>' as eos_token, but tokenizer.model has no such token"),
         ({}, {"<|im_end|>": 5}, "'<|im_end|>' with id 5, but tokenizer.model does not have it"),
-        ({"added_tokens_decoder": {"5": {"content": "<s>"}}}, None, "id 5, but tokenizer.model has it with id 2"),
+        (
+            {"added_tokens_decoder": {"5": {"content": "<s>"}}},
+            None,
+            "'<s>' with id 5, but tokenizer.model has it with id 2",
+        ),
         ({"sp_model_kwargs": {"enable_sampling": True}}, None, "encodes text at random"),
     ],
 )

@@ -126,6 +126,7 @@ def test_fitting_into_the_gpu_memory_gives_no_warning(run):
             ["--model.num_attention_heads=1", "--model.num_query_groups=null", "--model.hidden_size=65536"],
             "which gives heads of 65536 elements",
         ),
+        (["--model.kv_channels=2048"], "model.kv_channels is 2048, which gives heads of 2048 elements"),
         (["--search"], "--search needs --processes"),
         (["--search", "--processes=16", "--train.recompute=full"], "--search chooses train.recompute itself"),
         (["--search", "--processes=8", "--train.precision=fp32"], "train.precision is fp32"),

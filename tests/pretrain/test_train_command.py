@@ -380,6 +380,22 @@ def test_a_step_that_exceeds_the_memory_of_the_node_is_refused(setting, key):
         memory.check_host_memory(config, 1)
 
 
+def test_stages_of_different_size_that_fit_together_are_not_refused(monkeypatch):
+    """The first stage needs more than half of the memory, because of its embedding."""
+    given = ["--model.vocab_size=100000", "--model.tie_embeddings=false", "--parallel.pipeline_model_parallel_size=2"]
+    given.append("--model.num_layers=4")
+    config = parse_run_config(["--config", str(RECIPE), "--model.position_encoding=rope", *given])
+    monkeypatch.setattr(memory, "local_world_size", lambda: 2)
+    stages = [memory.memory_of_stage(stage) for stage in memory.Plan(config, 2, generation=memory.CPU).of_stages()]
+    needed = sorted(stage.peak - stage.buffers for stage in stages)
+    assert needed[0] < needed[1]
+    monkeypatch.setattr(memory, "host_memory", lambda: sum(needed))
+    memory.check_host_memory(config, 2)
+    monkeypatch.setattr(memory, "host_memory", lambda: 2 * needed[0] - 2)
+    with pytest.raises(ConfigError, match="of 2 processes here"):
+        memory.check_host_memory(config, 2)
+
+
 def test_the_memory_of_the_node_is_checked_before_training(run, monkeypatch, capfd):
     monkeypatch.setattr(memory, "host_memory", lambda: 2**10)
     assert run() == 2

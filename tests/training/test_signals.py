@@ -152,7 +152,7 @@ def test_ctrl_c_before_training_ends_at_once(run, monkeypatch):
 
 def test_a_signal_while_libraries_load_ends_the_run_before_it_waits_for_other_ranks(run, monkeypatch):
     interrupt_at(monkeypatch, train, "load_libraries", 1, signal.SIGTERM)
-    monkeypatch.setattr("megatron_tape.training.trainer.Trainer.run", None)
+    monkeypatch.setattr("megatron_tape.training.trainer.Trainer", None)
     assert run() == EXIT_RESTART
 
 
