@@ -238,7 +238,7 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"train: {steps: 1" + 5000 * b"0" + b"}", " cannot be read: Exceeds the limit (4300 digits)"),
         (b"train: {steps: !!python/object:os.system {}}", ":1 cannot be read: anchors, aliases and tags"),
         (NESTED_ALIASES, ":1 cannot be read: anchors, aliases and tags"),
-        (b"train: 0", "train is 0; it should be a mapping"),
+        (b"train: 0", ":1: train is 0; it should be a mapping"),
         (b"model: " + 1500 * b"[", " is nested too deeply to be read"),
         (b"#" * 1_000_001, " is larger than 1,000,000 bytes"),
         (b"model: {", ":1 cannot be read: it is not valid YAML; check the indentation"),
