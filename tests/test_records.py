@@ -45,7 +45,7 @@ def test_a_valid_record_is_returned_unchanged(tmp_path):
         ('{"step": 3, "sizes": {}, "seconds": 1e999}', "it is not JSON .*finite"),
         ('{"step": 3, "sizes"', "it is not JSON"),
         (b"\xff\xfe\xfa", "it is not UTF-8 text .byte 0"),
-        (bytes(3000) + b"\n", "it is not JSON .it contains NUL characters, as after a power cut"),
+        (bytes(3000) + b"\n", "it is not JSON .it contains NUL characters, which a power cut can leave"),
         ("[" * 100_000, "it is nested too deeply"),
         ("1" * 10_000, "it is not JSON"),
     ],

@@ -66,7 +66,7 @@ def main() -> None:
         for sentence in problems.report():
             command_line.log(sentence)
         if not count:
-            raise FileError(arguments.source, "has no documents; nothing was written")
+            raise FileError(arguments.source, "gives no document that can be written", "give another source")
     command_line.log(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
 
 

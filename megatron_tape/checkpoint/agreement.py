@@ -47,9 +47,9 @@ class Agreement:
     def check(self, path: Path, failure: str) -> None:
         """Raise the same error on all ranks if the block failed on any. All ranks call this together after the block.
 
-        Raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError. The message starts with
-        `failure`, such as `cannot read a checkpoint`, followed by the error of the first rank that failed. `path` is
-        the subject of the message unless the error is a UserError.
+        After a failure, raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError. The message
+        contains `failure`, such as `cannot read a checkpoint`, and the error of the first rank that failed, which
+        names `path` unless it has its own subject.
         """
         failures: list[tuple | None] = [None] * self._layout.world_size
         dist.all_gather_object(failures, None if self._error is None else self._parts(path))

@@ -61,7 +61,9 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     if missing := [name for name in new if name not in may_be_new]:
         raise CheckpointError(str(base.path), f"has no {missing[0]}, which the model of this run requires", fix)
     if extra := sorted(saved.difference(all_names)):
-        raise CheckpointError(str(base.path), f"has {extra[0]}, which the model of this run does not have", fix)
+        raise CheckpointError(
+            str(base.path), f"contains the parameter {extra[0]}, which the model of this run does not have", fix
+        )
     read = Reader(base, parameters, layout)
     _write_weights(read, parameters, (name for name in read.names if name in saved))
     read.check()

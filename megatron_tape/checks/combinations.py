@@ -50,7 +50,7 @@ def _validate_checkpoint(config: RunConfig) -> None:
 
 
 def _encoding_parameter_kinds(model: ModelConfig) -> list[str]:
-    """Return the parameters of the encoding as keys of `optimizer.lr_scale_of`, such as `position.increments`."""
+    """Return the kinds of the encoding's parameters that `optimizer.lr_scale_of` can name, as `position.increments`."""
     encoding = encoding_of(model)
     names = [f"position.{name}" for layer in range(model.num_layers) for name in encoding.parameters(layer)]
     return list(dict.fromkeys(names))

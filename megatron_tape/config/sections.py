@@ -61,9 +61,9 @@ class Setting:
 
 
 def settings_of(section: type, name: str = "") -> Iterator[Setting]:
-    """Yield all settings and nested sections of a section with the key `name`.
+    """Yield a Setting for each field of `section`, whose key is `name`, and for the fields of its nested sections.
 
-    A key is yielded several times if it belongs to several of the possible dataclasses of a nested section.
+    If a nested section can be one of several dataclasses, a key that several of them have is yielded for each.
     """
     for item in dataclasses.fields(section):
         key, inner = f"{name}.{_key(item)}" if name else _key(item), _sections_in(section, item)

@@ -61,7 +61,7 @@ class Problems:
         return next(((places[0], reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
-        """Yield one sentence per reason, with the number and the first places of the skipped documents."""
+        """Yield one sentence per reason: how many documents were skipped for it, and where the first of them are."""
         for reason, count in self.counts.most_common():
             more = ", ..." if count > len(self.examples[reason]) else ""
             yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
@@ -95,8 +95,9 @@ def document_bytes_option(parser: argparse.ArgumentParser) -> None:
         type=command_line.whole_number,
         default=DOCUMENT_BYTES,
         metavar="N",
-        help="maximum size of a document (a decompressed JSON line, row or .txt file) in bytes; larger ones are bad "
-        "documents. Tokenizing takes up to 150 times as much memory in every worker (default: %(default)s)",
+        help="maximum size of a document (a decompressed JSON line, row or .txt file) in bytes; a larger one is an "
+        "error or is skipped, like one that cannot be read. Tokenizing a document takes up to 150 times its size in "
+        "memory (default: %(default)s)",
     )
 
 

@@ -56,8 +56,8 @@ def cached(
 ) -> dict[str, np.ndarray]:
     """Return the arrays `names` of an index, mapped into memory. If `directory` lacks them, `make` computes them.
 
-    `key` must contain everything that the arrays depend on. A file is named by the digest of `key`, `kind` (such
-    as "Mixed"), and the array's name.
+    `key` must contain everything that the arrays depend on. Each array is in a file DIGEST-KIND-NAME.npy,
+    where DIGEST is that of `key`, and KIND is `kind`, such as Mixed.
     """
     paths = {name: Path(directory, f"{digest_of(key)}-{kind}-{name}.npy") for name in names}
     if not any(path.exists() for path in paths.values()):

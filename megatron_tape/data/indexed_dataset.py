@@ -56,7 +56,7 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def check_output_prefix(option: str, prefix: str) -> None:
-    """Raise ConfigError for `option` if `prefix` has no file name, as in `directory/`: P.idx would be a hidden file."""
+    """Raise ConfigError for `option` if `prefix` ends in a directory, as in `data/`: the index would be `data/.idx`."""
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         fix = os.path.join(prefix, "NAME")
         raise ConfigError(option, f"is {prefix!r}, a directory", f"add a name for the dataset, such as {fix}")

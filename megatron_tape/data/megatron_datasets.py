@@ -205,7 +205,7 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
 def mix_with_long_documents(
     config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int, build: bool
 ) -> Mixed:
-    """Return `size` training samples, of which long documents provide the fraction `data.long_documents.share`.
+    """Return `size` training samples, the fraction `data.long_documents.share` of them from long documents.
 
     All ranks pass the same `pools`. `build` is an argument of `open_split`. If it is false, rank 0 logs the number of
     epochs over the long and the other documents of each dataset.

@@ -194,13 +194,14 @@ def _read_files(main: Path) -> dict[str, bytes]:
     """Return the contents of a tokenizer's main file and the files next to it, by their standard names."""
     is_json = main.suffix == ".json"
     names = SIBLINGS + ((TOKENIZER_MODEL,) if main.name == TOKENIZER_JSON else ())
-    try:
-        files = {TOKENIZER_JSON if is_json else TOKENIZER_MODEL: read_small(main, _FILE_BYTES)}
-        files |= {name: read_small(main.parent / name, _FILE_BYTES) for name in find_files(main.parent, names)}
-    except FileError:
-        raise
-    except ValueError as error:
-        raise FileError(str(main), f"cannot be used as a tokenizer: {error}", f"repair that file, or {_GIVE}") from None
+    paths = {TOKENIZER_JSON if is_json else TOKENIZER_MODEL: main}
+    paths |= {name: main.parent / name for name in find_files(main.parent, names)}
+    files = {}
+    for name, path in paths.items():
+        try:
+            files[name] = read_small(path, _FILE_BYTES)
+        except ValueError as error:
+            raise FileError(str(path), f"cannot be used: {error}", f"replace it, or {_GIVE}") from None
     return files
 
 

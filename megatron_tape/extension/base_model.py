@@ -311,7 +311,7 @@ def _encoding_parameters(model: ModelConfig) -> set[str]:
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if `data.tokenizer` is not the base model's tokenizer. An unknown tokenizer is not checked."""
+    """Raise ConfigError if `data.tokenizer` and the tokenizer of the base model are both known and differ."""
     given = config.data.tokenizer
     if given is None or not Path(given).exists():
         return

@@ -211,7 +211,7 @@ def _of_sentencepiece(
 def _converted(model: Any) -> Any:
     """Convert a SentencePiece model to a tokenizer of the `tokenizers` library with transformers' converter.
 
-    Unlike in transformers' own conversion, the names of control tokens and bytes are not matched in text.
+    Unlike in transformers' own conversion, text such as `<0x41>` does not become the token of that name.
     """
     from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges

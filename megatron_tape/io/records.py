@@ -86,7 +86,7 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         if "\0" in text:
-            raise ValueError("it contains NUL characters, as after a power cut")
+            raise ValueError("it contains NUL characters, which a power cut can leave")
         value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -109,7 +109,9 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8") from None
     except RecursionError:
         raise ConfigError(
-            path, "is nested too deeply to be read", "write sections with keys, as the recipes in pretrain/recipes"
+            path,
+            "is nested too deeply to be read",
+            "write it as sections with keys, like the recipes in pretrain/recipes",
         ) from None
     except ConfigError:
         raise

@@ -135,7 +135,11 @@ def verified_backend(
         # torch materializes all S x S scores when an encoding changes them, which our kernel cannot do either.
         supported = _PLAIN[1:] if lacks("triton", needs) else _PLAIN
         plain = [name for name in supported if name not in failed]
-        logger.warning("WARNING: training continues with slower attention in plain torch: %s", error)
+        logger.warning(
+            "WARNING: train.allow_slow_attention lets training continue with slower attention in plain torch: %s %s",
+            error.subject,
+            error.problem,
+        )
         chosen = Choice(plain[0], "as train.allow_slow_attention allows")
     elif checked:
         logger.info("the kernels of %s agree with plain torch here", chosen.backend)

@@ -98,7 +98,10 @@ def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = Non
 
 
 def is_diagonal(model: ModelConfig, layer: str, suffix: str) -> bool:
-    """Return whether exports store this vector as a matrix; `layer` and `suffix` are results of `split_layer`."""
+    """Return whether a parameter is a vector that exported models store as a diagonal matrix.
+
+    `layer` and `suffix` are Megatron's layer prefix and suffix, as returned by `split_layer`.
+    """
     if not suffix.startswith(POSITION):
         return False
     declared = encoding_of(model).parameters(int(layer.split(".")[2]))

@@ -115,7 +115,7 @@ class Shapes:
 
     @property
     def local(self) -> tuple[int, int]:
-        """Query heads and key/value groups of one rank inside attention."""
+        """Query heads and key/value groups per rank in attention, where context parallelism divides them too."""
         heads, groups = (n // self.tensor_parallel_size for n in (self.heads, self.groups))
         ranks = self.context_parallel_size
         return heads // ranks, math.lcm(groups, ranks) // ranks

@@ -74,7 +74,7 @@ class RandomizedPosition(RotaryPosition):
         """Raise NotImplementedError beyond `seq_length` tokens, where each new token changes all cached positions."""
         if length > self.model.seq_length:
             raise NotImplementedError(
-                f"randpe cannot generate {length} tokens with a cache: beyond the {self.model.seq_length} tokens of "
+                f"randpe cannot use a cache for {length} tokens with the prompt: beyond the {self.model.seq_length} of "
                 "training, each new token changes the positions of all cached tokens; generate without a cache "
                 "(use_cache=False)"
             )

@@ -92,7 +92,7 @@ def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name, parameter))
     if isinstance(model, LanguageModel) and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("all parameters of the model would be frozen; train at least one")
+        raise ValueError("all parameters of the model would be frozen; change extension.trains")
     if isinstance(model, Pipeline) and model.tied is not None:
         # Only the first stage has the parameter, but all stages need to know whether it is trained.
         model.tied.trained = trains(TIED, torch.nn.Parameter(torch.empty(model.tied.shape, device="meta")))

@@ -346,8 +346,8 @@ class Trainer:
         logger.warning("step %d is skipped: loss %s, gradient norm %s (%d such steps in a row)", *figures)
         if bad_steps >= self.config.train.max_bad_steps:
             raise TrainingStopped(
-                f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or gradient that is not "
-                "finite (train.max_bad_steps sets this limit); lower optimizer.lr, raise schedule.warmup_steps, or "
+                f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or gradient that was not "
+                "finite, as many as train.max_bad_steps allows; lower optimizer.lr, raise schedule.warmup_steps, or "
                 "check the data"
             )
 

@@ -106,7 +106,7 @@ def test_deterministic_kernels_restores_all_settings():
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Return a function that imitates a node with `gpus` GPUs, of which torch finds `seen`."""
+    """Return a function that imitates a node with `gpus` GPUs on which torch finds only `seen`."""
 
     def change(gpus, seen, processes=1, cuda="13.0"):
         monkeypatch.setattr(layouts, "NVIDIA_DRIVER", pathlib.Path("/dev/null" if gpus else tmp_path / "none"))

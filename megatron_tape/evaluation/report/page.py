@@ -289,5 +289,5 @@ def _draw_curves(runs: Mapping[str, Run], name: str, keys: list[str]) -> list[Pi
 
 
 def _thinned(values: Sequence[float]) -> np.ndarray:
-    """Return at most `_SHOWN_POINTS` means over consecutive values."""
+    """Shorten `values` to at most `_SHOWN_POINTS`, each the mean of consecutive values."""
     return np.array([part.mean() for part in np.array_split(np.asarray(values), min(len(values), _SHOWN_POINTS))])

@@ -196,7 +196,12 @@ def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list
         refuse(trained < 8, key, f"is null, but {info.label} was trained on {trained} tokens, fewer than 8", "set it")
         return [trained // 4, trained // 2, trained]
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
-    refuse(not good, key, f"is {format_value(lengths)}", "give different numbers of tokens of at least 2")
+    refuse(
+        not good,
+        key,
+        f"is {format_value(lengths)}",
+        "give one or more numbers of tokens, each at least 2 and only once",
+    )
     limit = trained if info.config.get("model_type") in LEARNED_POSITIONS else None
     refuse(
         limit is not None and max(lengths) > limit,

@@ -144,7 +144,9 @@ def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
     try:
         check_shape(imported, CardFacts, "progress.card")
     except ValueError as error:
-        raise CheckpointError(str(saved.path / STATE), f"cannot be used: {error}", "choose another step") from None
+        raise CheckpointError(
+            str(saved.path / STATE), f"cannot be used: {error}", "export the checkpoint of another step"
+        ) from None
     return ModelCardData(**{"pipeline_tag": "text-generation"} | imported | facts)
 
 

@@ -22,7 +22,7 @@ _CONFIG_BYTES = 8 << 20
 _LARGEST_MULTIPLE = 1 << 16
 """Largest multiple to which a vocabulary can be padded; a larger one could take gigabytes."""
 ENCODED = "encoded_tape"
-"""`model_type` of this project's exports with a positional encoding other than TAPE and RoPE."""
+"""`model_type` of this project's exports that contain the code of their positional encoding."""
 
 _LLAMA = {"attention_bias": False, "rms_norm_eps": 1e-6}
 _QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
@@ -211,8 +211,9 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
         problem = f"has the positional encoding {settings['position_encoding']!s:.100}, which cannot become {encoding}"
         raise FileError(str(path), problem, "omit --position-encoding")
     if changes.tape_settings and (encoding != "tape" or kind == ENCODED):
-        problem = "applies only to TAPE" if encoding != "tape" else "cannot be changed in this export"
-        raise UserError(tuple(changes.tape_settings), f"{problem}, but the model is imported as {encoding}", "omit it")
+        problem = f"applies only to TAPE, but the model is imported as {encoding}"
+        problem = problem if encoding != "tape" else "cannot be changed in this export"
+        raise UserError(tuple(changes.tape_settings), problem, "omit it")
     for key, value in changes.tape_settings.items() if kind == "tape" else ():
         if value != settings.get(key):
             problem = f"has {key} {settings.get(key)!r:.100}, which cannot become {value!r}"
@@ -255,13 +256,13 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return `model.position` for an export with an encoding other than TAPE and RoPE. Raises UserError."""
+    """Return `model.position` for an export with `model_type` ENCODED, which contains it. Raises UserError."""
     name, given = settings["position_encoding"], settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
         problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}"
         raise UserError("position_encoding", problem)
     if scaling_factor != 1.0:
-        problem = f"{scaling_factor:g} is for RoPE and TAPE, not for {name}"
+        problem = f"{scaling_factor:g} cannot be applied to this export, which contains its own settings of {name}"
         raise UserError("--rope-scaling-factor", problem, "omit it")
     check_shape(given, dict[str, Any], f"position_settings in {path}")
     return dict(given)

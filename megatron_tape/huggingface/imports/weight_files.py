@@ -122,10 +122,10 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
 
 
 def check_weights(weights: Mapping[str, Any], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()) -> None:
-    """Raise FileError if `weights` do not have the parameters of `model`, without vocabulary padding.
+    """Raise FileError unless `weights` match the parameters of `model` with its vocabulary unpadded.
 
-    Compares names, and the shapes in `weights.shapes`. Additional weights are allowed if their names start with one of
-    `unread`, and an output layer if the embeddings are tied. `origin` is the subject of messages.
+    Compares names, and the shapes in `weights.shapes`. Additional names are allowed if they start with one of `unread`,
+    or, with tied embeddings, if they name the output layer. `origin` is the subject of messages.
     """
     expected = whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
     for name in sorted(weights):

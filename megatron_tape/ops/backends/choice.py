@@ -189,7 +189,7 @@ def triton_interprets() -> bool:
 
 
 def why_not_interpreted(dtype: torch.dtype) -> str | None:
-    """Return why Triton's interpreter cannot compute in `dtype`, as the predicate of a sentence, or None."""
+    """Return why Triton's interpreter cannot compute in `dtype`, as text that follows "triton"; None if it can."""
     # The interpreter truncates to bf16 and multiplies the raw bits.
     wrong = dtype is torch.bfloat16
     return "computes bfloat16 incorrectly in Triton's interpreter, unlike float32" if wrong else None

@@ -120,7 +120,7 @@ def _gradients(scores: Tensor, sources: tuple[Tensor, ...], dscores: Tensor) -> 
 
 
 def _blocks(S: int, T: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Yield two slices for each block: its queries' indices among the S queries, and among the T tokens."""
+    """Yield two slices for each block of queries: their indices among the S queries, and among the T keys."""
     for first in range(0, S, rows):
         last = min(first + rows, S)
         yield slice(first, last), slice(T - S + first, T - S + last)
