@@ -48,7 +48,7 @@ PREPARED = {
         cp -r runs/demo/tape-1024 runs/extended
         mkdir -p mytasks
         echo '{"text": "one two", "choices": [" three", " one"], "answer": 0}' > mytasks/rows.jsonl""",
-    "positions.md": "cp -r runs/demo/tape-hf exported/tape_demo",
+    "positions.md": "mkdir exported && cp -r runs/demo/tape-hf exported/tape_demo",
     "scrolls.md": """
         cp -r runs/demo/tape runs/tape_155m
         mkdir -p runs/c4/data data/scrolls/qasper
