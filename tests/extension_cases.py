@@ -1,19 +1,30 @@
 """Extend a small model under every layout of the processes, inside one process group."""
 
+import contextlib
 import json
 import os
 import shutil
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 from training_cases import checksums, option, packed, tp, zero
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.extension import importing
+from megatron_tape.run.watch import Watch
+from megatron_tape.training.hooks import Hook
+from megatron_tape.training.model_building import parameter_filter
+from megatron_tape.training.trainer import Trainer
 from pretrain import extend_context, train
 
 TESTS = Path(__file__).parent
 BASE, RECIPE = TESTS / "recipes" / "tiny.yaml", TESTS / "recipes" / "extend.yaml"
 STEPS = 3
+TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 ONLY = "extension.trains"
 WITH_LORA = [option(ONLY, "[position,lora,embeddings,norms]")]
 FULL = option("train.recompute", "full")
@@ -29,6 +40,17 @@ VARIANTS = {
         FULL,
     ],
 }
+
+
+def write_llama(folder, data=None, **changes):
+    """Write a Hugging Face model with random weights and, with `data`, its tokenizer."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
+    settings = dict(num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2)
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**sizes | settings | changes)).save_pretrained(folder)
+    if data is not None:
+        shutil.copy(data / "tokenizer.json", folder)
+    return folder
 
 
 def pretrained(folder, data, name="base", encoding="rope", *overrides):
@@ -48,9 +70,26 @@ def pretrained(folder, data, name="base", encoding="rope", *overrides):
     return run
 
 
-def arguments(folder, data, base, name, *overrides):
+def arguments(folder, data, base, name, *overrides, recipe=RECIPE):
     prefix, run = option("data.prefix", f"{data}/a"), f"--logging.directory={folder}/{name}"
-    return ["--config", str(RECIPE), prefix, run, option("extension.from", base), *map(str, overrides)]
+    return ["--config", str(recipe), prefix, run, option("extension.from", base), *map(str, overrides)]
+
+
+class Begun(Hook, Exception):
+    """Ends a run before its first step, with the logits of the model."""
+
+    def before_step(self, trainer, step):
+        self.logits = trainer.engine.logits(TOKENS)
+        raise self
+
+
+def first_logits(data, base, folder, *overrides, recipe=RECIPE):
+    """Return the logits of the model that the command starts from."""
+    config = parse_run_config(arguments(folder, data, base, "unused", *overrides, recipe=recipe))
+    with contextlib.closing(Watch(None)) as watch, pytest.raises(Begun) as begun:
+        hooks = {"begun": Begun()}
+        Trainer(config, watch, parameter_filter(config.extension), importing.base_of_run, lambda _: hooks).run()
+    return begun.value.logits
 
 
 def extended(folder, data, base, name, *overrides):

@@ -123,8 +123,8 @@ def add_import(add: Callable) -> None:
     )
     add("--position-encoding", choices=("tape", "rope"), help=encoding)
     scaling = (
-        "divide positions by X, which extends the context to X times its length; for a model with yarn, X multiplies "
-        "yarn's factor (default: %(default)s)"
+        "extend the context to X times its length: divide positions by X, or multiply the factor of the model's own "
+        "scaling by X (default: %(default)s)"
     )
     add("--rope-scaling-factor", type=factor, default=1.0, metavar="X", help=scaling)
     add("--gate-input", choices=("mlp", "attention"), help="input of the gate of TAPE's position MLP (default: mlp)")

@@ -44,6 +44,8 @@ WITHOUT_EFFECT = (
     "data.allow_changed",
     "data.num_workers",
     "deepspeed.overlap_comm",
+    "extension.allow_shorter_context",
+    "extension.allow_other_scaling",
     "train.evaluations",
     "train.hang_timeout",
     "train.profile",

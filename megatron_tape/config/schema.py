@@ -268,11 +268,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionConfig:
-    """Extension of a trained model to a longer context. Its RoPE is scaled by the settings model.position.rope_*."""
+    """Extension of a trained model to a longer context, by context_factor or by the settings model.position.rope_*."""
 
     from_: PathText | None = None
     """The model to extend: the directory of a run, of a checkpoint or of a Hugging Face model. The run starts at step 0
     with the weights of this model. Model settings that are not given are taken from it. Disabled by default."""
+    context_factor: Annotated[float, Field(ge=1)] | None = None
+    """New context length divided by the model's own. It sets model.seq_length, and multiplies the model's
+    rope_scaling_factor; the type of the scaling and its other settings stay. A model without scaling gets
+    rope_scaling_type, linear by default. Default: model.seq_length and model.position are used as given. In the
+    settings of a started run this is null, since the resulting values are stored."""
+    allow_shorter_context: bool = False
+    """Allow a model.seq_length below that of the model to extend. By default, this is an error."""
+    allow_other_scaling: bool = False
+    """Allow settings that replace the scaling of the model to extend: another rope_scaling_type or rope_share, a
+    smaller rope_scaling_factor or rope_theta, or other bounds. By default, this is an error."""
     trains: Annotated[list[Literal[*TRAINABLE, "all"]], Field(min_length=1)] = field(  # type: ignore[valid-type]
         default_factory=lambda: ["all"]
     )

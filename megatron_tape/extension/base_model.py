@@ -36,6 +36,13 @@ from megatron_tape.model.validation import validate_model
 from megatron_tape.position import ENCODINGS, model_config
 
 KEY = "extension.from"
+_FACTOR_KEY = "extension.context_factor"
+_SCALING_KEYS = {
+    "linear": (),
+    "llama3": ("rope_original_seq_length", "rope_low_freq_factor", "rope_high_freq_factor"),
+    "yarn": ("rope_original_seq_length", "rope_beta_slow", "rope_beta_fast", "rope_truncate"),
+}
+"""Settings that an extension keeps, by the type of the scaling."""
 _REQUIRED = {setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -84,10 +91,13 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
 
     The model is `base`, by default that of `extension.from`; if both are given, they must agree. If it is a run, the
     returned `extension.from` is the run's newest complete checkpoint, so that the configuration names exact weights.
-    `run` is the default of `logging.directory`. Raises ConfigError.
+    `run` is the default of `logging.directory`. `extension.context_factor` becomes `model.seq_length` and
+    `model.position.rope_scaling_factor`, and is null in the result, so that a run that continues does not multiply them
+    again. Raises ConfigError.
     """
     extension = values.get("extension", {})
-    given = build(ExtensionConfig, extension, "extension").from_
+    section = build(ExtensionConfig, extension, "extension")
+    given = section.from_
     if base is not None:
         problem = f"is {given}, but run_all.sh extends the model that its pretraining job makes"
         refuse(given not in (None, str(base.path)), KEY, problem, f"remove {KEY}, or set it to null")
@@ -105,6 +115,8 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
     )
     if given is None:
         return values
+    if section.context_factor is not None:
+        _check_determined(model, position)
     try:
         directory = build(LoggingConfig, values.get("logging", {}), "logging").directory
         base = base or find_base(given, directory or run)
@@ -113,16 +125,72 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
             return values
         raise
     inherited = _inherited(base.model, encoding or base.model.position_encoding)
-    if (
-        position.get("rope_scaling_type", "linear") != "linear"
-        and inherited["position"].get("rope_scaling_factor") == 1  # only if the encoding scales positions
-    ):
-        inherited["position"]["rope_original_seq_length"] = base.model.seq_length
+    scales_positions = "rope_scaling_factor" in inherited["position"]
+    scaling = _scaling_of(base.model)
+    if scales_positions and scaling in (None, "linear") and position.get("rope_scaling_type", "linear") != "linear":
+        unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
+        inherited["position"]["rope_original_seq_length"] = round(unscaled_length)
+    if section.context_factor is not None:
+        inherited["seq_length"] = _longer_context(section.context_factor, base)
+        if scales_positions:
+            _check_kept_scaling(position, base)
+            inherited["position"]["rope_scaling_factor"] *= section.context_factor
+        extension = extension | {"context_factor": None}
     if base.state is None:
         tensor_size = build(ParallelConfig, values.get("parallel", {}), "parallel").tensor_model_parallel_size
         inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
     named = given if base.is_import_of_run else str(base.path)
     return values | {"model": merge(ModelConfig, inherited, model), "extension": extension | {"from": named}}
+
+
+def _check_determined(model: dict[str, Any], position: dict[str, Any]) -> None:
+    """Raise ConfigError if `model` or `position` has a setting that `extension.context_factor` determines."""
+    for key, section in (("model.seq_length", model), ("model.position.rope_scaling_factor", position)):
+        refuse(
+            key.rpartition(".")[2] in section,
+            (key, _FACTOR_KEY),
+            f"is given, but {_FACTOR_KEY} determines it",
+            f"remove one of them; {_FACTOR_KEY} null disables it",
+        )
+
+
+def _longer_context(factor: float, base: Base) -> int:
+    """Return `factor` times the context length of `base`. Raises ConfigError if it is not a whole number."""
+    length = factor * base.model.seq_length
+    problem = f"is {factor:g}, but {KEY} {base.path} has contexts of {base.model.seq_length} tokens"
+    refuse(not length.is_integer(), (_FACTOR_KEY, KEY), problem, "set it so that the product is a whole number")
+    return int(length)
+
+
+def _check_kept_scaling(given: dict[str, Any], base: Base) -> None:
+    """Raise ConfigError if the scaling of `base` cannot be multiplied as `extension.context_factor` asks.
+
+    `given` are the given settings of `model.position`.
+    """
+    scaling = _scaling_of(base.model)
+    kind = given.get("rope_scaling_type", scaling)
+    key = "model.position.rope_scaling_type"
+    refuse(
+        scaling is not None and kind != scaling,
+        (key, _FACTOR_KEY, KEY),
+        f"is {kind}, but {KEY} {base.path} has the scaling {scaling}, which {_FACTOR_KEY} keeps",
+        f"remove {key}; to replace the scaling, give model.seq_length and model.position.rope_scaling_factor instead "
+        f"of {_FACTOR_KEY}, and set extension.allow_other_scaling: true",
+    )
+    attention_factor = getattr(base.model.position, "rope_attention_factor", None)
+    refuse(
+        scaling == "yarn" and attention_factor is not None and "rope_attention_factor" not in given,
+        ("model.position.rope_attention_factor", _FACTOR_KEY, KEY),
+        f"is {attention_factor} in {KEY} {base.path}, which is not yarn's default, so the value for longer contexts is "
+        "unknown",
+        "set it; null uses yarn's default for the new factor",
+    )
+
+
+def _scaling_of(model: ModelConfig) -> str | None:
+    """Return the type of the scaling of a model's positions, or None if they are not scaled."""
+    is_scaled = getattr(model.position, "rope_scaling_factor", 1.0) != 1.0
+    return model.position.rope_scaling_type if is_scaled else None
 
 
 def _keys_of_position(encoding: str) -> set[str]:
@@ -217,7 +285,8 @@ def starts_from_base(config: RunConfig) -> bool:
 def check_base(config: RunConfig, base: Base | None = None) -> None:
     """Raise ConfigError if a run's model, length, tokenizer or trained parameters do not fit the model that it extends.
 
-    `base` is by default the model of `extension.from`. Warns if positions are scaled by less than the context grows.
+    `base` is by default the model of `extension.from`. A shorter context and another scaling must be allowed by
+    `extension`. Warns if positions are scaled by less than the context grows.
     """
     base = base or find_base(config.extension.from_, config.logging.directory)
     was, now = base.model.position_encoding, config.model.position_encoding
@@ -251,7 +320,8 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         f"{base.path} has the parameters {', '.join(unfit)}, which {now} does not have or has in another shape",
         f"keep model.position_encoding {was}, or extend a model without them",
     )
-    _check_lengths(config.model, base)
+    _check_length(config, base)
+    _check_scaling(config, base)
     trains, new = config.extension.trains, f"model.position_encoding is {now}"
     if not added and _encoding_parameters(config.model) > _encoding_parameters(base.model):
         added, new = True, f"model.position.increments is {config.model.position.increments}"
@@ -264,45 +334,91 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     _check_tokenizer(config, base)
 
 
-def _check_lengths(model: ModelConfig, base: Base) -> None:
-    """Raise ConfigError if the scaling of RoPE does not fit the context lengths of a run and its base model.
-
-    A larger factor must come with a longer context, and `rope_original_seq_length` must not exceed the base model's
-    context. It may be smaller, because some models state a longer context than they were trained on. Warns if linear
-    scaling leaves positions beyond the trained range.
-    """
-    position, was = model.position, base.model.position
-    factor, before = (getattr(settings, "rope_scaling_factor", 1.0) for settings in (position, was))
+def _check_length(config: RunConfig, base: Base) -> None:
+    """Raise ConfigError if a run's context is shorter than that of its base model, unless this is allowed."""
+    length = config.model.seq_length
+    own_length = base.model.seq_length
     refuse(
-        factor > before and model.seq_length < base.model.seq_length,
-        ("model.seq_length", "model.position.rope_scaling_factor", KEY),
-        f"is {model.seq_length}, but {KEY} {base.path} has {base.model.seq_length}, and "
-        f"model.position.rope_scaling_factor {factor:g} is for longer contexts",
-        f"raise it, or set model.position.rope_scaling_factor to {before:g} to train on shorter contexts",
+        length < own_length and not config.extension.allow_shorter_context,
+        ("model.seq_length", "extension.allow_shorter_context", KEY),
+        f"is {length}, but {KEY} {base.path} has contexts of {own_length} tokens",
+        f"for contexts twice as long, set {_FACTOR_KEY}: 2 instead of model.seq_length and model.position.rope_*; to "
+        "train on shorter contexts, set extension.allow_shorter_context: true",
     )
-    if factor == 1:
-        kind = getattr(position, "rope_scaling_type", "linear")
-        refuse(
-            kind not in ("linear", getattr(was, "rope_scaling_type", "linear")),
-            ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
-            f"is 1, so model.position.rope_scaling_type {kind} has no effect",
-            "set it to the new context length divided by the old one",
+
+
+def _check_scaling(config: RunConfig, base: Base) -> None:
+    """Raise ConfigError if a run replaces the scaling of its base model's RoPE, unless this is allowed.
+
+    A larger factor, or a larger base of the frequencies, replaces nothing. `rope_original_seq_length` must not exceed
+    the base model's context. It may be smaller, because some models state a longer context than they were trained on.
+    Warns if positions leave the trained range.
+    """
+    position = config.model.position
+    if "rope_theta" not in _keys_of_position(config.model.position_encoding):
+        return
+    if not config.extension.allow_other_scaling:
+        _check_not_replaced(position, base)
+    scaling = _scaling_of(base.model)
+    kind = position.rope_scaling_type
+    is_scaled = position.rope_scaling_factor != 1.0
+    refuse(
+        not is_scaled and kind not in ("linear", base.model.position.rope_scaling_type),
+        ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
+        f"is 1, so model.position.rope_scaling_type {kind} has no effect",
+        "set it to the new context length divided by the old one",
+    )
+    if scaling in (None, kind):
+        _warn_of_untrained_positions(config.model, base)
+    if is_scaled and kind != "linear":
+        is_original_known = scaling in ("llama3", "yarn")
+        trained = base.model.position.rope_original_seq_length if is_original_known else base.model.seq_length
+        given = position.rope_original_seq_length
+        key = "model.position.rope_original_seq_length"
+        problem = f"is {given}, but contexts of {KEY} {base.path} have {trained} tokens"
+        refuse(given > trained, (key, KEY), problem, f"set it to {trained}")
+
+
+def _check_not_replaced(position: Any, base: Base) -> None:
+    """Raise ConfigError if `position`, the settings of `model.position`, replaces the scaling of the base model."""
+    was = base.model.position
+    scaling = _scaling_of(base.model)
+    replaced = [] if position.rope_share == was.rope_share else ["rope_share"]
+    if position.rope_theta < was.rope_theta:
+        replaced.append("rope_theta")
+    if scaling is not None:
+        if position.rope_scaling_type != scaling:
+            replaced.append("rope_scaling_type")
+        if position.rope_scaling_factor < was.rope_scaling_factor:
+            replaced.append("rope_scaling_factor")
+        # An unused setting of another type may have any value.
+        used = [key for key in _SCALING_KEYS[scaling] if getattr(position, key) != getattr(was, key)]
+        replaced += used if position.rope_scaling_type == scaling else []
+    if not replaced:
+        return
+    key = replaced[0]
+    trained = "" if scaling is None else f", and its positions are scaled by {scaling} x{was.rope_scaling_factor:g}"
+    raise ConfigError(
+        (*(f"model.position.{one}" for one in replaced), "extension.allow_other_scaling", KEY),
+        f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(was, key)}{trained}",
+        f"to keep its scaling, remove model.position.rope_*, and set {_FACTOR_KEY}: 2 instead of model.seq_length for "
+        "contexts twice as long; to replace it, set extension.allow_other_scaling: true",
+    )
+
+
+def _warn_of_untrained_positions(model: ModelConfig, base: Base) -> None:
+    """Print a warning if contexts grow more than the factor of a scaling, and no larger theta makes up for it."""
+    position = model.position
+    was = base.model.position
+    if "rope_scaling_factor" not in _keys_of_position(model.position_encoding) or position.rope_theta > was.rope_theta:
+        return
+    factor = position.rope_scaling_factor
+    needed = was.rope_scaling_factor * model.seq_length / base.model.seq_length
+    if factor < needed:
+        command_line.log(
+            f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} grow from "
+            f"{base.model.seq_length} to {model.seq_length} tokens; set it to {needed:g} unless this is intended"
         )
-        return
-    scaling = was.rope_scaling_type if before != 1 else None
-    if position.rope_scaling_type == "linear":
-        needed = before * model.seq_length / base.model.seq_length
-        if factor < needed and scaling in (None, "linear"):
-            command_line.log(
-                f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} "
-                f"grow from {base.model.seq_length} to {model.seq_length} tokens; set it to {needed:g} unless this is "
-                "intended"
-            )
-        return
-    trained = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
-    key, given = "model.position.rope_original_seq_length", position.rope_original_seq_length
-    problem = f"is {given}, but contexts of {KEY} {base.path} have {trained} tokens"
-    refuse(given > trained, (key, KEY), problem, f"set it to {trained}")
 
 
 def _encoding_parameters(model: ModelConfig) -> set[str]:

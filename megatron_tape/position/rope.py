@@ -45,7 +45,8 @@ class ScaledSettings(FrequencySettings):
     """Scaling for longer contexts by rope_scaling_factor. linear divides all frequencies by it. llama3 (Llama 3.1) and
     yarn divide only slow frequencies; yarn also sharpens attention."""
     rope_scaling_factor: float = 1.0
-    """Divisor of the scaled frequencies; 2 doubles the context of a trained model."""
+    """Divisor of the scaled frequencies; 2 doubles the context of a trained model. The context of a model that was
+    trained with a factor doubles with twice that factor, whatever the type of the scaling."""
     rope_original_seq_length: int = 8192
     """llama3 and yarn: context length in tokens before the extension."""
     rope_low_freq_factor: float = 1.0

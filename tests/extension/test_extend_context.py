@@ -1,6 +1,5 @@
 """`python -m pretrain.extend_context` on one process: how it starts, continues, and refuses mistakes."""
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -14,9 +13,19 @@ import torch
 from configurations import make
 from conversions import change_config
 from datasets_for_tests import write_all
-from extension_cases import RECIPE, STEPS, arguments, continued, extended, pretrained
+from extension_cases import (
+    RECIPE,
+    STEPS,
+    TOKENS,
+    arguments,
+    continued,
+    extended,
+    first_logits,
+    pretrained,
+    write_llama,
+)
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.checks.arguments import parse_run_config
@@ -28,32 +37,16 @@ from megatron_tape.extension.base_model import Base, check_base, with_base_setti
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer
-from megatron_tape.training.hooks import Hook
-from megatron_tape.training.model_building import parameter_filter
-from megatron_tape.training.trainer import Trainer
 from pretrain import attempt, estimate, extend_context, train
 
 REPOSITORY = Path(__file__).parents[2]
-TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 ROPE = ["--model.position_encoding=rope", "--extension.trains=[embeddings,norms]"]
 YARN = [
     "--model.position.rope_scaling_type=yarn",
     "--model.position.rope_scaling_factor=2",
     "--model.position.rope_original_seq_length=16",
 ]
-
-
-def write_llama(folder, data=None, **changes):
-    """Write a Hugging Face model with random weights and, with `data`, its tokenizer."""
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
-    settings = dict(num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2)
-    torch.manual_seed(3)
-    LlamaForCausalLM(LlamaConfig(**sizes | settings | changes)).save_pretrained(folder)
-    if data is not None:
-        shutil.copy(data / "tokenizer.json", folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +71,6 @@ def extend(data, bases, tmp_path):
 
     start.folder = tmp_path
     return start
-
-
-class Begun(Hook, Exception):
-    """Ends a run before its first step, with the logits of the model."""
-
-    def before_step(self, trainer, step):
-        self.logits = trainer.engine.logits(TOKENS)
-        raise self
-
-
-def first_logits(data, base, folder, *overrides):
-    """Return the logits of the model that the command starts from."""
-    config = parse_run_config(arguments(folder, data, base, "unused", *overrides))
-    with contextlib.closing(Watch(None)) as watch, pytest.raises(Begun) as begun:
-        hooks = {"begun": Begun()}
-        Trainer(config, watch, parameter_filter(config.extension), importing.base_of_run, lambda _: hooks).run()
-    return begun.value.logits
 
 
 @pytest.fixture(scope="module")

@@ -137,11 +137,12 @@ def test_sharded_bf16_weights_and_older_settings_can_be_imported(tmp_path):
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
 
 
-def test_scaled_positions_equal_transformers(tmp_path):
-    write_source(tmp_path / "source", "llama_yarn")
+@pytest.mark.parametrize("name, rope", [("llama_yarn", YARN), ("llama3_tied", LLAMA3), ("llama_linear", LINEAR)])
+def test_scaled_positions_equal_transformers(tmp_path, name, rope):
+    write_source(tmp_path / "source", name)
     import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
-    change_config(tmp_path / "source", {"rope_parameters": YARN | {"factor": 2 * YARN["factor"]}})
+    change_config(tmp_path / "source", {"rope_parameters": rope | {"factor": 2 * rope["factor"]}})
     # In fp32, rounding is 8e-6 in either model; in fp64, only the phases are fp32.
     ours, theirs = (loaded_logits(tmp_path / name, "float64") for name in ("exported", "source"))
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)

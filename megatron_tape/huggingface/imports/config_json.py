@@ -297,11 +297,8 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     shared = {"rope_theta": theta, "rope_scaling_type": kind, "rope_original_seq_length": original_length}
     if kind == "yarn":
         return shared | _yarn(rope, length, original_length, path, scaling_factor)
-    if scaling_factor != 1.0:
-        problem = f"{scaling_factor:g} cannot be combined with llama3 in {path}, which scales only low frequencies"
-        raise UserError("--rope-scaling-factor", problem, "omit it")
     return shared | {
-        "rope_scaling_factor": rope["factor"],
+        "rope_scaling_factor": rope["factor"] * scaling_factor,
         "rope_low_freq_factor": rope["low_freq_factor"],
         "rope_high_freq_factor": rope["high_freq_factor"],
     }

@@ -41,8 +41,8 @@ def import_model(
             They are initialized with `seed` and do not change the logits. This project's exports keep their encoding;
             the code in an export is not read.
         base_model: the model's name on the Hub, for model cards.
-        changes: other fields of `Changes`. `rope_scaling_factor` divides positions in addition to the model's own
-            scaling (and multiplies yarn's factor), and extends the context by the same factor.
+        changes: other fields of `Changes`. `rope_scaling_factor` divides positions or, if the model has a scaling of
+            its own, multiplies its factor; it extends the context by the same factor.
     """
     source = Path(source)
     refuse_existing(output, fix="choose another output, or move it away")

@@ -1,0 +1,273 @@
+"""How an extension changes the context length and the scaling of a model's positions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from configurations import make, model_config, with_values
+from conversions import change_config
+from datasets_for_tests import write_all
+from extension_cases import TOKENS, arguments, first_logits, pretrained, write_llama
+from transformers import AutoModelForCausalLM
+
+from megatron_tape.checkpoint.directories import list_checkpoints, read_state
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.sections import as_dict, build
+from megatron_tape.errors import ConfigError
+from megatron_tape.extension.base_model import Base, check_base, with_base_settings
+from pretrain import extend_context
+
+TESTS = Path(__file__).parents[1]
+BY_FACTOR = TESTS / "recipes" / "extend_by_factor.yaml"
+LLAMA3 = {
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 8.0,
+    "rope_original_seq_length": 8192,
+    "rope_low_freq_factor": 1.5,
+    "rope_theta": 5e5,
+}
+YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_original_seq_length": 32768,
+    "rope_beta_fast": 16.0,
+    "rope_truncate": False,
+}
+MODELS = {
+    "none": {},
+    "linear": {"rope_scaling_factor": 2.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn_attention": YARN | {"rope_attention_factor": 1.2},
+    "theta": {"rope_theta": 1e6},
+    "share": {"rope_share": 0.5, "rope_scaling_factor": 4.0},
+}
+ROTARY = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+}
+"""`rope_parameters` of small models, in addition to theta and the original length."""
+
+
+def rotary(kind, factor=1):
+    """Return ROTARY[kind] with its scaling factor multiplied by `factor`; without scaling, it becomes linear."""
+    shared = {"rope_theta": 20.0}
+    if kind in ("llama3", "yarn"):
+        shared["original_max_position_embeddings"] = 8
+    own = ROTARY[kind]
+    if kind == "default" and factor != 1:
+        own = {"rope_type": "linear", "factor": 1.0}
+    return own | shared | ({"factor": factor * own["factor"]} if "factor" in own else {})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("data"))
+
+
+def base_of(name, encoding="rope", **changes):
+    """Return a model to extend with contexts of 131,072 tokens and the positions MODELS[name]."""
+    model = model_config(
+        position_encoding=encoding,
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=8,
+        vocab_size=128,
+        seq_length=131072,
+        **MODELS[name] | changes,
+    )
+    return Base(Path("somewhere"), model, None)
+
+
+def extended_model(base, position=None, **extension):
+    """Return the model of a run that extends `base`, checked as when a run starts.
+
+    `position` are the given settings of `model.position`, `seq_length` of `extension` that of `model`.
+    """
+    model = {"position": position or {}}
+    for key in ("seq_length", "position_encoding"):
+        if key in extension:
+            model[key] = extension.pop(key)
+    values = {"model": model, "extension": {"from": "somewhere", **extension}}
+    found = with_base_settings(values, base)
+    assert found["extension"].get("context_factor") is None
+    result = build(ModelConfig, found["model"], "model")
+    allowed = {
+        f"extension__{key}": extension.get(key, False) for key in ("allow_shorter_context", "allow_other_scaling")
+    }
+    check_base(make(result, data__tokenizer=None, **allowed), base)
+    return result
+
+
+@pytest.mark.parametrize("encoding", ["rope", "tape"])
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn", "theta", "share"])
+def test_a_context_factor_multiplies_the_factor_of_the_models_own_scaling(name, encoding):
+    base = base_of(name)
+    factor = MODELS[name].get("rope_scaling_factor", 1.0)
+    longer = extended_model(base, context_factor=2, position_encoding=encoding)
+    expected = with_values(base.model, rope_scaling_factor=2 * factor)
+    assert longer.seq_length == 262144
+    settings = as_dict(longer)["position"]
+    assert {key: settings[key] for key in as_dict(expected)["position"]} == as_dict(expected)["position"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_context_factor_scales_a_model_without_scaling_from_its_own_length(kind):
+    position = extended_model(base_of("none"), {"rope_scaling_type": kind}, context_factor=1.5).position
+    assert (position.rope_scaling_type, position.rope_scaling_factor) == (kind, 1.5)
+    assert kind == "linear" or position.rope_original_seq_length == 131072
+    assert extended_model(base_of("none"), context_factor=1.5).position.rope_scaling_type == "linear"
+
+
+def test_a_context_factor_lengthens_a_model_without_rotation_alone():
+    model = extended_model(base_of("none", "nope"), context_factor=4)
+    assert model == with_values(base_of("none", "nope").model, seq_length=4 * 131072)
+    dropped = extended_model(base_of("llama3"), context_factor=1, position_encoding="nope")
+    assert (dropped.position_encoding, dropped.seq_length) == ("nope", 131072)
+
+
+def test_an_extension_of_an_extension_multiplies_once_more():
+    model = base_of("yarn").model
+    for factor in (8.0, 16.0):
+        model = extended_model(Base(Path("somewhere"), model, None), context_factor=2)
+        assert (model.position.rope_scaling_factor, model.position.rope_original_seq_length) == (factor, 32768)
+    assert model.seq_length == 4 * 131072
+
+
+PAPER = {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}
+REFUSED = [
+    ("llama3", PAPER, "rope_scaling_type is linear, but extension.from somewhere has llama3"),
+    ("llama3", {"rope_scaling_type": "yarn", "rope_scaling_factor": 16.0}, "rope_scaling_type is yarn"),
+    ("llama3", {"rope_scaling_factor": 1.0}, "rope_scaling_factor is 1.0, but extension.from somewhere has 8.0"),
+    ("llama3", {"rope_original_seq_length": 4096}, "rope_original_seq_length is 4096, but"),
+    ("llama3", {"rope_high_freq_factor": 8.0}, "rope_high_freq_factor is 8.0, but"),
+    ("llama3", {"rope_theta": 1e4}, "rope_theta is 10000.0, but"),
+    ("yarn", PAPER, "rope_scaling_type is linear, but extension.from somewhere has yarn"),
+    ("yarn", {"rope_beta_fast": 32.0}, "rope_beta_fast is 32.0, but"),
+    ("yarn", {"rope_truncate": True}, "rope_truncate is True, but"),
+    ("linear", {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0}, "rope_scaling_type is yarn"),
+    ("linear", {"rope_scaling_factor": 1.5}, "rope_scaling_factor is 1.5, but extension.from somewhere has 2.0"),
+    ("theta", {"rope_theta": 5e5}, "rope_theta is 500000.0, but extension.from somewhere has 1000000.0"),
+    ("share", {"rope_share": 1.0}, "rope_share is 1.0, but extension.from somewhere has 0.5"),
+]
+
+
+@pytest.mark.parametrize("encoding", ["rope", "tape"])
+@pytest.mark.parametrize("name, position, part", REFUSED)
+def test_another_scaling_must_be_allowed_by_name(name, position, part, encoding):
+    base = base_of(name)
+    changed = {"seq_length": 262144, "position_encoding": encoding}
+    with pytest.raises(ConfigError) as refused:
+        extended_model(base, position, **changed)
+    sentence = str(refused.value)
+    assert sentence.startswith(f"model.position.{part}")
+    assert "set extension.context_factor: 2 instead of model.seq_length" in sentence
+    assert sentence.endswith("to replace it, set extension.allow_other_scaling: true")
+    model = extended_model(base, position, **changed, allow_other_scaling=True)
+    assert as_dict(model)["position"].items() >= position.items()
+
+
+def test_a_replaced_linear_scaling_leaves_the_length_before_it_as_the_original_length():
+    given = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0}
+    model = extended_model(base_of("linear"), given, seq_length=262144, allow_other_scaling=True)
+    assert model.position.rope_original_seq_length == 65536
+
+
+@pytest.mark.parametrize(
+    "name, position",
+    [
+        ("none", PAPER),
+        ("none", {"rope_theta": 1e6}),
+        ("none", {"rope_scaling_type": "llama3", "rope_scaling_factor": 2.0, "rope_high_freq_factor": 8.0}),
+        ("linear", {"rope_scaling_factor": 4.0}),
+        ("llama3", {"rope_theta": 8e6}),
+        ("llama3", {"rope_scaling_factor": 16.0}),
+        ("yarn", {"rope_scaling_factor": 8.0, "rope_attention_factor": 1.1}),
+    ],
+)
+def test_a_larger_factor_and_a_larger_theta_replace_nothing(name, position, capsys):
+    model = extended_model(base_of(name), position, seq_length=262144)
+    assert as_dict(model)["position"].items() >= position.items()
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["none", "linear", "llama3", "yarn"])
+def test_a_longer_context_with_the_same_positions_is_warned_about(name, capsys):
+    factor = MODELS[name].get("rope_scaling_factor", 1.0)
+    extended_model(base_of(name), seq_length=262144)
+    assert f"tokens; set it to {2 * factor:g} unless this is intended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["rope", "tape", "alibi"])
+def test_a_shorter_context_must_be_allowed_by_name(encoding):
+    base = base_of("none", encoding)
+    with pytest.raises(ConfigError, match="^model.seq_length is 8192, but .* 131072 tokens") as refused:
+        extended_model(base, seq_length=8192)
+    assert str(refused.value).endswith("set extension.allow_shorter_context: true")
+    shorter = extended_model(base, seq_length=8192, allow_shorter_context=True)
+    assert shorter == with_values(base.model, seq_length=8192)
+
+
+@pytest.mark.parametrize(
+    "name, position, extension, part",
+    [
+        ("none", {}, {"seq_length": 9}, "model.seq_length is given, but extension.context_factor determines it"),
+        ("none", {"rope_scaling_factor": 2.0}, {}, "model.position.rope_scaling_factor is given, but"),
+        ("none", {}, {"context_factor": 1.00001}, "extension.context_factor is 1.00001, but extension.from"),
+        ("none", {}, {"context_factor": 0.5}, "extension.context_factor is 0.5"),
+        ("llama3", {"rope_scaling_type": "yarn"}, {}, "model.position.rope_scaling_type is yarn, but"),
+        ("yarn_attention", {}, {}, "model.position.rope_attention_factor is 1.2 in extension.from"),
+    ],
+)
+def test_a_context_factor_that_is_not_clear_is_refused(name, position, extension, part):
+    with pytest.raises(ConfigError) as refused:
+        extended_model(base_of(name), position, **{"context_factor": 2} | extension)
+    assert str(refused.value).startswith(part)
+
+
+def test_a_yarn_model_with_its_own_attention_factor_can_be_given_another():
+    position = extended_model(base_of("yarn_attention"), {"rope_attention_factor": 1.3}, context_factor=2).position
+    assert (position.rope_scaling_factor, position.rope_attention_factor) == (8.0, 1.3)
+
+
+def theirs(folder):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")(TOKENS).logits
+
+
+@pytest.mark.parametrize("encoding", ["rope", "tape"])
+@pytest.mark.parametrize("kind", ROTARY)
+def test_at_step_0_logits_equal_transformers_with_the_multiplied_factor(data, tmp_path, kind, encoding):
+    source = write_llama(tmp_path / "source", data, rope_parameters=rotary(kind))
+    given = [f"--model.position_encoding={encoding}", "--extension.trains=[all]"]
+    for factor in (1, 2):
+        change_config(source, {"rope_parameters": rotary(kind, factor)})
+        expected = theirs(source)
+        change_config(source, {"rope_parameters": rotary(kind)})
+        chosen = [*given, f"--extension.context_factor={factor}"]
+        logits = first_logits(data, source, tmp_path / str(factor), *chosen, recipe=BY_FACTOR)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("trains", ["[position,lora]", "[all]"])
+def test_a_run_with_llama3_scaling_is_extended_and_continued_with_its_scaling(data, tmp_path, trains):
+    scaling = ["rope_scaling_type=llama3", "rope_scaling_factor=8", "rope_original_seq_length=8", "rope_theta=20"]
+    base = pretrained(tmp_path, data, "base", "rope", *(f"--model.position.{one}" for one in scaling))
+    chosen = arguments(tmp_path, data, base, "run", f"--extension.trains={trains}", recipe=BY_FACTOR)
+    # The same command, and the settings that the run has written, must not multiply the factor again.
+    for command in (
+        chosen,
+        [*chosen, "--train.steps=2"],
+        ["--config", f"{tmp_path}/run/config.yaml", "--train.steps=3"],
+    ):
+        position = parse_run_config(command).model.position
+        assert (position.rope_scaling_type, position.rope_scaling_factor) == ("llama3", 16.0)
+        assert (position.rope_original_seq_length, position.rope_theta) == (8, 20.0)
+        assert extend_context.main(command) == 0
+    (_, newest), *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
+    saved = read_state(newest)["config"]["model"]
+    assert (saved["seq_length"], saved["position"]["rope_scaling_factor"]) == (32, 16.0)
