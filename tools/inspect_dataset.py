@@ -34,10 +34,14 @@ def main() -> None:
 def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None, origin: Origin | None) -> None:
     """Print a dataset's size, tokenizer and document lengths. Raises FileError if it is damaged.
 
-    With `tokenizer`, token ids outside its vocabulary count as damage.
+    Negative token ids count as damage and, with `tokenizer`, ids outside its vocabulary.
     """
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
     with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
-        problems = list(dataset.problems(tokenizer.vocab_size if tokenizer else None))
+        problems = list(dataset.problems())
+        # Documents are found by the index, which must be intact.
+        if not problems and (invalid := dataset.invalid_id(vocab_size)):
+            problems.append(invalid)
     if problems:
         fix = "write the dataset again with tools/preprocess_data.py" + (", or check --tokenizer" if tokenizer else "")
         raise FileError(prefix, f"is damaged: {'; '.join(problems)}", fix)

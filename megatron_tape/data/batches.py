@@ -26,7 +26,7 @@ from megatron_tape.data.indexed_dataset import raise_file_limit
 from megatron_tape.data.long_documents import log_epochs
 from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all, training_epochs
 from megatron_tape.data.samples import ExampleSamples, SampleSource, sample_source
-from megatron_tape.errors import ConfigError, UserError, refuse
+from megatron_tape.errors import UserError, refuse
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -114,20 +114,9 @@ class Batches:
             for batch in batches:
                 if isinstance(batch, UserError):
                     raise batch
-                self._check(batch)
                 yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
             del batches  # stops the loader processes at once, even if this frame is still referenced
-
-    def _check(self, batch: dict[str, Tensor]) -> None:
-        """Raise ConfigError if a token id is not below model.vocab_size. On a GPU, it would cause a CUDA error."""
-        largest, vocab_size = max(int(batch[key].max()) for key in ("tokens", "labels")), self.config.model.vocab_size
-        if largest >= vocab_size:
-            raise ConfigError(
-                (f"data.{self.config.data.source}", "model.vocab_size"),
-                f"contains the token id {largest}, but model.vocab_size is {vocab_size}",
-                "raise model.vocab_size, or use data made with the model's tokenizer",
-            )
 
 
 class _InStages(Dataset):

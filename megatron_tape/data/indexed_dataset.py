@@ -32,6 +32,7 @@ from megatron_tape.io.files import PartialFile, fingerprint, hold_signals, refus
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""Megatron-core's dtypes by code. Those of floating-point numbers cannot hold token ids."""
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 BLOCK = 1 << 18
 """Number of index entries that are processed at a time."""
@@ -53,6 +54,17 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     """Return the paths of a dataset's token file, P.bin, and index file, P.idx."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+def first_invalid_id(ids: np.ndarray, vocab_size: int | None) -> int | None:
+    """Return the index of the first id that is negative or not below `vocab_size`, or None if all ids are valid.
+
+    If `vocab_size` is None, only negative ids are invalid. Other tools use them for padding and as separators.
+    """
+    invalid = ids < 0
+    if vocab_size is not None:
+        invalid |= ids >= vocab_size
+    return int(invalid.argmax()) if invalid.any() else None
 
 
 def check_output_prefix(option: str, prefix: str) -> None:
@@ -221,6 +233,8 @@ class IndexedDatasetReader:
         if code not in _DTYPES:
             raise self._damaged(f"has the unknown dtype code {code}")
         self.dtype = np.dtype(_DTYPES[code])
+        if self.dtype.kind == "f":
+            raise self._damaged(f"has the dtype {self.dtype.name}, but token ids are integers")
         size = _HEADER.size + 12 * sequences + 8 * entries
         if idx_size not in (size, size + sequences):
             raise self._damaged(
@@ -252,6 +266,11 @@ class IndexedDatasetReader:
         start = int(self.pointers[first]) // self.dtype.itemsize if stop > first else 0
         return self.tokens[start : start + int(self.lengths[first:stop].sum(dtype=np.int64))]
 
+    def document_of(self, token: int) -> int:
+        """Return the index of the document that contains token number `token` of the dataset."""
+        sequence = np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right") - 1
+        return int(np.searchsorted(self.document_indices, sequence, side="right") - 1)
+
     def document_lengths(self) -> np.ndarray:
         """Return the number of tokens of every document (int64)."""
         lengths = np.empty(len(self), np.int64)
@@ -273,8 +292,8 @@ class IndexedDatasetReader:
             return None
         return f"{self.bin_path} has {self.bin_size} bytes, but its index describes {expected} bytes"
 
-    def problems(self, vocab_size: int | None = None) -> Iterator[str]:
-        """Yield a sentence for each kind of damage. With `vocab_size`, also check that all ids are below it.
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each kind of damage. Reads only the index; `invalid_id` checks the token ids.
 
         Memory does not grow with the number of documents.
         """
@@ -296,8 +315,6 @@ class IndexedDatasetReader:
             yield f"the pointer of sequence {misplaced} is {pointer}, but the previous sequence does not end there"
         if not self._document_indices_increase():
             yield f"the document indices do not increase from 0 to the number of sequences, {len(self.lengths)}"
-        if vocab_size is not None:
-            yield from self._unknown_ids(vocab_size)
 
     def _document_indices_increase(self) -> bool:
         indices = self.document_indices
@@ -306,10 +323,16 @@ class IndexedDatasetReader:
         blocks = (indices[start : start + BLOCK + 1] for start in range(0, len(indices), BLOCK))
         return all((block[1:] >= block[:-1]).all() for block in blocks)
 
-    def _unknown_ids(self, vocab_size: int) -> Iterator[str]:
+    def invalid_id(self, vocab_size: int | None = None) -> str | None:
+        """Return a sentence about the first token id that `first_invalid_id` finds, or None. Reads all tokens."""
         for start in range(0, len(self.tokens), 16 * BLOCK):
             block = self.tokens[start : start + 16 * BLOCK]
-            wrong = np.flatnonzero((block < 0) | (block >= vocab_size))
-            if len(wrong):
-                yield f"token {start + wrong[0]} has the id {block[wrong[0]]}, but the tokenizer has {vocab_size} ids"
-                return
+            found = first_invalid_id(block, vocab_size)
+            if found is None:
+                continue
+            token = start + found
+            sentence = f"token {token}, in document {self.document_of(token)}, has the id {block[found]}"
+            if block[found] < 0:
+                return f"{sentence}, but ids cannot be negative"
+            return f"{sentence}, but the tokenizer has {vocab_size} ids"
+        return None

@@ -15,7 +15,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.config.values import format_value
 from megatron_tape.data.examples import example_encoder, read_examples
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, raise_file_limit
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, first_invalid_id, raise_file_limit
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, tokenizer_record
@@ -23,7 +23,9 @@ from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import fingerprint
 
 _SAMPLED = 256
-"""Number of documents of a dataset whose last token is checked."""
+"""Number of documents of a dataset whose last tokens are checked."""
+_LAST_TOKENS = 4096
+"""Number of tokens at the end of such a document whose ids are checked."""
 
 
 def check_data_files(config: RunConfig) -> None:
@@ -97,6 +99,7 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
 
     A dataset must be undamaged, large enough for each split, and made with the run's tokenizer: `data.tokenizer`, or
     that of a checkpoint (`saved`). With `data.reset_attention_mask`, documents must end in the end-of-document token.
+    Of the token ids, only those of some documents are checked here, and all others when they are read.
     """
     raise_file_limit()
     tokenizer = load_run_tokenizer(config)
@@ -126,19 +129,19 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
         refuse(
             len(dataset) == 0, "data.prefix", f"contains {prefix}, which has no documents", "remove it, or give another"
         )
-        number = None
         if config.data.reset_attention_mask:
             problem = f"is {config.data.tokenizer}, which has no end-of-document token to separate documents"
             fix = "choose another tokenizer, or set data.reset_attention_mask to false"
             refuse(tokenizer.eod is None, ("data.tokenizer", "data.reset_attention_mask"), problem, fix)
-            number = _without_end(dataset, tokenizer.eod)
-        refuse(
-            number is not None,
-            ("data.reset_attention_mask", "data.prefix"),
-            f"is true, but document {number} of {prefix} does not end in the end-of-document token "
-            f"{tokenizer and tokenizer.eod} of data.tokenizer",
-            "preprocess the dataset again with --append-eod",
-        )
+        for number, tokens in _sampled_documents(dataset):
+            check_token_ids(tokens[-_LAST_TOKENS:], config.model.vocab_size, prefix, number)
+            refuse(
+                config.data.reset_attention_mask and len(tokens) > 0 and tokens[-1] != tokenizer.eod,
+                ("data.reset_attention_mask", "data.prefix"),
+                f"is true, but document {number} of {prefix} does not end in the end-of-document token "
+                f"{tokenizer and tokenizer.eod} of data.tokenizer",
+                "preprocess the dataset again with --append-eod",
+            )
     if config.data.long_documents is not None:
         find_pools(config)
     elif config.data.source == "prefix":
@@ -166,11 +169,27 @@ def _check_tokenizers(config: RunConfig, tokenizer: Tokenizer | None, saved: Tok
             command_line.log(warning)
 
 
-def _without_end(dataset: IndexedDatasetReader, eod: int) -> int | None:
-    """Return the index of a document without `eod` at its end, or None. Checks the first, the last and random ones."""
+def _sampled_documents(dataset: IndexedDatasetReader) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the indices and token ids of the first, the last and random documents."""
     sampled = np.random.default_rng(0).integers(0, len(dataset), _SAMPLED).tolist()
-    documents = ((number, dataset.document(number)) for number in sorted({0, len(dataset) - 1, *sampled}))
-    return next((number for number, tokens in documents if len(tokens) and tokens[-1] != eod), None)
+    for number in sorted({0, len(dataset) - 1, *sampled}):
+        yield number, dataset.document(number)
+
+
+def check_token_ids(ids: np.ndarray, vocab_size: int, prefix: str, document: int) -> None:
+    """Raise ConfigError if `ids`, token ids of a document of the dataset `prefix`, are not all in the vocabulary."""
+    invalid = first_invalid_id(ids, vocab_size)
+    if invalid is None:
+        return
+    problem = f"contains {prefix}, in which document {document} has the token id {ids[invalid]}"
+    if ids[invalid] < 0:
+        fix = "write the dataset again without padding, and separate documents by an end-of-document token"
+        raise ConfigError("data.prefix", f"{problem}, but ids cannot be negative", fix)
+    raise ConfigError(
+        ("data.prefix", "model.vocab_size"),
+        f"{problem}, but model.vocab_size is {vocab_size}",
+        "raise model.vocab_size, or use data made with the model's tokenizer",
+    )
 
 
 def recorded_tokenizer(config: RunConfig) -> TokenizerRecord | None:

@@ -26,7 +26,7 @@ from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
-from megatron_tape.data.inputs import large_enough
+from megatron_tape.data.inputs import check_token_ids, large_enough
 from megatron_tape.data.long_documents import (
     DatasetPart,
     DocumentPools,
@@ -114,6 +114,24 @@ class NoTokenizer:
     eod, pad, vocab_size = -2, -1, None
 
 
+class CheckedDataset(IndexedDataset):
+    """An indexed dataset that refuses token ids outside the model's vocabulary when they are read.
+
+    On a GPU, they would cause a CUDA error. Megatron's `GPTDataset` treats -1 as padding and replaces it by 0.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int):
+        super().__init__(prefix)
+        self._vocab_size = vocab_size
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return `length` token ids of sequence `idx` from `offset` on. Raises ConfigError for an invalid id."""
+        ids = super().get(idx, offset, length)
+        document = int(np.searchsorted(self.document_indices, idx, side="right")) - 1
+        check_token_ids(ids, self._vocab_size, self.path_prefix, document)
+        return ids
+
+
 @dataclass
 class DatasetSettings(GPTDatasetConfig):
     """Settings of Megatron's datasets. `documents_below` is the length limit of `ShorterDocuments` in tokens.
@@ -122,12 +140,13 @@ class DatasetSettings(GPTDatasetConfig):
     """
 
     documents_below: int | None = None
-    opened: dict[str, IndexedDataset] = field(default_factory=dict)
+    model_vocab_size: int = 0
+    opened: dict[str, CheckedDataset] = field(default_factory=dict)
 
-    def open(self, prefix: str) -> IndexedDataset:
+    def open(self, prefix: str) -> CheckedDataset:
         """Return the indexed dataset `prefix`, which is opened only once."""
         if prefix not in self.opened:
-            dataset = self.opened[prefix] = IndexedDataset(prefix)
+            dataset = self.opened[prefix] = CheckedDataset(prefix, self.model_vocab_size)
             # Tokens are read from a memory map. Another open descriptor is too much for a blend of hundreds.
             dataset.bin_reader._bin_file_reader.close()
         return self.opened[prefix]
@@ -251,6 +270,7 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
+        model_vocab_size=config.model.vocab_size,
         opened=opened,
     )
     datasets = []

@@ -6,17 +6,18 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from datasets_for_tests import EOD, write_dataset
+from datasets_for_tests import EOD, write_dataset, write_documents
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from models import small_model
 
-from megatron_tape.config.data import DataConfig, StageSettings
-from megatron_tape.config.schema import RunConfig, replace_settings
+from megatron_tape.config.data import DataConfig, LongDocumentSettings, StageSettings
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.data import megatron_datasets
@@ -33,6 +34,16 @@ def folder(tmp_path_factory):
     write_dataset(folder / "b", seed=1)
     write_dataset(folder / "small", documents=4, seed=2)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def loader_processes_end():
+    yield
+    left = multiprocessing.active_children()
+    for process in left:
+        process.terminate()
+        process.join()
+    assert not left
 
 
 @pytest.fixture
@@ -205,13 +216,28 @@ def test_loaders_do_not_change_the_random_stream_of_the_run_and_evaluation_start
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(folder, build):
-    built = build(f"{folder}/a", num_workers=1)
-    built = dataclasses.replace(built, config=replace_settings(built.config, {"model.vocab_size": 32}))
+def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(build, tmp_path):
+    write_documents(tmp_path / "larger", [[*range(60)]] * 9 + [[64]], "<i4")
+    built = build(f"{tmp_path}/larger", num_workers=1, split="1,0,0")
     with pytest.raises(ConfigError) as refusal:
         list(built.training())
-    assert str(refusal.value).startswith("data.prefix contains the token id ") and "\n" not in str(refusal.value)
+    problem = f"data.prefix contains {tmp_path}/larger, in which document 9 has the token id 64, but model.vocab_size"
+    assert str(refusal.value).startswith(problem) and "\n" not in str(refusal.value)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("dtype", ["i1", "<i2", "<i4", "<i8"])
+@pytest.mark.parametrize("padding", [-1, -100])
+@pytest.mark.parametrize("long_documents", [None, LongDocumentSettings(minimum=200, share=1.0)])
+def test_negative_ids_are_refused_with_dataset_and_document(build, tmp_path, dtype, padding, long_documents):
+    """Megatron's dataset would replace -1 by token 0."""
+    documents = [[*range(60)] * 4 for _ in range(10)]
+    documents[7][100] = padding
+    write_documents(tmp_path / "padded", documents, dtype)
+    built = build(f"{tmp_path}/padded", long_documents=long_documents)
+    message = f"data.prefix contains {tmp_path}/padded, in which document 7 has the token id {padding}, but ids cannot"
+    with pytest.raises(ConfigError, match=message):
+        list(built.training())
 
 
 def wait_until_gone(processes):
@@ -237,8 +263,10 @@ def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, buil
     workers = multiprocessing.active_children()
     assert len(workers) == 2
     # Another process must send the signals, as Slurm does: those of the parent end a loader process.
-    for name in ("TERM", "USR1", "INT"):
-        subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True)
+    send = "import os, sys; [os.kill(int(worker), int(sys.argv[1])) for worker in sys.argv[2:]]"
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        command = [sys.executable, "-c", send, str(int(number)), *(str(worker.pid) for worker in workers)]
+        subprocess.run(command, check=True)
     found += [batch["tokens"] for batch in batches]
     assert len(found) == 160 and all(map(torch.equal, found, alone))
     assert not any(worker.is_alive() for worker in workers)

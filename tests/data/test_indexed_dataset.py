@@ -38,7 +38,25 @@ def test_documents_of_several_sequences_are_read(tmp_path):
     reader = IndexedDatasetReader(tmp_path / "data")
     assert [reader.document(i).tolist() for i in range(len(reader))] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
     assert reader.document_lengths().tolist() == [5, 4]
-    assert list(reader.problems(vocab_size=9)) == []
+    assert list(reader.problems()) == []
+    assert reader.invalid_id(vocab_size=9) is None
+    assert reader.invalid_id(vocab_size=8) == "token 8, in document 1, has the id 8, but the tokenizer has 8 ids"
+
+
+@pytest.mark.parametrize("dtype", ["i1", "<i2", "<i4", "<i8"])
+def test_negative_ids_are_found_without_a_tokenizer(tmp_path, dtype):
+    write_documents(tmp_path / "data", [[5, 6], [], [7, -1, -100]], dtype)
+    assert (
+        IndexedDatasetReader(tmp_path / "data").invalid_id()
+        == "token 3, in document 2, has the id -1, but ids cannot be negative"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+def test_numbers_that_are_not_integers_are_refused(tmp_path, dtype):
+    write_documents(tmp_path / "data", [[5, 6]], dtype)
+    with pytest.raises(FileError, match=f"{np.dtype(dtype).name}, but token ids are integers"):
+        IndexedDatasetReader(tmp_path / "data")
 
 
 def test_new_and_old_files_never_make_a_pair(tmp_path, documents, monkeypatch):

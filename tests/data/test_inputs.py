@@ -3,7 +3,7 @@ import os
 
 import pytest
 from configurations import make
-from datasets_for_tests import write_dataset
+from datasets_for_tests import write_dataset, write_documents
 
 from megatron_tape.checkpoint.locate import check_directories
 from megatron_tape.checkpoint.saved_tokenizer import check_tokenizer_exists
@@ -97,4 +97,12 @@ def test_a_truncated_dataset_is_refused(tmp_path):
     check_datasets(config)
     os.truncate(tmp_path / "a.bin", 100)
     with pytest.raises(ConfigError, match="incomplete or damaged: .*a.bin has 100 bytes, but its index describes"):
+        check_datasets(config)
+
+
+@pytest.mark.parametrize("bad, problem", [(-1, "ids cannot be negative"), (64, "model.vocab_size is 64")])
+def test_ids_outside_the_vocabulary_are_refused_before_the_run_starts(tmp_path, bad, problem):
+    write_documents(tmp_path / "a", [[*range(60)]] * 90 + [[*range(60), bad]] * 10, "<i4")
+    config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, model__vocab_size=64)
+    with pytest.raises(ConfigError, match=rf"a, in which document 9\d has the token id {bad}, but {problem}"):
         check_datasets(config)

@@ -24,6 +24,12 @@ def test_ids_are_shown_without_a_tokenizer(tmp_path, run_tool):
     assert run_tool("inspect_dataset", tmp_path / "data", "--tokens", 2).stdout.endswith("3 tokens:\n5 6 ...\n")
 
 
+def test_negative_ids_are_damage_even_without_a_tokenizer(tmp_path, run_tool):
+    write_documents(tmp_path / "data", [[5, 6, 7], [8, -1]], "<i4")
+    error = run_tool("inspect_dataset", tmp_path / "data", code=2).stderr
+    assert "token 4, in document 1, has the id -1, but ids cannot be negative" in error
+
+
 def write(prefix, lengths):
     write_documents(prefix, [[0] * length for length in lengths])
     return prefix
@@ -55,7 +61,7 @@ def replaced(offset, data):
         ("idx", replaced(17, b"\77"), "unknown dtype code 63"),
         ("idx", replaced(18, b"\3"), "truncated or damaged"),
         ("bin", lambda content: content[:-2], "bytes, but its index describes"),
-        ("bin", replaced(6, b"\xff\xff"), "token 3 has the id 65535, but the tokenizer has 800 ids"),
+        ("bin", replaced(6, b"\xff\xff"), "token 3, in document 0, has the id 65535, but the tokenizer has 800 ids"),
         ("bin", None, "data.bin does not exist"),
     ],
 )

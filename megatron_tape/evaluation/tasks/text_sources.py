@@ -13,7 +13,7 @@ from megatron_tape import command_line
 from megatron_tape.config.data import split_shares
 from megatron_tape.config.values import format_value
 from megatron_tape.data.documents import read_texts
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
 from megatron_tape.data.origins import check_tokenizer, unknown_tokenizers
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError, refuse
@@ -180,10 +180,10 @@ def _token_documents(source: Source) -> Iterator[np.ndarray]:
 
 
 def _check_ids(path: str, document: int, tokens: np.ndarray, vocab_size: int) -> None:
-    bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if len(bad):
-        outside = f"is {tokens[bad[0]]}, outside the model's vocabulary of {vocab_size:,}"
-        problem = f"cannot be used: token {bad[0]} of document {document} {outside}"
+    invalid = first_invalid_id(tokens, vocab_size)
+    if invalid is not None:
+        outside = f"is {tokens[invalid]}, outside the model's vocabulary of {vocab_size:,}"
+        problem = f"cannot be used: token {invalid} of document {document} {outside}"
         raise FileError(path, problem, "give data that the model's tokenizer encoded")
 
 
