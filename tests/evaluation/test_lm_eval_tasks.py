@@ -10,6 +10,7 @@ import torch
 import yaml
 from evaluation.loss_cases import run
 from harness_cases import bpe_tokenizer, info, random_llama
+from lm_eval.api.instance import Instance
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval, LmEvalSettings
@@ -104,6 +105,60 @@ def test_scores_follow_from_the_logits_and_truncation_is_counted(model, folder, 
     assert [label.get_text() for label in picture.figure.axes[0].get_yticklabels()][0] == "next_word acc"
 
 
+def log_likelihoods(model, context, text):
+    """Return the log-likelihoods (N,) of the token ids `text` (N,) after those of `context`, in one forward pass."""
+    ids = torch.tensor([[*context, *text]])
+    with torch.no_grad():
+        chances = model.model(ids[:, :-1]).logits.log_softmax(-1)
+    return chances[0].gather(-1, ids[0, 1:, None])[-len(text) :, 0]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_rolling_score_reads_one_bos_and_scores_the_text_only(folder, bos):
+    model = random_llama(bpe_tokenizer(bos=bos), 64)
+    result = evaluated(model, folder, tasks=["roll"])
+    total, words = 0.0, 0
+    for line in (folder / "rows.jsonl").read_text().splitlines():
+        text = json.loads(line)["text"]
+        words += len(text.split())
+        ids = model.encode(text)
+        # Windows of 64 tokens. The text needs a token to follow, also if the tokenizer adds none.
+        read = [model.tokenizer.bos_token_id, *ids]
+        for start in range(0, len(ids), 64):
+            stop = min(start + 64, len(ids))
+            context = read[max(0, stop - 64) : start + 1]
+            total += log_likelihoods(model, context, ids[start:stop]).sum().item()
+    (score,) = result.scores
+    assert score.metric == "word_perplexity"
+    assert score.value == pytest.approx(np.exp(-total / words), rel=1e-4)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_each_prompt_reads_one_bos(bos, monkeypatch):
+    tokenizer = bpe_tokenizer(bos=bos)
+    tokenizer.split_special_tokens = True  # as `load_model` sets it
+    model = random_llama(tokenizer, 64)
+    harness = model.harness(batch_size=2)
+    before = [tokenizer.bos_token_id]
+    added = before if bos else []
+    # The third text starts with the characters of bos. A context of spaces becomes part of the answer.
+    pairs = [("push", " pop"), ("", "heap pop"), ("<s> item", " list"), (" ", "sort")]
+    contexts = [added + model.encode("push"), before, added + model.encode("<s> item"), before]
+    answers = [model.encode(text) for text in (" pop", "heap pop", " list", " sort")]
+    scores = harness.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    expected = [log_likelihoods(model, *pair).sum().item() for pair in zip(contexts, answers, strict=True)]
+    assert [score for score, _ in scores] == pytest.approx(expected, rel=1e-4)
+
+    read = []
+    monkeypatch.setattr(harness, "_model_generate", lambda context, **_: read.append(context) or context)
+    options = {"until": ["\n"], "max_gen_toks": 4, "do_sample": False}
+    prompts = ["<s> item", "push pop"]  # the longest first, as the harness sorts them
+    harness.generate_until([Instance("generate_until", {}, (prompt, dict(options)), 0) for prompt in prompts])
+    (batch,) = read
+    expected = [added + model.encode(prompt) for prompt in prompts]
+    assert [row[-len(ids) :] for row, ids in zip(batch.tolist(), expected, strict=True)] == expected
+
+
 def test_a_limit_takes_the_first_documents(model, folder):
     limited, whole = evaluated(model, folder, limit=5), evaluated(model, folder)
     few, all_of_them = (result.examples["next_word"]["outcomes"][0] for result in (limited, whole))
@@ -149,4 +204,14 @@ def test_a_tokenizer_without_an_end_token_is_refused(folder):
     model = random_llama(bpe_tokenizer(bos=True), 64)
     model.tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="the tokenizer of random has no end-of-text token"):
+        model.harness()
+
+
+def test_a_tokenizer_that_ends_each_text_with_a_token_is_refused():
+    from tokenizers import processors
+
+    model = random_llama(bpe_tokenizer(bos=False), 64)
+    ends = processors.TemplateProcessing(single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", 1)])
+    model.tokenizer.backend_tokenizer.post_processor = ends
+    with pytest.raises(ConfigError, match="the tokenizer of random puts the token 1 after each text"):
         model.harness()

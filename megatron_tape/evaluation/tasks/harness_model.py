@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 from lm_eval.api.instance import Instance
+from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -14,12 +16,29 @@ from megatron_tape.evaluation.tasks.harness import quiet
 
 
 class HarnessModel(HFLM):
-    """An `HFLM` (lm-evaluation-harness's wrapper of transformers models) that records truncated requests."""
+    """An `HFLM` (lm-evaluation-harness's wrapper of transformers models) that records truncated requests.
+
+    Each text begins with exactly one beginning-of-text token, or with none if the tokenizer adds none.
+    """
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.truncated: set[tuple[str, ...]] = set()
         """Texts of requests that were truncated on the left: (prompt,) or (context, continuation)."""
+
+    def tok_encode(self, *arguments: Any, **options: Any) -> list[int]:
+        with _no_bos_in_texts():
+            return super().tok_encode(*arguments, **options)
+
+    def tok_batch_encode(self, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        with _no_bos_in_texts():
+            return super().tok_batch_encode(*arguments, **options)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        # The harness puts a token before the text, and would score the one that the tokenizer adds as part of the text
+        # (https://github.com/EleutherAI/lm-evaluation-harness/issues/3333).
+        with mock.patch.object(self, "add_bos_token", False):
+            return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         for request in requests:
@@ -34,6 +53,8 @@ class HarnessModel(HFLM):
         return super().generate_until(requests, disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
+        # A context of spaces, which become part of the continuation, has no tokens if the tokenizer adds none.
+        requests = [(texts, context or [self.prefix_token_id], answer) for texts, context, answer in requests]
         for texts, context, continuation in requests:
             if len(continuation) > self.max_length:
                 problem = (
@@ -46,11 +67,23 @@ class HarnessModel(HFLM):
         return super()._loglikelihood_tokens(requests, *arguments, **options)
 
 
+def _no_bos_in_texts() -> Any:
+    """Return a context in which a text that starts with the characters of `bos_token` gets that token like any other.
+
+    The harness takes these characters for the token. Here, no text encodes to a special token.
+    """
+    return mock.patch.object(huggingface, "has_bos_prefix", lambda *_: False)
+
+
 def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
     """Return a `HuggingFaceModel` as a model of the harness, which truncates prompts to `max_length` tokens."""
     if model.tokenizer.eos_token_id is None:
         problem = f"of {model.info.label} has no end-of-text token, which lm_eval requires"
         raise ConfigError("the tokenizer", problem, "set eos_token in its tokenizer_config.json")
+    last = model.tokenizer("a", verbose=False)["input_ids"][-1:]
+    if last != model.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][-1:]:
+        problem = f"of {model.info.label} puts the token {last[0]} after each text, so also between prompt and answer"
+        raise ConfigError("the tokenizer", problem, "remove it from the post_processor in its tokenizer.json")
     # A copy, since the harness sets a padding token, which would affect other tasks.
     tokenizer = copy.deepcopy(model.tokenizer)
     with quiet():
