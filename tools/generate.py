@@ -1,8 +1,9 @@
-"""Continue a text with a model: a run, a checkpoint, or an exported model.
+"""Continue texts with a model: a run, a checkpoint, or an exported model.
 
     python tools/generate.py --model runs/demo/tape --prompt "def main("
 
-The prompt and its continuation, and nothing else, go to stdout.
+The prompt and its continuation, and nothing else, go to stdout. With several prompts, a line `==> prompt 1 of 3 <==`
+precedes each of them. The continuation of a prompt does not depend on the other prompts.
 """
 
 import argparse
@@ -10,33 +11,80 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.evaluation.model_source import Source, find_model
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
+from megatron_tape.io.records import read_small
+
+_PROMPT_BYTES = 64 << 20
+"""Maximum size of a file of prompts."""
+
+
+class Prompt(NamedTuple):
+    """A text to continue, and where it was given, for error messages."""
+
+    text: str
+    origin: str
 
 
 def main() -> None:
-    """Parse the command line, generate a continuation, and print it after the prompt."""
+    """Parse the command line, generate continuations, and print each after its prompt."""
     arguments = parser().parse_args()
     source = find_model(arguments.model, average=arguments.average)
     source.check_code(arguments.trust_remote_code)
-    if arguments.max_new_tokens < 1:
-        raise UserError("--max-new-tokens", f"is {arguments.max_new_tokens}", "give at least 1")
-    if not arguments.temperature >= 0:
-        raise UserError("--temperature", f"is {arguments.temperature}", "give a number of at least 0")
+    _check_numbers(arguments)
     if not source.info.has_tokenizer:
         fix = "export the model with a tokenizer: tools/convert_checkpoint.py to-hf --tokenizer T"
         raise FileError(arguments.model, "does not contain a tokenizer", fix)
     if problem := source.tokenizer_problem():
         raise FileError(arguments.model, f"needs a tokenizer that transformers can read, but its own {problem}")
+    prompts = read_prompts(arguments.prompt, arguments.prompts_file)
+
+    with _in_transformers_format(source) as directory:
+        for number, continuation in enumerate(continuations(arguments, prompts, source, directory)):
+            if len(prompts) > 1:
+                print(f"==> prompt {number + 1} of {len(prompts)} <==")
+            print(prompts[number].text + continuation, flush=True)
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    if arguments.max_new_tokens < 1:
+        raise UserError("--max-new-tokens", f"is {arguments.max_new_tokens}", "give at least 1")
+    if not arguments.temperature >= 0:
+        raise UserError("--temperature", f"is {arguments.temperature}", "give a number of at least 0")
+    if not 0 < arguments.top_p <= 1:
+        raise UserError("--top-p", f"is {arguments.top_p}", "give a number above 0 and at most 1")
+    if arguments.top_p < 1 and arguments.temperature == 0:
+        problem = f"is {arguments.top_p}, but --temperature 0 always chooses the most likely token"
+        raise UserError("--top-p", problem, "set --temperature above 0, or omit --top-p")
     if not 0 <= arguments.seed < 2**32:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 to 2**32 - 1")
-    if not arguments.prompt:
-        raise UserError("--prompt", "is empty", "give some text to continue")
-    with _in_transformers_format(source) as directory:
-        print(arguments.prompt + continuation(arguments, source, directory))
+
+
+def read_prompts(texts: list[str], file: Path | None) -> list[Prompt]:
+    """Return the prompts `texts`, then the lines of `file`. Raises UserError if there are none, or if one is empty."""
+    prompts = [Prompt(text, "--prompt") for text in texts]
+    if len(texts) > 1:
+        prompts = [Prompt(text, f"--prompt number {number}") for number, text in enumerate(texts, 1)]
+
+    if file is not None:
+        try:
+            content = read_small(file, _PROMPT_BYTES).decode("utf-8-sig")
+        except (OSError, ValueError) as error:
+            fix = "give a text file in UTF-8 with one prompt per line"
+            raise FileError(str(file), f"cannot be read: {error}", fix) from None
+        lines = content.replace("\r\n", "\n").removesuffix("\n").split("\n")
+        prompts += [Prompt(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+
+    if not prompts:
+        raise UserError("--prompt", "is missing", "give --prompt TEXT or --prompts-file FILE")
+    for prompt in prompts:
+        if not prompt.text:
+            raise UserError(prompt.origin, "is empty", "give some text to continue")
+    return prompts
 
 
 @contextlib.contextmanager
@@ -50,11 +98,11 @@ def _in_transformers_format(source: Source) -> Iterator[Path]:
         yield Path(directory, "model")
 
 
-def continuation(arguments: argparse.Namespace, source: Source, directory: Path) -> str:
-    """Return the text that the model in `directory` adds to the prompt."""
+def continuations(
+    arguments: argparse.Namespace, prompts: list[Prompt], source: Source, directory: Path
+) -> Iterator[str]:
+    """Yield the text that the model in `directory` adds to each prompt. Checks all prompts before it loads weights."""
     import transformers
-
-    context = source.info.trained_length
 
     def load(read):
         try:
@@ -64,29 +112,47 @@ def continuation(arguments: argparse.Namespace, source: Source, directory: Path)
             raise FileError(arguments.model, f"cannot be loaded: {reason or type(error).__name__}") from None
 
     tokenizer = load(read_tokenizer)
-    ids = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False)
-    length, count = ids["input_ids"].shape[1], arguments.max_new_tokens
-    if length == 0:
-        raise UserError("--prompt", "encodes to no tokens with the model's tokenizer", "give some text to continue")
-    if context is not None and length >= context:
-        problem = f"has {length} tokens, but the model was trained on contexts of {context}"
-        raise UserError("--prompt", problem, "shorten it")
-    if context is not None and length + count > context:
-        count = context - length
-        command_line.log(f"the model's context of {context} tokens leaves room for {count} new tokens")
+    encoded = [tokenizer(prompt.text, return_tensors="pt", return_token_type_ids=False) for prompt in prompts]
+    lengths = [ids["input_ids"].shape[1] for ids in encoded]
+    counts = [
+        _new_tokens(prompt, length, arguments.max_new_tokens, source.info.trained_length)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
-    transformers.set_seed(arguments.seed)
     # The model's generation settings, and transformers' defaults, may suppress or penalize tokens.
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids_only = {name: getattr(model.generation_config, name) for name in names}
     model.generation_config = transformers.GenerationConfig(**ids_only)
-    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0} if arguments.temperature else {}
-    with command_line.step("generating"):
-        output = model.generate(**ids, max_new_tokens=count, **({"do_sample": False} | sampling))
-    # Decoding only the new tokens would drop the space before the first word with some tokenizers.
-    before, whole = (tokenizer.decode(output[0, :end], skip_special_tokens=True) for end in (length, None))
-    return whole.removeprefix(before)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if arguments.temperature:
+        sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0, "top_p": arguments.top_p}
+
+    # One by one, since a model with padding computes slightly different logits, and some encodings count padding.
+    for number, (ids, length, count) in enumerate(zip(encoded, lengths, counts, strict=True), 1):
+        transformers.set_seed(arguments.seed)
+        counter = f" {number} of {len(prompts)}" if len(prompts) > 1 else ""
+        with command_line.step(f"generating{counter}"):
+            output = model.generate(**ids, max_new_tokens=count, **sampling)
+        # Decoding only the new tokens would drop the space before the first word with some tokenizers.
+        before = tokenizer.decode(output[0, :length], skip_special_tokens=True)
+        whole = tokenizer.decode(output[0], skip_special_tokens=True)
+        yield whole.removeprefix(before)
+
+
+def _new_tokens(prompt: Prompt, length: int, most: int, context: int | None) -> int:
+    """Return how many tokens to add to a prompt of `length` tokens: `most`, or fewer if they exceed the context."""
+    if length == 0:
+        problem = "encodes to no tokens with the model's tokenizer"
+        raise UserError(prompt.origin, problem, "give some text to continue")
+    if context is None or length + most <= context:
+        return most
+    if length >= context:
+        problem = f"has {length} tokens, but the model was trained on contexts of {context}"
+        raise UserError(prompt.origin, problem, "shorten it")
+    room = context - length
+    command_line.log(f"{prompt.origin}: the model's context of {context} tokens leaves room for {room} new tokens")
+    return room
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,7 +166,15 @@ def parser() -> argparse.ArgumentParser:
         help="a run, a checkpoint, or an exported model with its tokenizer",
     )
     add("--average", action="store_true", help="use the averaged weights of a run with train.average")
-    add("--prompt", type=str, required=True, metavar="TEXT", help="the text to continue")
+    add(
+        "--prompt",
+        type=str,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the text to continue; may be given several times",
+    )
+    add("--prompts-file", type=command_line.path, metavar="FILE", help="a text file with one prompt per line (UTF-8)")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="maximum of tokens to add (default: %(default)s)")
     add(
         "--temperature",
@@ -108,7 +182,14 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="0 chooses the most likely token; above 0, tokens are sampled at this temperature (default: 0)",
     )
-    add("--seed", type=int, default=1234, help="seed of sampling (default: %(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample only from the most likely tokens whose probabilities add up to P (default: 1, all tokens)",
+    )
+    add("--seed", type=int, default=1234, help="seed of sampling, the same for each prompt (default: %(default)s)")
     add("--trust-remote-code", action="store_true", help="run Python files in MODEL that are not this project's")
     return result
 

@@ -73,11 +73,43 @@ def test_prompts_that_fill_the_context_are_refused(exports, generate):
     assert code == 0 and out == f"{text}{tokenizer.decode(expected, skip_special_tokens=True)}\n"
 
 
+def test_each_of_several_prompts_is_continued_as_if_it_were_alone(exports, generate, tmp_path):
+    options = ["--model", exports["tape"].directory, "--max-new-tokens", "9", "--temperature", "1", "--top-p", "0.9"]
+    texts = ["import heapq", "def main(", "import heapq", " for x"]
+    alone = [generate(*options, "--prompt", text)[1] for text in texts]
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfimport heapq\r\n for x\n")
+    prompts = ["--prompt", texts[0], "--prompts-file", tmp_path / "prompts.txt", "--prompt", texts[1]]
+    code, out, line = generate(*options, *prompts)
+    assert code == 0, line
+    headers = [f"==> prompt {number} of 4 <==\n" for number in (1, 2, 3, 4)]
+    assert out == "".join(header + text for header, text in zip(headers, alone, strict=True))
+    assert all(out.startswith(text) for text, out in zip(texts, alone, strict=True))
+
+
+def test_top_p_samples_only_from_the_likeliest_tokens(exports, generate):
+    from transformers import AutoTokenizer
+
+    made = exports["rope"]
+    tokenizer = AutoTokenizer.from_pretrained(made.directory)
+    ids = tokenizer("import heapq", return_tensors="pt")["input_ids"]
+    made.loaded.eval()
+    arguments = ["--model", made.directory, "--prompt", "import heapq", "--max-new-tokens", "9", "--temperature", "1"]
+    likeliest = made.loaded.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+    code, out, _ = generate(*arguments, "--top-p", "1e-6")
+    assert code == 0 and out == f"import heapq{tokenizer.decode(likeliest, skip_special_tokens=True)}\n"
+    sampled = generate(*arguments)[1]
+    assert sampled == generate(*arguments, "--top-p", "1")[1] != out
+    assert generate(*arguments, "--top-p", "0.3")[1] not in (sampled, out)
+
+
 def test_errors_are_one_sentence(exports, generate, tmp_path):
     tape, foreign = exports["tape"].directory, tmp_path / "foreign"
     shutil.copytree(tape, foreign)
     with open(foreign / "modeling_tape.py", "a", encoding="utf-8") as file:
         file.write("# another line\n")
+    gap = tmp_path / "gap.txt"
+    gap.write_text("import\n\nheapq\n")
+    gap.with_name("long.txt").write_text(f"import\n{'import heapq; ' * 200}\n")
     for arguments, refusal in (
         ([foreign, "--prompt", "a"], "--trust-remote-code"),
         ([tmp_path, "--prompt", "a"], f"--model {tmp_path} cannot be used: "),
@@ -85,6 +117,15 @@ def test_errors_are_one_sentence(exports, generate, tmp_path):
         ([exports["tape"].checkpoint, "--prompt", "a"], "does not contain a tokenizer"),
         ([tape, "--prompt", ""], "--prompt is empty"),
         ([tape, "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
+        ([tape], "--prompt is missing"),
+        ([tape, "--prompt", "a", "--prompt", ""], "--prompt number 2 is empty"),
+        ([tape, "--prompts-file", gap], f"{gap}:2 is empty"),
+        ([tape, "--prompts-file", gap.with_name("long.txt")], f"{gap.with_name('long.txt')}:2 has "),
+        ([tape, "--prompts-file", tmp_path / "none.txt"], f"{tmp_path / 'none.txt'} cannot be read: "),
+        ([tape, "--prompts-file", tape / "model.safetensors"], "model.safetensors cannot be read: "),
+        ([tape, "--prompt", "a", "--top-p", "0.9"], "--top-p is 0.9, but --temperature 0"),
+        ([tape, "--prompt", "a", "--temperature", "1", "--top-p", "0"], "--top-p is 0.0"),
+        ([tape, "--prompt", "a", "--temperature", "1", "--top-p", "nan"], "--top-p is nan"),
     ):
         code, out, line = generate("--model", *arguments)
         assert code == 2 and not out and line.startswith("error: ") and refusal in line
