@@ -10,6 +10,7 @@ from megatron_tape.config.values import Count, PathText
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 BelowMillion = Annotated[int, Field(ge=1, lt=10**6)]
 """Type of settings of the addition task. Three values are packed into the index of a sum, each in six digits."""
+TokenDtype = Literal["uint16", "uint32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,11 @@ class DocumentSettings:
 
     data: dict[str, PathText] | PathText
     """Documents to evaluate: one path, or a mapping name: path. A path is a file of JSON lines or text (also .gz and
-    .zst), a parquet file, an indexed dataset (without .idx and .bin), or a .bin file of uint16 token ids, which is one
-    document. Token ids must be those of the model's tokenizer."""
+    .zst), a parquet file, an indexed dataset (without .idx and .bin), or a .bin file of token ids without an index,
+    which is one document. Token ids must be those of the model's tokenizer."""
+    token_dtype: TokenDtype = "uint16"
+    """Type of the token ids in .bin files without an index: uint16, as nanoGPT and LongLoRA write them, or uint32 (also
+    int32). uint16 is refused for models with more than 65,536 ids. Indexed datasets contain their own type."""
     text_key: str = "text"
     """Key of the text in JSON lines, and its column in parquet files."""
     split: str | None = None

@@ -165,6 +165,16 @@ def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
     assert score(result, "perplexity", 16, "letters").low is None, "one document gives no interval"
 
 
+@pytest.mark.parametrize("dtype, vocab_size", [("uint16", 65_536), ("uint32", 128_256)])
+def test_a_file_of_token_ids_is_read_with_its_type(tmp_path, dtype, vocab_size):
+    ids = np.arange(vocab_size - 40, vocab_size, dtype=np.dtype(dtype).newbyteorder("<"))
+    ids.tofile(tmp_path / "ids.bin")
+    model = ByteModel(uniform(vocab_size), vocab_size=vocab_size)
+    settings = {"data": str(tmp_path / "ids.bin"), "lengths": [16], "stride": 4}
+    run(Perplexity, model, token_dtype=dtype, **settings)
+    assert set(sum(model.scored, [])) == set(ids[1:])
+
+
 def test_default_lengths_come_from_the_models_configuration(texts, tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 256, "n_positions": 32}')

@@ -34,6 +34,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     np.array([1, 2, 300] * 20, "<u2").tofile(tmp_path / "ids.bin")
+    np.array([1, 2, 3] * 20, "<u4").tofile(tmp_path / "uint32.bin")
+    (tmp_path / "cut.bin").write_bytes(b"\1\0" * 63)
     (tmp_path / "hay").write_bytes(b"word " * 600 + b"\n\xff\xfe")
     (tmp_path / "few").write_bytes(b"word " * 9)
     (tmp_path / "odd.json").write_text("{}")
@@ -90,6 +92,18 @@ def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
         ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "no document of the 101 tokens"),
         ("perplexity", {"lengths": [100]}, "texts.jsonl", "the longest has 33 bytes"),
         ("perplexity", {"data": "damaged"}, "damaged", "its header is damaged"),
+        (
+            "context_gain",
+            {"data": "uint32.bin", "lengths": [16]},
+            "uint32.bin",
+            "set context_gain.token_dtype to uint32",
+        ),
+        (
+            "perplexity",
+            {"data": "cut.bin", "token_dtype": "uint32"},
+            "cut.bin",
+            "126 bytes, but uint32 ids take a multiple of 4",
+        ),
         ("ruler", {"haystack": "hay"}, "hay", "utf-8"),
         ("ruler", {"haystack": "few"}, "few", "9 words"),
         ("ruler", {"hotpotqa": "odd.json"}, "odd.json", "is an object"),
@@ -111,6 +125,8 @@ def test_a_model_of_unknown_length_requires_a_length_setting(task):
     [
         ("perplexity", {"lengths": [33]}, replace(INFO, trained_length=32, config={"model_type": "gpt2"})),
         ("perplexity", {}, replace(INFO, has_tokenizer=False)),
+        ("perplexity", {"data": "ids.bin", "lengths": [16]}, replace(INFO, vocab_size=65_537)),
+        ("positions", {"data": "ids.bin", "length": 16}, replace(INFO, vocab_size=65_537)),
         ("positions", {}, replace(INFO, config={"model_type": "llama"})),
         ("addition", {}, replace(INFO, vocab_size=12)),
         ("selective_copy", {}, replace(INFO, vocab_size=12)),

@@ -194,16 +194,15 @@ class Side:
 
     def gradients(self, name: str, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
         """Return the loss of the first step and its gradients by parameter, as float64 tensors on the CPU."""
-        import numpy as np
-
         from megatron_tape.data.batches import documents_from_tokens
+        from megatron_tape.data.indexed_dataset import IndexedDatasetReader
         from megatron_tape.data.tokenizer import load_tokenizer
 
         encoding, packed = name.split()[2], name.endswith("packed")
         weights = torch.load(self.folder / f"start-{encoding}.pt", weights_only=True)
         model = self.build(encoding, dtype, backend, weights)
         B, S = SIZE.batch, SIZE.seq_length
-        ids = np.fromfile(self.folder / "data.bin", np.uint16)[: B * (S + 1)].astype(np.int64)
+        ids = IndexedDatasetReader(self.folder / "data").tokens[: B * (S + 1)].astype("int64")
         whole = torch.from_numpy(ids).view(B, S + 1)
         tokens, labels = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
         eod = load_tokenizer(str(self.folder / "tokenizer.model")).eod

@@ -63,7 +63,8 @@ class DocumentTask(Task):
 
     @property
     def sources(self) -> list[Source]:
-        return find_sources(self.settings.data, self.settings.split, self.section)
+        settings = self.settings
+        return find_sources(settings.data, settings.split, settings.token_dtype, self.section)
 
     @property
     def most_documents(self) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from megatron_tape.config.evaluation import TokenDtype
 from megatron_tape.config.values import Count, PathText
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.figures import (
@@ -56,8 +57,10 @@ class PositionSettings:
     """Distance of a TAPE model's position states from RoPE, and dependence of the loss on them."""
 
     data: PathText
-    """Documents: a file of JSON lines, text or parquet, the prefix of an indexed dataset, or a .bin file of uint16
-    token ids, as in perplexity."""
+    """Documents: a file of JSON lines, text or parquet, the prefix of an indexed dataset, or a .bin file of token ids,
+    as in perplexity."""
+    token_dtype: TokenDtype = "uint16"
+    """Type of the token ids in a .bin file without an index, as in perplexity."""
     text_key: str = "text"
     """Key of the text in JSON lines, or its column in parquet."""
     split: str | None = None
@@ -198,7 +201,8 @@ class PositionPictures(Task):
         return Summary(scores, details, notes)
 
     def _sources(self) -> list[Source]:
-        return find_sources(self.settings.data, self.settings.split, self.section)
+        settings = self.settings
+        return find_sources(settings.data, settings.split, settings.token_dtype, self.section)
 
     def _length(self, info: ModelInfo) -> int:
         length = self.settings.length

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.config.data import split_shares
+from megatron_tape.config.evaluation import TokenDtype
 from megatron_tape.config.values import format_value
 from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
@@ -19,7 +20,6 @@ from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo
 
-RAW_TYPE = np.dtype("<u2")
 TEXT_BYTES = 1_000_000_000
 """Maximum size in bytes of a document (a JSON line, a row or a text file), which is the size of enwik9."""
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
@@ -37,6 +37,8 @@ class Source:
     kind: Literal["text", "indexed", "raw"]
     section: str
     """The section of the task's settings."""
+    token_dtype: TokenDtype
+    """Type of the token ids if `kind` is `raw`."""
     split: str | None = None
     """Fractions for training, validation and test; only validation documents are used. None means all documents."""
 
@@ -56,12 +58,12 @@ class Document:
     """Whether it was read as text, so that its size in bytes is known."""
 
 
-def find_sources(data: dict[str, str] | str, split: str | None, section: str) -> list[Source]:
+def find_sources(data: dict[str, str] | str, split: str | None, token_dtype: TokenDtype, section: str) -> list[Source]:
     """Return the sources that a task's `data` names. Raises ConfigError for a missing file or an unknown format."""
     key = f"{section}.data"
     named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
     refuse(not named, key, "is empty", "give a path, or {NAME: path}")
-    sources = [_find_source(name, path, section) for name, path in named.items()]
+    sources = [_find_source(name, path, token_dtype, section) for name, path in named.items()]
     if split is None:
         return sources
     key = f"{section}.split"
@@ -75,22 +77,20 @@ def find_sources(data: dict[str, str] | str, split: str | None, section: str) ->
     return [replace(source, split=split) for source in sources]
 
 
-def _find_source(name: str, path: str, section: str) -> Source:
+def _find_source(name: str, path: str, token_dtype: TokenDtype, section: str) -> Source:
     key, fix = f"{section}.data", "give {NAME: path} with a name that has no slash"
     refuse(not name or "/" in name, key, f"has the name {format_value(name)}", fix)
     if Path(f"{path}.idx").is_file():
-        return Source(name, path, "indexed", section)
+        return Source(name, path, "indexed", section, token_dtype)
     missing = not Path(path).is_file()
     refuse(missing, key, f"is {format_value(path)}, but there is no such file or indexed dataset", "correct the path")
     prefix = path.removesuffix(".bin")
     problem = f"is {path}, a file of the indexed dataset {prefix}"
     refuse(Path(f"{prefix}.idx").is_file(), key, problem, f"give {prefix}, without the suffix")
-    formats = (
-        ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of uint16 ids, or the prefix of an indexed dataset"
-    )
+    formats = ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of token ids, or the prefix of an indexed dataset"
     is_raw = path.endswith(".bin")
     refuse(not is_raw and not is_text_file(path), key, f"is {path}, whose format is unknown", f"give {formats}")
-    return Source(name, path, "raw" if is_raw else "text", section)
+    return Source(name, path, "raw" if is_raw else "text", section, token_dtype)
 
 
 def check_sources(sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None) -> None:
@@ -117,6 +117,8 @@ def check_sources(sources: Sequence[Source], info: ModelInfo, text_key: str, min
                 problem = f"has no document of the {minimum:,} tokens that {_NEED}: the longest has {longest:,} bytes"
                 raise FileError(source.path, problem, _LONGER)
         else:
+            if source.kind == "raw":
+                _check_token_dtype(source, info)
             _long_documents(source, _token_documents(source), minimum, most, info.vocab_size)
 
 
@@ -162,10 +164,7 @@ def _texts(source: Source, text_key: str) -> Iterator[str]:
 def _token_documents(source: Source) -> Iterator[np.ndarray]:
     """Yield documents of token ids. Raises FileError for a damaged file."""
     if source.kind == "raw":
-        size = Path(source.path).stat().st_size
-        if size == 0 or size % RAW_TYPE.itemsize:
-            raise FileError(source.path, f"has {size:,} bytes, not an even number above 0", "give uint16 ids")
-        yield np.memmap(source.path, RAW_TYPE, "r")
+        yield _raw_tokens(source)
         return
     try:
         dataset = IndexedDatasetReader(source.path)
@@ -177,6 +176,31 @@ def _token_documents(source: Source) -> Iterator[np.ndarray]:
     train, validation, _ = split_shares(source.split) if source.split else (0.0, 1.0, 0.0)
     for index in range(round(train * len(dataset)), round((train + validation) * len(dataset))):
         yield dataset.document(index)
+
+
+def _check_token_dtype(source: Source, info: ModelInfo) -> None:
+    """Raise ConfigError if a type has fewer values than the model has token ids."""
+    key = f"{source.section}.token_dtype"
+    ids = np.iinfo(source.token_dtype).max + 1
+    problem = f"is {source.token_dtype}, which has {ids:,} values, but {info.label} has {info.vocab_size:,} token ids"
+    fix = f"set it to uint32 if {source.path} was written so; otherwise give its texts or an indexed dataset"
+    refuse(ids < info.vocab_size, key, problem, fix)
+
+
+def _raw_tokens(source: Source) -> np.ndarray:
+    """Return the token ids (N,) of a file without an index. Raises FileError if it cannot be of `token_dtype`."""
+    key = f"{source.section}.token_dtype"
+    dtype = np.dtype(source.token_dtype).newbyteorder("<")
+    size = Path(source.path).stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        problem = f"has {size:,} bytes, but {source.token_dtype} ids take a multiple of {dtype.itemsize} above 0"
+        raise FileError(source.path, problem, f"copy it again, or correct {key}")
+    tokens = np.memmap(source.path, dtype, "r")
+    # Ids below 65,536 that were written as uint32 have an upper half of 0.
+    if source.token_dtype == "uint16" and len(tokens) % 2 == 0 and not tokens[1::2].any():
+        problem = "cannot be read as uint16: every second value is 0, as in a file of uint32 ids"
+        raise FileError(source.path, problem, f"set {key} to uint32")
+    return tokens
 
 
 def _check_ids(path: str, document: int, tokens: np.ndarray, vocab_size: int) -> None:
