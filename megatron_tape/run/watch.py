@@ -6,6 +6,7 @@ system that does not respond.
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -214,13 +215,23 @@ class Watch:
         )
 
     def _dump_collectives(self) -> None:
-        """Write this rank's last collectives, from PyTorch's flight recorder, to the attempt's directory."""
+        """Write this rank's last collectives, from PyTorch's flight recorder, to the attempt's directory.
+
+        NCCL and gloo have separate recorders. A build of torch with CUDA contains both, and without a GPU only gloo's
+        has entries.
+        """
         module = sys.modules.get("torch._C._distributed_c10d")
-        names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first one exists only with NCCL
-        dump = next((getattr(module, name) for name in names if hasattr(module, name)), None)
-        if dump is not None and (trace := dump()):
-            path = self._attempt.directory / f"collectives-{self._rank:05d}.json"
-            write_whole(path, [trace], durable=False)
+
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+            dump = getattr(module, name, None)
+            if dump is None:
+                continue
+
+            trace = dump()
+            if json.loads(trace).get("entries"):
+                path = self._attempt.directory / f"collectives-{self._rank:05d}.json"
+                write_whole(path, [trace], durable=False)
+                return
 
     def _leave(self, outcome: str, status: int, message: str) -> None:
         with contextlib.suppress(OSError):

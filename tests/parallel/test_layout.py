@@ -108,10 +108,14 @@ def test_deterministic_kernels_restores_all_settings():
 def machine(monkeypatch, tmp_path):
     """Return a function that imitates a node with `gpus` GPUs on which torch finds only `seen`."""
 
+    def fails():
+        raise RuntimeError("The NVIDIA driver on your system is too old\nPlease update it")
+
     def change(gpus, seen, processes=1, cuda="13.0"):
         monkeypatch.setattr(layouts, "NVIDIA_DRIVER", pathlib.Path("/dev/null" if gpus else tmp_path / "none"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+        monkeypatch.setattr(torch.cuda, "init", fails)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -128,7 +132,7 @@ def machine(monkeypatch, tmp_path):
         ("cpu", dict(gpus=8, seen=0), None),
         ("auto", dict(gpus=8, seen=8, processes=2), "is auto, but only 2 of the 8 visible GPUs would be"),
         ("cuda", dict(gpus=8, seen=8, processes=2), "is cuda, but only 2 of the 8 visible GPUs"),
-        ("auto", dict(gpus=8, seen=0), "cannot use this node's GPUs (Torch not compiled with CUDA enabled)"),
+        ("auto", dict(gpus=8, seen=0), "cannot use this node's GPUs (The NVIDIA driver on your system is too old)"),
         ("cuda", dict(gpus=0, seen=0), "finds no GPU on this node"),
         ("cuda", dict(gpus=0, seen=0, cuda=None), "finds no GPU on this node"),
         ("auto", dict(gpus=8, seen=0, cuda=None), None),

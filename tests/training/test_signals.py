@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from datasets_for_tests import write_all
 from launch import alone, environment, free_port, start
 from training_cases import RECIPE, option, rows, steps_saved
@@ -297,6 +298,24 @@ def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
     assert attempt.outcome == "hung" and "while training" in attempt.message
     collectives = json.loads((folder / "attempts" / "000001" / "collectives-00000.json").read_text())
     assert any("all_reduce" in entry["profiling_name"] for entry in collectives["entries"])
+
+
+def test_the_collectives_of_the_recorder_that_was_used_are_written(tmp_path, monkeypatch):
+    """A build of torch with CUDA has a recorder for NCCL and one for gloo. The other one has no entries."""
+    attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None})
+    watchdog = watch.Watch(None)
+    watchdog.close()
+    watchdog._attempt = attempt
+    recorders = torch._C._distributed_c10d
+    empty, used = b'{"version":"2.10"}', b'{"entries":[{"profiling_name":"gloo:all_reduce"}],"version":"2.10"}'
+    path = attempt.directory / "collectives-00000.json"
+
+    for nccl, gloo, expected in ((empty, empty, None), (empty, used, used), (used, empty, used)):
+        monkeypatch.setattr(recorders, "_dump_nccl_trace_json", lambda trace=nccl: trace, raising=False)
+        monkeypatch.setattr(recorders, "_dump_fr_trace_json", lambda trace=gloo: trace)
+        path.unlink(missing_ok=True)
+        watchdog._dump_collectives()
+        assert (path.read_bytes() if path.exists() else None) == expected
 
 
 @pytest.fixture
