@@ -78,7 +78,9 @@ def write_safetensors(
             converted = tensor.detach().to("cpu", expected.dtype).contiguous()
             if converted.dtype is torch.float16 and not torch.isfinite(converted).all():
                 raise UserError(name, "contains values beyond the range of fp16", "use bf16 or fp32")
-            put(converted.reshape(-1).view(torch.uint8).numpy())
+            # A view as bytes needs a stride of 1. A contiguous tensor of one element may have any other stride.
+            flat = converted.as_strided((converted.numel(),), (1,))
+            put(flat.view(torch.uint8).numpy())
         assert file.tell() == begin + end, f"{path} lacks announced tensors"
         file.flush()
         os.fsync(file.fileno())

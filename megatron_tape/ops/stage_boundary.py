@@ -26,14 +26,19 @@ def packed_width(shape: tuple[int, ...], state_dtype: torch.dtype, tokens: int, 
 
 
 def _join(hidden_sBC: Tensor, state: Tensor) -> Tensor:
-    by_token = state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2).flatten(2).contiguous()
+    by_token = _with_strides_of_its_shape(state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2)).flatten(2)
     return torch.cat([hidden_sBC, by_token.view(hidden_sBC.dtype)], dim=2)
 
 
 def _cut(packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     hidden_sBC, by_token = packed[..., :hidden_size], packed[..., hidden_size:]
-    state = by_token.contiguous().view(dtype).unflatten(2, (-1, *shape[2:])).movedim(2, 0).flatten(0, 1)
+    state = _with_strides_of_its_shape(by_token).view(dtype).unflatten(2, (-1, *shape[2:])).movedim(2, 0).flatten(0, 1)
     return hidden_sBC.contiguous(), state.contiguous()
+
+
+def _with_strides_of_its_shape(tensor: Tensor) -> Tensor:
+    """Return a copy that can be viewed as another dtype; `contiguous` keeps the strides of axes of size 1."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Pack(torch.autograd.Function):
