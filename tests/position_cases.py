@@ -3,12 +3,13 @@
 import shutil
 
 import torch.distributed as dist
-from configurations import make_alone
+from configurations import make_alone, nested
 from models import build, random_tokens, small_model
 from plans import saved_bytes
 from toy_encodings import TOYS, registered
 from training_cases import option, run, tp, zero
 
+from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.training.engine import Engine
 
 BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
@@ -16,6 +17,14 @@ BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
 """Most have both sharded and replicated parameters. Positions of repo are sent to other processes; those of randpe must
 be the same on all processes and in all micro-batches."""
 RESUMED = (*TOYS, "path", "increments")
+OF_ONE_HEAD = {"num_attention_heads": 1, "num_query_groups": 1}
+"""Parameters with one element per head or group then have one element."""
+UNDER_ZERO_3 = {name: {"position_encoding": name, **OF_ONE_HEAD} for name in ENCODINGS}
+UNDER_ZERO_3["tape_per_head"] = {"token_mixing": "per_head", **OF_ONE_HEAD}
+OF_THREE_HEADS = {"hidden_size": 30, "num_attention_heads": 3, "num_query_groups": 3}
+UNDER_ZERO_3["fox_three_heads"] = {"position_encoding": "fox", **OF_THREE_HEADS}
+"""Biases of three elements, of which two processes hold two and one."""
+UNDER_ZERO_3["increments"] = BUILT_IN["increments"] | OF_ONE_HEAD
 LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}
 """Tensor-parallel size and ZeRO stage; without tensor parallelism the two processes are data parallel."""
 
@@ -35,13 +44,14 @@ def steps(name, tensor_size, stage):
     return [number for step in found for number in (step.loss, step.grad_norm)] + [engine.evaluate(batches)]
 
 
-def resume(folder, data, name):
+def resume(folder, data, name, of_model, *layout):
     """Return the metrics of two steps, and those with the second step resumed from the first one's checkpoint."""
-    own = settings_of(name).items()
-    changes = {f"model.{'' if key == 'position_encoding' else 'position.'}{key}": value for key, value in own}
+    own = nested(of_model.get("position_encoding", "tape"), **of_model)
+    changes = {f"model.position.{key}": value for key, value in own.pop("position").items()}
+    changes |= {f"model.{key}": value for key, value in own.items()}
     changes |= {"data.prefix": f"{data}/a", "schedule.warmup_steps": 1}
     changes |= {"train.steps": 2, "train.eval_interval": 2, "checkpoint.interval": 1}
-    settings = [*(option(key, value) for key, value in changes.items()), tp(2), zero(2)]
+    settings = [*(option(key, value) for key, value in changes.items()), *layout]
     whole = run(folder, name, *settings)
     if dist.get_rank() == 0:
         shutil.rmtree(f"{folder}/{name}/checkpoints/step-00000002")
@@ -61,6 +71,10 @@ def main(folder, data):
     with registered():
         return {
             "steps": {name: {layout: steps(name, *sizes) for layout, sizes in LAYOUTS.items()} for name in names},
-            "resumed": {name: resume(folder, data, name) for name in RESUMED},
+            "resumed": {name: resume(folder, data, name, settings_of(name), tp(2), zero(2)) for name in RESUMED},
+            "under_zero_3": {
+                name: resume(folder, data, f"{name}-zero3", settings, tp(1), zero(3))
+                for name, settings in UNDER_ZERO_3.items()
+            },
             "costs": {name: costs(name) for name in names},
         }

@@ -17,7 +17,6 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
@@ -402,14 +401,8 @@ class Engine:
         for name in self.trained if names is None else names:
             for key in self._keys_of(name, trained=True):
                 if (value := read(f"{key}/{name}")) is not None:
-                    self._set(self.trained[name], key, value)
-
-    def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
-        value = value.to(self.layout.device)
-        if key == "weight":
-            safe_set_full_fp32_param(parameter, value)
-        else:
-            safe_set_full_optimizer_state(parameter, value, key)
+                    value = value.to(self.layout.device)
+                    zero_partitions.set_local_elements(self.trained[name], key, value)
 
     def _create_moments(self, steps: int) -> None:
         """Create the optimizer's state, which torch would create only in the first step, and link it to ZeRO.

@@ -10,9 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 from torch import Tensor
 from torch.nn import Parameter
+
+from megatron_tape.parallel.partitions import local_storage
 
 BATCH_BYTES = 1 << 22
 """Maximum bytes of the tensors that a rank receives at once; a single tensor may be larger."""
@@ -72,6 +81,28 @@ def local_elements(parameter: Parameter, key: str) -> Tensor:
         local = safe_get_local_fp32_param if key == "weight" else safe_get_local_optimizer_state
         return local(parameter) if key == "weight" else local(parameter, key)
     return parameter._hp_mapping.get_hp_fragment(None if key == "weight" else key)
+
+
+def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
+    """Set this rank's partition of a trained parameter's `weight`, `exp_avg` and so on to its part of a whole tensor.
+
+    `value` is on the parameter's device.
+    """
+    if not hasattr(parameter, "ds_id"):
+        if key == "weight":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+        return
+
+    # With ZeRO 3, DeepSpeed's functions for whole tensors fail on ranks whose partitions are padded.
+    storage, first = local_storage(parameter)
+    partition = value.flatten()[first : first + len(storage)]
+    padded = F.pad(partition, (0, parameter.partition_numel() - len(partition)))
+    if key == "weight":
+        safe_set_local_fp32_param(parameter, padded)
+    else:
+        safe_set_local_optimizer_state(parameter, padded, key)
 
 
 def gather_to_owners(

@@ -7,7 +7,7 @@ from datasets_for_tests import write_all
 from launch import run_group
 from models import small_model
 from plans import of_model, on_cpu
-from position_cases import BUILT_IN, RESUMED, settings_of
+from position_cases import BUILT_IN, RESUMED, UNDER_ZERO_3, settings_of
 from toy_encodings import TOYS, registered
 
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
@@ -100,11 +100,19 @@ def test_an_encoding_has_the_same_losses_under_every_layout(group, name, layout)
     assert steps[layout] == pytest.approx(steps["alone"], rel=5e-5)
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_an_encoding_resumes_under_tensor_parallelism(group, name):
-    whole, continued = group["encodings"]["resumed"][name]
+def assert_resumed(whole, continued):
     assert [row["step"] for row in whole] == [row["step"] for row in continued] == [1, 2]
     assert all(whole[1][key] == continued[1][key] for key in ("train/loss", "train/grad_norm", "validation/loss"))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_an_encoding_resumes_under_tensor_parallelism(group, name):
+    assert_resumed(*group["encodings"]["resumed"][name])
+
+
+@pytest.mark.parametrize("name", UNDER_ZERO_3)
+def test_every_encoding_resumes_under_zero_3_with_parameters_of_one_element(group, name):
+    assert_resumed(*group["encodings"]["under_zero_3"][name])
 
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
